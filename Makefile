@@ -1,0 +1,47 @@
+# make demo    install into .venv, quantize the embedded digits models, print the table
+# make test    install into .venv, run ruff, mypy and every test
+# make lint    ruff and mypy alone
+# make bench   the benchmarks; ARGS="--quick" is passed on
+# An active virtual environment is used instead of .venv.
+
+PYTHON3 ?= python3
+VENV    := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
+PYTHON  := $(VENV)/bin/python
+OUTPUT  ?= qtk-output
+ARGS    ?=
+
+# A stamp says that this checkout is what the environment holds; it lives and dies with the environment.
+STAMPS  := $(VENV)/.qtk-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' ' -f 1)
+STAMP    = find $(VENV) -maxdepth 1 -name '.qtk-*' ! -path '$(STAMPS)' -exec rm -r {} + && mkdir -p $(STAMPS) && touch
+SOURCES := pyproject.toml setup.py
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMPS)/demo
+	$(VENV)/bin/qtk quantize --output $(OUTPUT) --force
+
+test: lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
+
+lint: $(STAMPS)/all
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+bench: $(STAMPS)/all
+	set -e; for file in benchmarks/*/bench_*.py; do $(PYTHON) $$file $(ARGS); done
+
+$(STAMPS)/demo: $(SOURCES) | $(PYTHON)
+	$(PYTHON) -m pip install --editable ".[vision,onnx,demo,report]"
+	$(STAMP) $@
+
+$(STAMPS)/all: $(SOURCES) | $(PYTHON)
+	$(PYTHON) -m pip install --editable ".[all]"
+	$(STAMP) $@ $(STAMPS)/demo
+
+$(PYTHON):
+	$(PYTHON3) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --upgrade pip
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

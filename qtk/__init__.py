@@ -1,0 +1,34 @@
+"""qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
+
+from qtk.calibrators.scheme import SCHEMES
+from qtk.core.dtypes import QDtype, dtype
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import QtkError
+from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.quantsim import QuantSim
+from qtk.workflow.prepare import prepare_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCHEMES",
+    "Encoding",
+    "Mode",
+    "PerBlock",
+    "PerChannel",
+    "PerTensor",
+    "QDtype",
+    "QtkError",
+    "QuantPlan",
+    "QuantSim",
+    "QuantSpec",
+    "Quantizer",
+    "Site",
+    "SitePlan",
+    "dtype",
+    "prepare_model",
+]

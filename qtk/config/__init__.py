@@ -1,0 +1,1 @@
+"""Configurations: what users write in YAML, JSON or Python, checked and frozen."""

@@ -1,0 +1,55 @@
+"""From what a user gives to a ``QuantConfig``: a shipped name, a YAML or AIMET JSON file, a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from qtk.config.aimet import from_aimet, is_aimet
+from qtk.config.files import read_file
+from qtk.config.schema import QuantConfig
+from qtk.config.shipped import shipped, shipped_names
+from qtk.config.validate import validate
+from qtk.errors import ConfigError
+from qtk.registry import nearest
+
+
+def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> QuantConfig:
+    """The configuration behind ``source``.
+
+    Args:
+        source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (told
+            apart by its keys), the mapping such a file holds, or a ``QuantConfig``, returned as it is.
+
+    Raises: ConfigError with file, line or path of each mistake; for an unknown name the nearest.
+
+    >>> load_config({"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bit": 4}}]})
+    Traceback (most recent call last):
+    qtk.errors.ConfigError: config: rules[0].weight.bit: unknown key; did you mean 'bits'? known: bits, block_size, \
+dtype, granularity, method, narrow_range, range, symmetric
+    """
+    if isinstance(source, QuantConfig):
+        return source
+    if isinstance(source, Mapping):
+        return _from_value(source, "config")
+    path = _path_of(source)
+    return _from_value(read_file(path), str(path))
+
+
+def _from_value(value: object, name: str) -> QuantConfig:
+    if isinstance(value, Mapping) and is_aimet(value):
+        value = from_aimet(value, source=name)
+    return validate(QuantConfig, value, source=name)
+
+
+def _path_of(source: str | Path) -> Path:
+    known = shipped_names("targets")
+    if source in known:
+        return shipped("targets", str(source))
+    path = Path(source)
+    if path.is_file():
+        return path
+    if not path.suffix and len(path.parts) == 1:
+        raise ConfigError(f"config {str(source)!r} is neither a file nor shipped with qtk; {nearest(path.name, known)}")
+    raise ConfigError(f"config file {path} does not exist; give the path of a YAML or AIMET JSON file, "
+                      f"or a shipped name: {', '.join(known)}")

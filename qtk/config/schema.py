@@ -1,0 +1,250 @@
+"""The configuration a user writes: which tensors are quantized how, on which target. Frozen and checked.
+
+The YAML of ``configs/targets/`` is this schema word for word; ``load_config`` reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
+
+from qtk.config.validate import UNION_TAGS
+from qtk.core.dtypes import BITS, DTYPES, dtype
+from qtk.errors import ConfigError
+from qtk.registry import nearest
+
+Bits = Annotated[int, Field(strict=True, ge=BITS.start, le=BITS.stop - 1)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSetting(_Frozen):
+    """What a rule says about one tensor; a field left out is left as earlier rules have it.
+
+    Args:
+        bits: width of the codes, 2…16; signed if symmetric, else unsigned.
+        dtype: the integer format by name (``int8``), in place of ``bits``.
+        symmetric: the zero point is 0.
+        granularity: which elements share a scale.
+        block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
+        narrow_range: leave the lowest code out.
+        range: the real bounds, known beforehand; no data decides them.
+        method: name of the scheme that finds the range.
+    """
+
+    bits: Bits | None = None
+    dtype: str | None = None
+    symmetric: StrictBool | None = None
+    granularity: Literal["per_tensor", "per_channel", "per_block"] | None = None
+    block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
+    narrow_range: StrictBool | None = None
+    range: tuple[Real, Real] | None = None
+    method: str | None = None
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> TensorSetting:
+        if self.dtype is not None:
+            if self.dtype not in DTYPES:
+                raise ValueError(f"unknown dtype {self.dtype!r}; {nearest(self.dtype, DTYPES)}")
+            chosen = dtype(self.dtype)
+            if self.bits not in (None, chosen.bits):
+                raise ValueError(f"dtype {self.dtype} has {chosen.bits} bits, bits says {self.bits}; give one of them")
+            if self.symmetric and not chosen.signed:
+                raise ValueError(f"dtype {self.dtype} is unsigned and symmetric is true; use int{chosen.bits}")
+        if self.block_size is not None and self.granularity != "per_block":
+            raise ValueError(f"block_size {self.block_size} needs granularity per_block, got {self.granularity}; "
+                             "add granularity: per_block")
+        if self.granularity == "per_block" and self.block_size is None:
+            raise ValueError("granularity per_block needs a block_size; add one that divides the input channels")
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise ValueError(f"range {list(self.range)} must be [low, high] with low < high")
+        return self
+
+    @property
+    def names_width(self) -> bool:
+        """Whether it says how many bits: by ``bits`` or by ``dtype``."""
+        return self.bits is not None or self.dtype is not None
+
+    def overlaid(self, other: TensorSetting) -> TensorSetting:
+        """This setting with every field that ``other`` gives replaced.
+
+        A width drops an earlier width, however either was written, and a granularity an earlier block size. Whether
+        the fields of the two agree is seen when they become a spec.
+
+        >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
+        TensorSetting(bits=4, symmetric=True)
+        """
+        given = {name: value for name, value in other if value is not None}
+        if other.names_width:
+            given = {"bits": None, "dtype": None} | given
+        if other.granularity is not None:
+            given = {"block_size": None} | given
+        return self.model_copy(update=given)
+
+    def __repr_args__(self) -> Iterator[tuple[str, object]]:
+        return ((name, value) for name, value in self if value is not None)
+
+
+def _setting_tag(value: object) -> str:
+    return UNION_TAGS[0] if isinstance(value, str) else UNION_TAGS[1]
+
+
+Setting: TypeAlias = Annotated[
+    Annotated[Literal["float", "quantized"], Tag(UNION_TAGS[0])] | Annotated[TensorSetting, Tag(UNION_TAGS[1])],
+    Discriminator(_setting_tag),
+]
+"""How to quantize a tensor; ``float``: not at all; ``quantized``: undo an earlier ``float``."""
+
+
+def _as_list(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
+
+
+class Match(_Frozen):
+    """Which ops a rule is for: of any kind in ``op`` and at any place in ``path`` (globs over module paths)."""
+
+    op: Names = ()
+    path: Names = ()
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Match:
+        if not self.op and not self.path:
+            raise ValueError("a match needs op, path or both; to match everything write path: '*'")
+        return self
+
+
+class Rule(_Frozen):
+    """Settings for the tensors of the ops that match; later rules win.
+
+    Args:
+        match: the ops it is for.
+        weight: what it says about their weights; likewise ``bias``, ``input``, ``output``.
+        optional: that no op matches is no mistake.
+    """
+
+    match: Match
+    weight: Setting | None = None
+    bias: Setting | None = None
+    input: Setting | None = None
+    output: Setting | None = None
+    optional: StrictBool = False
+
+
+class Defaults(_Frozen):
+    """What holds where no rule says otherwise. Widths left out are those of the ``QuantSim``."""
+
+    weight: Setting = TensorSetting()
+    activation: Setting = TensorSetting()
+    bias: Setting = "float"
+
+
+class Io(_Frozen):
+    """Whether model inputs and outputs are quantized."""
+
+    inputs: Literal["quantized", "float"] = "quantized"
+    outputs: Literal["quantized", "float"] = "quantized"
+
+
+def _spelled_out(value: object) -> object:
+    """Patterns whose elements may be lists of alternatives → one pattern for each combination, without repeats."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    spelled: list[object] = []
+    for pattern in value:
+        if not isinstance(pattern, (list, tuple)):
+            spelled.append(pattern)
+            continue
+        choices = [choice if isinstance(choice, (list, tuple)) else [choice] for choice in pattern]
+        spelled.extend(itertools.product(*choices))
+    return [pattern for index, pattern in enumerate(spelled) if pattern not in spelled[:index]]
+
+
+Pattern = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)]
+
+
+class QuantConfig(_Frozen):
+    """A whole configuration.
+
+    Args:
+        version: of this schema.
+        defaults: what holds where no rule matches.
+        rules: in order, later ones win.
+        supergroups: chains of op kinds that the target runs as one, with one quantizer after the last. In a file an
+            element may be a list of alternatives: ``[conv, [relu, relu6]]`` stands for two chains.
+        io: model inputs and outputs.
+
+    >>> QuantConfig(version=1, supergroups=[["conv", ["relu", "relu6"]]]).supergroups
+    (('conv', 'relu'), ('conv', 'relu6'))
+    """
+
+    version: Literal[1]
+    defaults: Defaults = Defaults()
+    rules: tuple[Rule, ...] = ()
+    supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_spelled_out)] = ()
+    io: Io = Io()
+
+    @model_validator(mode="after")
+    def _biases_have_a_width(self) -> QuantConfig:
+        if _gives_width(self.defaults.bias):
+            return self
+        settings = [("defaults.bias", self.defaults.bias)]
+        settings += [(f"rules[{index}].bias", rule.bias) for index, rule in enumerate(self.rules) if rule.bias]
+        for path, setting in settings:
+            if setting != "float" and not _gives_width(setting):
+                raise ValueError(f"{path}: biases have no width of their own, {setting!r} gives none; "
+                                 "add bits or dtype here or to defaults.bias")
+        return self
+
+
+def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
+    """Are all ops named in rules and supergroups among ``known``?
+
+    Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
+    """
+    problems = [
+        f"rules[{index}].match.op: unknown op {name!r}; {_near(name, known)}"
+        for index, rule in enumerate(config.rules) for name in rule.match.op if name not in known
+    ]
+    problems += [
+        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {_near(name, known)}"
+        for pattern in config.supergroups for name in pattern if name not in known
+    ]
+    _raise_all(problems)
+
+
+def check_methods(config: QuantConfig, known: Collection[str]) -> None:
+    """Are all methods named in settings among ``known``? Raises: ConfigError as ``check_op_names``."""
+    defaults = config.defaults
+    settings = [(f"defaults.{name}", getattr(defaults, name)) for name in type(defaults).model_fields]
+    for index, rule in enumerate(config.rules):
+        settings += [(f"rules[{index}].{name}", getattr(rule, name)) for name in ("weight", "bias", "input", "output")]
+    _raise_all([
+        f"{path}.method: unknown scheme {setting.method!r}; {nearest(setting.method, known)}"
+        for path, setting in settings
+        if isinstance(setting, TensorSetting) and setting.method is not None and setting.method not in known
+    ])
+
+
+def _raise_all(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} mistakes in the config:", *problems] if problems[1:] else problems))
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """Close names only: all of them would fill a screen."""
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else nearest(name, known)
+
+
+def _gives_width(setting: TensorSetting | str | None) -> bool:
+    return isinstance(setting, TensorSetting) and setting.names_width

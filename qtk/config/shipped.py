@@ -1,0 +1,38 @@
+"""The files that come with qtk: ``configs/`` of the repository, installed as ``qtk/configs``."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from qtk.errors import ConfigError
+from qtk.registry import nearest
+
+
+def shipped(kind: str, name: str) -> Path:
+    """The shipped file of this kind (``targets``, ``recipes``).
+
+    Raises: ConfigError naming the known ones.
+
+    >>> shipped("targets", "default").name
+    'default.yaml'
+    """
+    known = shipped_names(kind)
+    if name not in known:
+        raise ConfigError(f"no {kind.removesuffix('s')} called {name!r} comes with qtk; {nearest(name, known)}")
+    return _folder(kind) / f"{name}.yaml"
+
+
+def shipped_names(kind: str) -> list[str]:
+    """The names ``shipped`` knows, in order.
+
+    >>> shipped_names("targets")
+    ['default', 'onnxruntime']
+    """
+    return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
+
+
+def _folder(kind: str) -> Path:
+    package = Path(str(files("qtk")))
+    installed = package / "configs" / kind
+    return installed if installed.is_dir() else package.parent / "configs" / kind

@@ -1,0 +1,102 @@
+"""pydantic's findings in our words: the path of each key, what was given, the rule, and the nearest known key."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from qtk.errors import ConfigError
+from qtk.registry import nearest
+
+M = TypeVar("M", bound=BaseModel)
+
+UNION_TAGS = ("<word>", "<setting>")
+"""Names of the alternatives of a union; pydantic puts them into paths, where no user wrote them."""
+
+SHOWN_CHARACTERS = 80
+
+
+def validate(model: type[M], data: object, *, source: str) -> M:
+    """``data`` as a ``model``.
+
+    Args:
+        source: what is being read, for the message: a file, or what it is for.
+
+    Raises: ConfigError listing every mistake with its path, as in ``rules[2].weight.bits``.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: a mapping of keys is expected at the top, got {_shown(data)}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        findings = [_finding(model, details) for details in error.errors(include_url=False)]
+    if len(findings) == 1:
+        raise ConfigError(f"{source}: {findings[0]}")
+    raise ConfigError(f"{source}: {len(findings)} mistakes\n  " + "\n  ".join(findings))
+
+
+def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
+    path = tuple(part for part in details["loc"] if part not in UNION_TAGS)
+    where = _path_text(path)
+    given, context = _shown(details["input"]), details.get("ctx", {})
+    match details["type"]:
+        case "extra_forbidden":
+            hint = nearest(str(path[-1]), _keys_at(model, path[:-1]))
+            return f"{where}: unknown key; {hint}"
+        case "missing":
+            return f"{where}: missing; add this key"
+        case "value_error":
+            text = str(context["error"])
+            return f"{where}: {text}" if where else text
+        case "greater_than_equal":
+            return f"{where}: got {given}; must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"{where}: got {given}; must be at most {context['le']}"
+        case "literal_error":
+            return f"{where}: got {given}; must be {context['expected']}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            keys = f" with keys of {', '.join(_keys_at(model, path))}" if _keys_at(model, path) else ""
+            return f"{where}: got {given}; must be a mapping{keys}"
+        case "tuple_type" | "list_type":
+            return f"{where}: got {given}; must be a list"
+        case "too_short":
+            return f"{where}: got {given}; needs at least {context['min_length']} elements"
+    text = details["msg"].removeprefix("Input ").removeprefix("should ")
+    return f"{where}: got {given}; must {text}"
+
+
+def _path_text(path: tuple[int | str, ...]) -> str:
+    """Keys and indices as one writes them.
+
+    >>> _path_text(("rules", 2, "weight", "bits"))
+    'rules[2].weight.bits'
+    """
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The keys the schema knows at ``path``, empty where it expects no mapping of fixed keys."""
+    models = [model]
+    for part in path:
+        if isinstance(part, str):
+            found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+            models = [inner for annotation in found for inner in _models_in(annotation)]
+    return list(dict.fromkeys(name for m in models for name in m.model_fields))
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]

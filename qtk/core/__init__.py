@@ -1,0 +1,1 @@
+"""Frozen values every other floor speaks in."""

@@ -1,0 +1,63 @@
+"""The answer of a calibrator: the numbers that turn reals into codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """``x ≈ (code - zero_point) * scale``.
+
+    Shape: ``scale`` float32 of ``spec.granularity.qparam_shape(x.shape)``; ``zero_point`` int32 of the same
+    shape, ``None`` exactly when the spec is symmetric.
+
+    Raises: EncodingError if a shape or dtype is off, a scale is not finite and positive, or a zero point
+    lies outside the codes.
+    """
+
+    spec: QuantSpec
+    scale: Tensor
+    zero_point: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale.dtype != torch.float32 or self.scale.ndim == 0:
+            raise EncodingError(f"scale must be float32 with at least one axis, got {self.scale.dtype} of shape "
+                                f"{tuple(self.scale.shape)}")
+        if not bool(torch.isfinite(self.scale).all() & (self.scale > 0).all()):
+            raise EncodingError("every scale must be finite and positive")
+        if (self.zero_point is None) != self.spec.symmetric:
+            raise EncodingError(f"a {self.spec} encoding {'has no' if self.spec.symmetric else 'needs a'} zero point")
+        if self.zero_point is not None:
+            if self.zero_point.dtype != torch.int32 or self.zero_point.shape != self.scale.shape:
+                raise EncodingError(f"zero_point must be int32 of shape {tuple(self.scale.shape)}, got "
+                                    f"{self.zero_point.dtype} of {tuple(self.zero_point.shape)}")
+            if bool(((self.zero_point < self.spec.qmin) | (self.zero_point > self.spec.qmax)).any()):
+                raise EncodingError(f"every zero point must lie in {self.spec.qmin}…{self.spec.qmax}")
+
+    @property
+    def minimum(self) -> Tensor:
+        """Smallest real that a code stands for. Shape: as ``scale``."""
+        return (self.spec.qmin - self._zero()) * self.scale
+
+    @property
+    def maximum(self) -> Tensor:
+        """Largest real that a code stands for. Shape: as ``scale``."""
+        return (self.spec.qmax - self._zero()) * self.scale
+
+    def _zero(self) -> Tensor:
+        return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
+
+    def equals(self, other: Encoding) -> bool:
+        """Same spec and bit-equal numbers."""
+        if self.spec != other.spec or not torch.equal(self.scale, other.scale):
+            return False
+        if self.zero_point is None or other.zero_point is None:
+            return self.zero_point is other.zero_point
+        return torch.equal(self.zero_point, other.zero_point)

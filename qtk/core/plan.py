@@ -1,0 +1,67 @@
+"""What will be quantized, how, and by which rule: decided before the graph is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlan:
+    """The decision for one site.
+
+    Args:
+        spec: what the quantizer produces.
+        method: name of the scheme that turns data into an encoding.
+        static: the value is made from parameters alone and needs no calibration data.
+        range: real bounds known beforehand (softmax: 0 to 1); no data decides them.
+        leader: the site whose quantizer, and so whose encoding, this one shares.
+        reason: the rule that decided it, in words.
+    """
+
+    spec: QuantSpec
+    method: str
+    static: bool = False
+    range: tuple[float, float] | None = None
+    leader: Site | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class QuantPlan(Mapping[Site, SitePlan]):
+    """Every quantized site in graph order, and every float value left out with the reason."""
+
+    sites: Mapping[Site, SitePlan]
+    unquantized: Mapping[Site, str] = field(default_factory=dict)
+    unmatched_rules: tuple[str, ...] = ()
+
+    def __getitem__(self, site: Site) -> SitePlan:
+        return self.sites[site]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def diff(self, other: QuantPlan) -> list[str]:
+        """One line a difference: ``-`` only here, ``+`` only in ``other``, ``~`` decided differently."""
+        lines = [f"- {site}: {plan.spec}" for site, plan in self.sites.items() if site not in other.sites]
+        lines += [f"+ {site}: {plan.spec}" for site, plan in other.sites.items() if site not in self.sites]
+        lines += [
+            f"~ {site}: {plan.spec} → {other.sites[site].spec}"
+            for site, plan in self.sites.items()
+            if site in other.sites and plan != other.sites[site]
+        ]
+        return lines
+
+    def __str__(self) -> str:
+        rows = []
+        for site, plan in self.sites.items():
+            how = f"as {plan.leader}" if plan.leader else f"range {plan.range}" if plan.range else plan.method
+            rows.append(f"{site}  {plan.spec}  {how}  ({plan.reason})")
+        rows += [f"{site}  float  ({reason})" for site, reason in self.unquantized.items()]
+        return "\n".join(rows)

@@ -1,0 +1,40 @@
+"""Where a quantizer sits: a named value of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """A value, named by the module that makes it, the op inside that module, and the port of the op.
+
+    ``owner`` is the module path, with ``@1`` behind it from the second call of a module on. ``op`` is the op's
+    kind with its ordinal inside the owner (``add_1``), empty when the module is that one op. ``port`` is ``out``,
+    ``out[1]``, ``in[0]`` (the edge into one consumer) or ``input`` (of the model); a parameter has no port.
+
+    >>> Site("blocks.0", "add_1", "out").name
+    'blocks.0.add_1:out'
+    >>> Site("blocks.0.attn.qkv", "", "out").name
+    'blocks.0.attn.qkv:out'
+    >>> Site.parameter("blocks.0.attn.qkv.weight").name
+    'blocks.0.attn.qkv.weight'
+    """
+
+    owner: str
+    op: str
+    port: str
+
+    @classmethod
+    def parameter(cls, name: str) -> Site:
+        """The parameter or buffer with this state_dict key."""
+        owner, _, leaf = name.rpartition(".")
+        return cls(owner, leaf, "")
+
+    @property
+    def name(self) -> str:
+        place = ".".join(part for part in (self.owner, self.op) if part)
+        return f"{place}:{self.port}" if self.port else place
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,41 @@
+"""Every error qtk raises on bad input: one root, each also the builtin a caller would expect."""
+
+
+class QtkError(Exception):
+    """Root of all qtk errors."""
+
+
+class SpecError(QtkError, ValueError):
+    """A quantization spec is malformed, or does not fit the tensor it was given for."""
+
+
+class ConfigError(QtkError, ValueError):
+    """A configuration file, recipe or named option is wrong; the message holds the path of the key."""
+
+
+class CaptureError(QtkError, RuntimeError):
+    """A model could not be captured, or does not run on its example inputs."""
+
+
+class VerificationError(QtkError, RuntimeError):
+    """A rewrite that must keep the function changed it."""
+
+
+class CalibrationError(QtkError, ValueError):
+    """Calibration data or the statistics taken from it give no valid encoding."""
+
+
+class NotCalibratedError(QtkError, RuntimeError):
+    """A quantizer was asked to simulate before it had an encoding."""
+
+
+class CheckError(QtkError, RuntimeError):
+    """The simulation is not in the state its plan promises; the message lists every finding."""
+
+
+class EncodingError(QtkError, ValueError):
+    """Encodings do not belong to this model or to this site."""
+
+
+class ExportError(QtkError, RuntimeError):
+    """A file could not be written, read back, or does not compute what the simulation computes."""

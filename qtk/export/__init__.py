@@ -1,0 +1,1 @@
+"""Files for runtimes: one format, one file, each with ``export`` and ``read``."""

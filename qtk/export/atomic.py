@@ -1,0 +1,103 @@
+"""A directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qtk.errors import ExportError
+
+
+@contextlib.contextmanager
+def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> Iterator[Path]:
+    """An empty directory to write into; it becomes ``target`` when the block ends well.
+
+    The files are written beside the target, flushed to disk and renamed into place. If the block raises, nothing of
+    them remains and an older target is as it was.
+
+    Args:
+        target: the directory to create; missing parents are created too.
+        force: replace an existing directory, with everything in it.
+
+    Raises: ExportError if ``target`` exists and ``force`` is off, is not a directory, or its parent takes no files.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent, staged_directory(f"{parent}/out") as folder:
+    ...     _ = (folder / "model.txt").write_text("whole")
+    """
+    target = Path(target).absolute()
+    _refuse_unless_free(target, force=force)
+    made: list[Path] = []
+    stage = _beside(target, "part")
+    try:
+        try:
+            _make_parents(target, made)
+            stage.mkdir()
+        except OSError as error:
+            raise _unwritable(target, error) from error
+        yield stage
+        _flush(stage)
+        _refuse_unless_free(target, force=force)
+        _swap(stage, target)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _refuse_unless_free(target: Path, *, force: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ExportError(f"{target} exists and is not a directory; choose another place")
+    if target.exists() and not force:
+        raise ExportError(f"{target} exists already and nothing is overwritten unasked; "
+                          "choose another directory, or pass force=True (--force)")
+
+
+def _unwritable(target: Path, error: OSError) -> ExportError:
+    return ExportError(f"cannot write into {target.parent}: {error.strerror or error}; "
+                       "choose a directory you may write to")
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+def _make_parents(target: Path, made: list[Path]) -> None:
+    """Creates the missing parents of ``target``, outermost first, and notes them in ``made``."""
+    missing = [parent for parent in target.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
+        made.append(parent)
+
+
+def _flush(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(stage: Path, target: Path) -> None:
+    """Puts ``stage`` where ``target`` is; an old target steps aside first and comes back if that fails."""
+    old = _beside(target, "old")
+    try:
+        replaced = target.exists()
+        if replaced:
+            target.rename(old)
+        try:
+            stage.rename(target)
+        except OSError:
+            if replaced:
+                old.rename(target)
+            raise
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""The encodings of a model as JSON, in our own words.
+
+    {"format": "qtk.encodings", "version": 1, "producer": "qtk",
+     "encodings": {"fc.weight": {"spec": {...}, "scale": [...], "zero_point": null}, ...}}
+
+Scales are written as the exact decimal value of the float32, so every bit survives; their nesting is the shape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError, QtkError
+
+FORMAT = "qtk.encodings"
+VERSION = 1
+
+
+def export(encodings: Mapping[str, Encoding], path: str | os.PathLike[str]) -> None:
+    """Writes the encodings, one line a site, in the order given.
+
+    Args:
+        encodings: site name → encoding.
+        path: the file to write.
+    """
+    header = {"format": FORMAT, "version": VERSION, "producer": "qtk"}
+    lines = ",\n".join(f"  {json.dumps(site)}: {json.dumps(_record(each))}" for site, each in encodings.items())
+    text = json.dumps(header)[:-1] + ', "encodings": {\n' + lines + "\n}}\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
+    """The encodings that ``export`` wrote, bit for bit.
+
+    Raises: EncodingError if the file is no encodings file of this version, or a record in it is malformed.
+    """
+    match load_object(path):
+        case {"format": str(name), "version": int(version), "encodings": dict(records)} if name == FORMAT:
+            if version != VERSION:
+                raise EncodingError(f"{path}: encodings version {version} is not known; this qtk reads {VERSION}")
+        case _:
+            raise EncodingError(f"{path} is not a {FORMAT} file; AIMET's files are read by encodings_aimet")
+    return {site: _encoding(site, record) for site, record in records.items()}
+
+
+def load_object(path: str | os.PathLike[str]) -> dict[str, object]:
+    """The JSON object in a file. Raises: EncodingError if there is no file, or no JSON object in it."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EncodingError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise EncodingError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise EncodingError(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def _record(encoding: Encoding) -> dict[str, object]:
+    zero_point = encoding.zero_point
+    return {
+        "spec": encoding.spec.to_json(),
+        "scale": encoding.scale.tolist(),
+        "zero_point": None if zero_point is None else zero_point.tolist(),
+    }
+
+
+def _encoding(site: str, record: object) -> Encoding:
+    match record:
+        case {"spec": dict(spec), "scale": list(scale), "zero_point": list() | None as zero_point, **rest} if not rest:
+            pass
+        case _:
+            raise EncodingError(f"{site}: an encoding needs exactly spec, scale and zero_point, got {record!r:.120}")
+    try:
+        return Encoding(
+            QuantSpec.from_json(spec),
+            numbers(scale, torch.float32),
+            None if zero_point is None else numbers(zero_point, torch.int32),
+        )
+    except QtkError as error:
+        raise EncodingError(f"{site}: {error}") from error
+
+
+def numbers(values: object, dtype: torch.dtype) -> Tensor:
+    """A tensor from nested lists. Raises: EncodingError if they are ragged or hold something else than numbers."""
+    try:
+        return torch.tensor(values, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise EncodingError(f"not a tensor of {dtype}: {error}") from error

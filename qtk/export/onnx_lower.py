@@ -1,0 +1,205 @@
+"""Turns markers into QuantizeLinear and DequantizeLinear, and floats that are constant into stored integers.
+
+What becomes of one marker:
+
+1. A constant: its codes as an initializer with the name of the site, and DequantizeLinear.
+2. Any other value: the value under the name of the site, QuantizeLinear, DequantizeLinear.
+3. Codes narrower than their ONNX type: the value is first clipped to the reals that the lowest and highest code
+   stand for. QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
+4. Any other float type: cast to float32 before and back after, as the simulation computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
+from torch import Tensor
+
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, Shape
+from qtk.errors import ExportError
+from qtk.export.onnx_container import container, limits
+from qtk.export.onnx_names import Names, name_batch, name_inputs_and_outputs
+from qtk.export.onnx_trace import DOMAIN, Traced
+from qtk.export.simulated_sites import SimulatedSite
+from qtk.numerics.affine import quantize
+
+SITE, SPEC = "qtk.site", "qtk.spec"
+"""Metadata of a DequantizeLinear: the site it stands for, and its spec as JSON."""
+
+
+def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None:
+    """Replaces the markers of ``sites`` in ``traced.model`` and names what users see. Changes the model.
+
+    Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
+    """
+    graph = traced.model.graph
+    markers = {node.attributes["site"].as_string(): node for node in graph if node.domain == DOMAIN}
+    entries = {}
+    for site in sites:
+        if site.name not in markers:
+            raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
+        entries[site.name] = _Lowering(graph, markers[site.name], site, opset).replace()
+    traced.model.opset_imports.pop(DOMAIN, None)
+    RemoveUnusedNodesPass()(traced.model)
+    OutputFixPass()(traced.model)
+    names = Names(graph)
+    name_inputs_and_outputs(graph, names, traced.input_names, traced.output_names)
+    name_batch(graph)
+    _name_sites(graph, names, entries)
+
+
+def qparam_name(site: str, kind: str) -> str:
+    """The initializer that holds the scale or zero point of a site; its key in the simulation's state_dict."""
+    return f"qtk_quantizers.{site}.{kind}"
+
+
+def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> None:
+    """Gives the value that each node of ``entries`` reads the name of its site.
+
+    A value that has a name of its own (an input, an output, a float parameter, another site) is read through Identity.
+    """
+    given: set[ir.Value] = set()
+    for site, node in entries.items():
+        value = node.inputs[0]
+        assert value is not None
+        codes = node.op_type == "DequantizeLinear"
+        owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in given
+        if owned and not codes:
+            identity = ir.node("Identity", [value], outputs=[_value(value.dtype, value.shape)])
+            graph.insert_before(node, identity)
+            value = identity.outputs[0]
+            node.replace_input_with(0, value)
+        names.give(value, site)
+        given.add(value)
+
+
+class _Lowering:
+    """The nodes that take the place of one marker."""
+
+    def __init__(self, graph: ir.Graph, marker: ir.Node, site: SimulatedSite, opset: int) -> None:
+        self.graph, self.marker, self.site, self.constant = graph, marker, site.name, site.constant
+        self.encoding = site.encoding
+        self.kind = container(site.spec.dtype, opset=opset)
+        value = marker.inputs[0]
+        assert value is not None
+        if value.shape is None or value.dtype is None:
+            raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+    def replace(self) -> ir.Node:
+        """Returns: the node that reads the value of the site, or its stored codes."""
+        attributes = self._axis_and_block_size()
+        qparams = self._scale_and_zero_point()
+        if self.constant is None:
+            real = self._clipped(self._cast(self.value, ir.DataType.FLOAT), attributes)
+            codes = entry = self._node("QuantizeLinear", [real, *qparams], self.kind, attributes)
+            result = self._node("DequantizeLinear", [codes.outputs[0], *qparams], ir.DataType.FLOAT, attributes)
+        else:
+            inputs = [self._codes(self.constant), *qparams]
+            result = entry = self._node("DequantizeLinear", inputs, ir.DataType.FLOAT, attributes)
+        result.metadata_props.update({SITE: self.site, SPEC: json.dumps(self.encoding.spec.to_json())})
+        value = self._cast(result.outputs[0], self.dtype)
+        self.marker.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+        self.graph.remove(self.marker, safe=True)
+        return entry
+
+    def _axis_and_block_size(self) -> dict[str, int]:
+        match self.encoding.spec.granularity:
+            case PerTensor():
+                return {}
+            case PerChannel() as channel:
+                return {"axis": channel.axis_of(len(self.shape))}
+            case PerBlock(sizes):
+                axis = self._block_axis(sizes)
+                length = self.shape[axis]
+                assert isinstance(length, int)
+                return {"axis": axis, "block_size": length // self.encoding.scale.shape[axis]}
+
+    def _block_axis(self, sizes: Shape) -> int:
+        """The axis cut into blocks; along all others every index must have its own scale."""
+        counts = self.encoding.scale.shape
+        wide = [axis for axis, length in enumerate(self.shape) if length != counts[axis]]
+        if len(wide) > 1 or not all(isinstance(self.shape[axis], int) for axis in wide):
+            shape = ", ".join(str(length) for length in self.shape)
+            raise ExportError(
+                f"{self.site}: ONNX holds blocks along one axis of fixed length, with one scale an index along the "
+                f"others; blocks {sizes} of a tensor ({shape}) are not such; use sizes like (1, 32), or per_channel"
+            )
+        return wide[0] if wide else len(sizes) - 1
+
+    def _scale_and_zero_point(self) -> list[ir.Value]:
+        """As initializers; the zero point tells ONNX the type of the codes too, so it stands even if it is 0."""
+        scale, zero = self.encoding.scale, self.encoding.zero_point
+        zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
+        if isinstance(self.encoding.spec.granularity, PerTensor):
+            scale, zero = scale.reshape(()), zero.reshape(())
+        return [
+            self._initializer(qparam_name(self.site, "scale"), _array(scale)),
+            self._initializer(qparam_name(self.site, "zero_point"), _array(zero).astype(self.kind.numpy())),
+        ]
+
+    def _codes(self, constant: Tensor) -> ir.Value:
+        spec, encoding = self.encoding.spec, self.encoding
+        sizes = spec.granularity.block_size(constant.ndim)
+        codes = quantize(constant, encoding.scale, encoding.zero_point, sizes, spec.qmin, spec.qmax)
+        return self._initializer(f"{self.site}.codes", _array(codes).astype(self.kind.numpy()))
+
+    def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:
+        """Clip, or Max and Min where each channel or block has its own bounds."""
+        spec, encoding = self.encoding.spec, self.encoding
+        lowest, highest = limits(self.kind)
+        low = None if spec.qmin == lowest else self._bound("minimum", encoding.minimum, attributes)
+        high = None if spec.qmax == highest else self._bound("maximum", encoding.maximum, attributes)
+        if low is None and high is None:
+            return value
+        if isinstance(spec.granularity, PerTensor):
+            return self._node("Clip", [value, low, high], ir.DataType.FLOAT, {}).outputs[0]
+        for op, bound in (("Max", low), ("Min", high)):
+            if bound is not None:
+                value = self._node(op, [value, bound], ir.DataType.FLOAT, {}).outputs[0]
+        return value
+
+    def _bound(self, name: str, bound: Tensor, attributes: dict[str, int]) -> ir.Value:
+        """The bound in a shape that broadcasts against the value."""
+        match self.encoding.spec.granularity:
+            case PerTensor():
+                bound = bound.reshape(())
+            case PerChannel():
+                bound = bound.reshape([-1] + [1] * (len(self.shape) - 1 - attributes["axis"]))
+            case PerBlock():
+                bound = bound.repeat_interleave(attributes["block_size"], attributes["axis"])
+        return self._initializer(f"{self.site}.{name}", _array(bound))
+
+    def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if value.dtype == dtype:
+            return value
+        return self._node("Cast", [value], dtype, {"to": int(dtype)}).outputs[0]
+
+    def _node(
+        self, op: str, inputs: Sequence[ir.Value | None], dtype: ir.DataType, attributes: dict[str, int]
+    ) -> ir.Node:
+        node = ir.node(op, inputs, attributes, outputs=[_value(dtype, self.shape)])
+        node.name = node.outputs[0].name = f"{self.site}/{op}.{dtype.name.lower()}"
+        self.graph.insert_before(self.marker, node)
+        return node
+
+    def _initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+
+def _value(dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:
+    return ir.Value(type=None if dtype is None else ir.TensorType(dtype), shape=shape)
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
+    array: npt.NDArray[np.generic] = tensor.detach().cpu().contiguous().numpy()
+    return array

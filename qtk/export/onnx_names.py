@@ -1,0 +1,79 @@
+"""Names in an ONNX graph: every name belongs to one value, and those that users see come first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+
+class Names:
+    """The names in use in a graph, its subgraphs included."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._values: dict[str, ir.Value] = {}
+        for value in _values(graph):
+            self.give(value, value.name or "value")
+
+    def give(self, value: ir.Value, name: str) -> None:
+        """Calls ``value`` so; whoever had the name gets another."""
+        holder = self._values.get(name)
+        if holder is value:
+            return
+        if holder is not None:
+            self._rename(holder, self.free(name))
+        self._rename(value, name)
+
+    def free(self, name: str) -> str:
+        """``name``, or with the first of ``_1``, ``_2``, … that nobody has."""
+        candidate, ordinal = name, 0
+        while candidate in self._values:
+            ordinal += 1
+            candidate = f"{name}_{ordinal}"
+        return candidate
+
+    def _rename(self, value: ir.Value, name: str) -> None:
+        before = value.name
+        if before is not None and self._values.get(before) is value:
+            del self._values[before]
+        value.name = name
+        self._values[name] = value
+
+
+def name_inputs_and_outputs(graph: ir.Graph, names: Names, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Names the inputs and outputs of the graph as the model's signature does; inputs go first, doubles get ``_1``."""
+    taken: set[str] = set()
+    for value, wanted in [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]:
+        name, ordinal = wanted, 0
+        while name in taken:
+            ordinal += 1
+            name = f"{wanted}_{ordinal}"
+        taken.add(name)
+        names.give(value, name)
+
+
+def name_batch(graph: ir.Graph) -> None:
+    """Calls the dynamic first dimension of the inputs ``batch``, where torch's exporter says ``s77``."""
+    firsts = [value.shape[0] for value in graph.inputs if value.shape]
+    symbol = next((first.value for first in firsts if isinstance(first, ir.SymbolicDim) and first.value), None)
+    if symbol is None:
+        return
+    pattern = re.compile(rf"\b{re.escape(symbol)}\b")
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([
+                pattern.sub("batch", length.value) if isinstance(length, ir.SymbolicDim) and length.value else length
+                for length in value.shape
+            ])
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    values = [*graph.inputs, *graph.initializers.values()]
+    for node in graph.all_nodes():
+        values.extend(output for output in node.outputs if output.name)
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                values.extend(attribute.as_graph().inputs)
+    return values

@@ -1,0 +1,235 @@
+"""From a simulating model to an ONNX graph that still holds one marker node for every quantized value.
+
+The quantizers are replaced by an opaque op that carries nothing but the name of its site, so torch's exporter passes
+it on untouched; ``onnx_lower`` turns the markers into QuantizeLinear and DequantizeLinear.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxscript import optimizer, values
+from torch import Tensor, fx
+from torch.export import Dim
+from torch.fx import _pytree as fx_pytree
+from torch.fx.graph import _PyTreeInfo
+from torch.utils import _pytree as pytree
+
+from qtk.errors import ExportError
+from qtk.export.simulated_sites import SimulatedSite, evaluating
+from qtk.graph.insert import quantizer_nodes
+
+DOMAIN, MARKER = "qtk", "FakeQuantize"
+
+torch.library.define("qtk::quantized_site", "(Tensor value, str site) -> Tensor")
+
+
+def _copy(value: Tensor, site: str) -> Tensor:
+    return value.clone()
+
+
+torch.library.impl("qtk::quantized_site", "CompositeExplicitAutograd", _copy)
+torch.library.register_fake("qtk::quantized_site", _copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An ONNX graph with markers, and the names its inputs and outputs have in the model.
+
+    Args:
+        model: the graph; the node ``qtk::FakeQuantize`` with attribute ``site`` marks a quantized value.
+        input_names: names of the tensors the model takes, in order.
+        output_names: names of the tensors it returns, in order; equal ones are possible.
+    """
+
+    model: ir.Model
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+
+def trace(
+    model: fx.GraphModule,
+    sites: Iterable[SimulatedSite],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    opset: int,
+) -> Traced:
+    """Exports ``model`` in eval mode with a marker for each of ``sites``; the model itself stays as it is.
+
+    Dimensions that are symbolic in the prepared graph stay dynamic.
+
+    Raises: ExportError if torch cannot export the graph, or not to this opset.
+    """
+    with evaluating(model), _quiet(), torch.no_grad():
+        flat = _marked(model, {site.node: site.name for site in sites})
+        program = _export(flat, _leaves(model, args, kwargs))
+        graph = _translate(program, opset)
+    return Traced(graph, _input_names(flat, program, graph), _output_names(model))
+
+
+def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """A second graph over the same parameters that takes and returns flat tuples, tensors only at its output.
+
+    Its quantizers are replaced by markers or, where switched off, removed.
+    """
+    graph = copy.deepcopy(model.graph)
+    graph.set_codegen(fx.graph.CodeGen())
+    twins = dict(zip(model.graph.nodes, graph.nodes, strict=True))
+    for call in quantizer_nodes(model):
+        node = twins[call]
+        (replacement,) = node.args
+        assert isinstance(replacement, fx.Node)
+        if call in sites:
+            with graph.inserting_before(node):
+                replacement = graph.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
+    output = graph.output_node()
+    output.args = (tuple(value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)),)
+    return fx.GraphModule(model, graph)
+
+
+def _leaves(model: fx.GraphModule, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """The example inputs in the order of the placeholders."""
+    placeholders = model.graph.find_nodes(op="placeholder")
+    structure = _structure(model)
+    try:
+        leaves = fx_pytree.tree_flatten_spec((args, dict(kwargs)), structure.in_spec) if structure else list(args)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ExportError(f"the example inputs are not nested as the model's inputs: {error}") from error
+    if len(leaves) != len(placeholders):
+        raise ExportError(f"the model takes {len(placeholders)} inputs ({', '.join(map(str, placeholders))}), the "
+                          f"example inputs hold {len(leaves)}; pass the inputs the model was prepared with")
+    return leaves
+
+
+def _structure(model: fx.GraphModule) -> _PyTreeInfo | None:
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    assert info is None or isinstance(info, _PyTreeInfo)
+    return info
+
+
+def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.ExportedProgram:
+    placeholders = flat.graph.find_nodes(op="placeholder")
+    examples = tuple(_doubled(leaf, node) for leaf, node in zip(leaves, placeholders, strict=True))
+    shapes = tuple(dict.fromkeys(_dynamic_axes(node), Dim.AUTO) or None for node in placeholders)
+    try:
+        return torch.export.export(flat, examples, dynamic_shapes=shapes)
+    except Exception as error:
+        raise ExportError(f"torch.export cannot capture the simulation: {_first_line(error)}") from error
+
+
+def _dynamic_axes(node: fx.Node) -> list[int]:
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return [axis for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
+
+
+def _doubled(leaf: object, node: fx.Node) -> object:
+    """The input with length 2 in place of 1 along dynamic axes: export takes a length of 1 for a constant."""
+    for axis in _dynamic_axes(node):
+        if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
+            leaf = leaf.repeat_interleave(2, axis)
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
+    table: dict[Callable[..., object], Callable[..., object]] = {torch.ops.qtk.quantized_site.default: _mark}
+    try:
+        exported = torch.onnx.export(
+            program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
+        )
+    except Exception as error:
+        raise ExportError(f"torch cannot express the model in ONNX: {_first_line(error)}") from error
+    assert exported is not None
+    graph: ir.Model = exported.model
+    if graph.opset_imports.get("") != opset:
+        raise ExportError(f"the model cannot be converted to ONNX opset {opset}, it stayed at "
+                          f"{graph.opset_imports.get('')}; choose another opset")
+    optimizer.fold_constants(graph)
+    ClearMetadataAndDocStringPass()(graph)
+    return graph
+
+
+def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
+    """The names in the prepared model; torch's exporter goes by those in its own program."""
+    ours = [str(node.target) for node in flat.graph.find_nodes(op="placeholder")]
+    theirs = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    known = dict(zip(theirs[len(theirs) - len(ours):], ours, strict=True))
+    return tuple(known[str(value.name)] for value in graph.graph.inputs)
+
+
+def _output_names(model: fx.GraphModule) -> tuple[str, ...]:
+    """The path to each output tensor: ``logits``, ``hidden.0``; ``output_0`` in a bare tuple, ``output`` if alone."""
+    structure = _structure(model)
+    values = model.graph.output_node().args[0]
+    if structure is not None and structure.out_spec is not None:
+        values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
+    paths = pytree.tree_flatten_with_path(values)[0]
+    return tuple(_path_name(path) for path, value in paths if isinstance(value, fx.Node))
+
+
+def _path_name(path: pytree.KeyPath) -> str:
+    parts = []
+    for key in path:
+        match key:
+            case pytree.MappingKey():
+                parts.append(str(key.key))
+            case pytree.GetAttrKey():
+                parts.append(key.name)
+            case pytree.SequenceKey():
+                parts.append(str(key.idx))
+    name = ".".join(parts)
+    return f"output_{name}" if name[:1].isdigit() else name or "output"
+
+
+def _mark(value: object, site: str) -> object:
+    return values.Op(values.Opset(DOMAIN, 1), MARKER, _SCHEMA)(value, site=site)
+
+
+def _schema() -> onnx.defs.OpSchema:
+    schema = onnx.defs.OpSchema
+    return schema(
+        MARKER,
+        DOMAIN,
+        1,
+        inputs=[schema.FormalParameter("value", "T")],
+        outputs=[schema.FormalParameter("result", "T")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"], "")],
+        attributes=[schema.Attribute("site", schema.AttrType.STRING)],
+    )
+
+
+_SCHEMA = _schema()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the chatter of the exporters from the user's screen."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,0 +1,96 @@
+"""What a simulating model quantizes: for each site its encoding and, if it never changes, its value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
+from qtk.errors import ExportError
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.sites import SITE, note
+from qtk.quantizers.quantizer import Mode, Quantizer
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedSite:
+    """One call of a quantizer that is switched on.
+
+    Args:
+        name: the site.
+        node: the call in the model's graph.
+        encoding: what it quantizes to.
+        constant: the float value, for one made from parameters alone; ``None`` if it depends on the inputs.
+    """
+
+    name: str
+    node: fx.Node
+    encoding: Encoding
+    constant: Tensor | None
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.encoding.spec
+
+
+def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
+    """The quantized values of ``model`` in graph order, with the values that parameters have now.
+
+    A value that nothing reads is left out: it is in no exported graph.
+
+    Raises: ExportError naming a site without an encoding.
+    """
+    nodes = quantizer_nodes(model)
+    sites: dict[str, SimulatedSite] = {}
+    with evaluating(model), torch.no_grad():
+        for node in nodes:
+            quantizer = model.get_submodule(str(node.target))
+            assert isinstance(quantizer, Quantizer)
+            if quantizer.mode is not Mode.SIMULATE or not node.users:
+                continue
+            name = note(node, SITE)
+            assert name is not None, f"{node} does not tell its site"
+            encoding = quantizer.encoding
+            if encoding is None:
+                raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
+            (source,) = node.args
+            assert isinstance(source, fx.Node)
+            sites[name] = SimulatedSite(name, node, encoding, _constant(model, source, nodes))
+    return list(sites.values())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, each module's own training flag restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.Node]) -> Tensor | None:
+    """The value of a node made from parameters alone, ``None`` for others and behind another quantizer."""
+    cone: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder" or current in quantizers:
+            return None
+        if current not in cone:
+            cone.add(current)
+            pending.extend(current.all_input_nodes)
+    interpreter = fx.Interpreter(model, garbage_collect_values=False)
+    for current in model.graph.nodes:
+        if current in cone:
+            interpreter.env[current] = interpreter.run_node(current)
+    value = interpreter.env[node]
+    assert isinstance(value, Tensor)
+    return value.detach()

@@ -1,0 +1,1 @@
+"""The only code that touches torch.fx nodes: capture, names, plan, insertion."""

@@ -1,0 +1,175 @@
+"""How numbers flow: which node made them, who reads them, which axes they kept on the way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from qtk.graph.op_table import OpRow, Role, row_of
+from qtk.graph.sites import EXCLUDED, Port, is_float, note, ports
+
+
+class Flow:
+    """The value flow of one captured graph; a snapshot, to be made anew after an edit."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._static: dict[fx.Node, bool] = {}
+        self._rows: dict[fx.Node, OpRow | None] = {}
+        self._users: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            self._static[node] = node.op == "get_attr" or (
+                node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
+            )
+            self._rows[node] = None if note(node, EXCLUDED) else row_of(_maker(node))
+
+    def row(self, node: fx.Node) -> OpRow | None:
+        """The row of the op that makes the value of ``node``; ``None`` for ops unknown or excluded."""
+        return self._rows[node]
+
+    def is_static(self, node: fx.Node) -> bool:
+        """Whether the value is made from parameters and buffers alone."""
+        return self._static[node]
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether the value is a number rather than data: one static element, or filled by a creation op."""
+        row = self._rows[node]
+        if row is not None and row.role is Role.CREATE:
+            return True
+        carried = self.carried(node)
+        if carried is not None:
+            return self.is_constant(carried)
+        return self._static[node] and node.meta["val"].numel() == 1
+
+    def data_ports(self, node: fx.Node) -> list[Port]:
+        """The ports of an op that bring in values: floats, neither weights, biases nor lone numbers."""
+        row = self._rows[node]
+        if row is None or _maker(node) is not node:
+            return []
+        weights = {port.arg for port in self.weight_ports(node)}
+        return [
+            port
+            for port in ports(node)
+            if is_float(port.value)
+            and (row.inputs is None or port.arg in row.inputs)
+            and port.arg not in weights
+            and not self.is_constant(port.value)
+        ]
+
+    def weight_ports(self, node: fx.Node) -> list[Port]:
+        row = self._rows[node]
+        if row is None or _maker(node) is not node:
+            return []
+        return [p for p in ports(node) if p.arg in row.weights and is_float(p.value) and self._static[p.value]]
+
+    def bias_port(self, node: fx.Node) -> Port | None:
+        row = self._rows[node]
+        if row is None or row.bias is None or _maker(node) is not node:
+            return None
+        return next((p for p in ports(node) if p.arg == row.bias and is_float(p.value)), None)
+
+    def carried(self, node: fx.Node) -> fx.Node | None:
+        """The value whose numbers ``node`` merely moves, ``None`` if it makes its own."""
+        row = self._rows[node]
+        if row is None:
+            return None
+        if _maker(node) is not node:  # an element of a tuple
+            return self._first_float(_maker(node)) if row.role is Role.MOVEMENT else None
+        if row.role is Role.MOVEMENT:
+            return self._first_float(node)
+        if row.role is Role.MERGE:
+            sources = [port.value for port in self.data_ports(node)]
+            return sources[0] if len(sources) == 1 else None
+        return None
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node that made the numbers of ``node``."""
+        while (source := self.carried(node)) is not None:
+            node = source
+        return node
+
+    def readers(self, node: fx.Node) -> Iterator[Port]:
+        """Every port that reads the numbers of ``node``, looking through data movement; outputs included."""
+        for user in node.users:
+            if user.op == "output" or (not is_float(user) and not isinstance(user.meta.get("val"), (list, tuple))):
+                yield from (port for port in _output_ports(user) if port.value is node)
+            elif self.carried(user) is not None or (_is_tuple(user) and self._moves_tuple(user)):
+                if self._carries(user, node):
+                    yield from self.readers(user)
+            else:
+                yield from (port for port in ports(user) if port.value is node)
+
+    def axis_at_root(self, node: fx.Node, axis: int) -> int | None:
+        """The axis of ``root(node)`` that became ``axis`` of ``node``; ``None`` if a reshape mixed it."""
+        while (source := self.carried(node)) is not None:
+            if source is not node.args[0] and node.target is not operator.getitem:
+                return None
+            before = _axis_before(node, source, axis)
+            if before is None:
+                return None
+            node, axis = source, before
+        return axis
+
+    def _first_float(self, node: fx.Node) -> fx.Node | None:
+        first = next(ports(node), None)
+        return first.value if first is not None and is_float(first.value) else None
+
+    def _moves_tuple(self, node: fx.Node) -> bool:
+        row = self._rows[node]
+        return row is not None and row.role is Role.MOVEMENT
+
+    def _carries(self, user: fx.Node, node: fx.Node) -> bool:
+        if _is_tuple(user):
+            return self._first_float(user) is node
+        return user.target is operator.getitem or self.carried(user) is node
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The op behind an element of a tuple."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _output_ports(node: fx.Node) -> Iterator[Port]:
+    for index, value in enumerate(node.all_input_nodes):
+        yield Port(node, 0, index, index, value)
+
+
+def _axis_before(node: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """Where ``axis`` of a movement op's output was in its input."""
+    old, new = source.meta["val"].shape, node.meta["val"].shape
+    row = row_of(_maker(node))
+    kind = row.kind if row is not None else ""
+    if kind == "transpose":
+        order = torch.empty(tuple(range(2, 2 + len(old))), device="meta")
+        moved = node.target(order, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        return int(moved.shape[axis]) - 2
+    if kind in ("identity", "dropout", "triangle", "roll", "masked_fill"):
+        return axis
+    if kind in ("slice", "split") and len(old) == len(new):
+        return axis
+    if kind == "expand" and len(old) == len(new) and old[axis] == new[axis]:
+        return axis
+    if kind in ("reshape", "squeeze"):
+        return _axis_through_reshape([int(n) for n in old], [int(n) for n in new], axis)
+    return None
+
+
+def _axis_through_reshape(old: list[int], new: list[int], axis: int) -> int | None:
+    """The input axis with the same length and the same number of elements before it."""
+    before = 1
+    for length in new[:axis]:
+        before *= length
+    passed = 1
+    for index, length in enumerate(old):
+        if passed == before and length == new[axis] and (length > 1 or index == axis):
+            return index
+        passed *= length
+    return None

@@ -1,0 +1,257 @@
+"""(graph, config) → ``QuantPlan``: pure, the graph is only read.
+
+The rules, numbered as the code cites them:
+
+1. A value made by a compute op gets one quantizer, at its producer, for all readers.
+2. Model inputs that somebody reads likewise, unless ``io.inputs`` is ``float``.
+3. Inside a supergroup only the last value is quantized.
+4. A parameter at a weight port gets the weight setting, its channel axis followed back through reshapes; at a bias
+   port the bias setting; at any other port of a compute op it is a constant and gets the activation setting.
+5. A merge (concat, stack, where, scatter) and the values it merges share the encoding of its output. A value that is
+   also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one.
+6. The value of an op the table does not know is quantized where a known op reads it.
+7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
+8. Movement ops, integers, booleans and shapes get nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch import fx
+
+from qtk.config.schema import QuantConfig
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import SpecError
+from qtk.graph.flow import Flow
+from qtk.graph.op_table import Role, op_name
+from qtk.graph.rules import Decision, Rules, to_spec
+from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
+from qtk.graph.supergroups import match_supergroups
+
+
+def plan(
+    graph: fx.Graph, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
+) -> QuantPlan:
+    """Decides every site of ``graph``.
+
+    Raises: SpecError listing every tensor that its block size does not divide; ConfigError if the config and the
+    widths contradict each other.
+    """
+    rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
+    return _Planner(graph, rules, scheme).run()
+
+
+def unknown_ops(graph: fx.Graph) -> tuple[str, ...]:
+    """Ops with a real-valued result that the op table does not know, by name, in order of appearance."""
+    flow = Flow(graph)
+    makers = (
+        node for node in graph.nodes
+        if node.op in ("call_function", "call_module") and node.target is not operator.getitem
+        and flow.row(node) is None and not note(node, EXCLUDED) and _has_float(node)
+    )
+    return tuple(dict.fromkeys(op_name(node) for node in makers))
+
+
+class _Planner:
+    def __init__(self, graph: fx.Graph, rules: Rules, scheme: str) -> None:
+        self.graph = graph
+        self.rules = rules
+        self.scheme = scheme
+        self.flow = Flow(graph)
+        self.values: dict[fx.Node, SitePlan] = {}
+        self.edges: dict[Site, SitePlan] = {}
+        self.floats: dict[fx.Node, str] = {}
+        self.misfits: list[str] = []
+
+    def run(self) -> QuantPlan:
+        inner = {
+            node: f"inside supergroup {group}"
+            for group in match_supergroups(self.graph, self.flow, self.rules.config.supergroups)
+            for node in group.nodes[:-1]
+        }
+        for node in self.graph.nodes:
+            if is_float(node) and node.op != "get_attr" and self.flow.carried(node) is None:
+                self._plan_value(node, inner)
+        for node in self.graph.nodes:
+            self._plan_operands(node)
+        for node in reversed(self.graph.nodes):
+            self._share_merge(node)
+        for node in self.graph.nodes:
+            self._plan_edges(node)
+        if self.misfits:
+            raise SpecError("block sizes that do not fit:\n  " + "\n  ".join(self.misfits))
+        return QuantPlan(self._in_order(), self._left_out(), self.rules.unmatched())
+
+    # Rules 1, 2, 3, 6: the value at its producer.
+
+    def _plan_value(self, node: fx.Node, inner: dict[fx.Node, str]) -> None:
+        flow, row = self.flow, self.flow.row(node)
+        decided = self.rules.decisions(_op_of(node), flow).output
+        readers = list(flow.readers(node))
+        operands = [port for port in readers if self._takes_data(port)]
+        if note(node, EXCLUDED):
+            self.floats[node] = "excluded by modules_to_exclude"
+        elif flow.is_static(node):
+            self.floats[node] = "computed from parameters"  # rule 4 decides where it is read
+        elif node in inner:
+            self.floats[node] = inner[node]
+        elif node.op == "placeholder":
+            if self.rules.config.io.inputs == "float":
+                self.floats[node] = "io.inputs is float"
+            elif operands:
+                self._decide(node, decided, "model input")
+        elif row is None or row.role is Role.CREATE:
+            if operands:
+                source = "constant" if row else f"op {op_name(_op_of(node))} is not in the op table"
+                self._decide(node, decided, f"{source}; read by {operands[0].user.name}")
+            elif row is None:
+                self.floats[node] = f"op {op_name(_op_of(node))} is not in the op table"
+        elif self.rules.config.io.outputs == "float" and all(port.user.op == "output" for port in readers):
+            self.floats[node] = "io.outputs is float"
+        else:
+            self._decide(node, decided, row.kind)
+
+    def _decide(self, node: fx.Node, decided: Decision, why: str, *, static: bool = False) -> None:
+        if not decided.enabled:
+            self.floats[node] = f"float by {decided.reason}"
+            return
+        spec = to_spec(decided.setting, None, node.meta["val"].ndim)
+        self.values[node] = self._site_plan(spec, decided, why, static=static)
+
+    def _site_plan(self, spec: QuantSpec, decided: Decision, why: str, *, static: bool) -> SitePlan:
+        bounds = decided.setting.range
+        return SitePlan(
+            spec,
+            decided.setting.method or self.scheme,
+            static=static,
+            range=None if bounds is None or static else (float(bounds[0]), float(bounds[1])),
+            reason=f"{why}; {decided.reason}",
+        )
+
+    # Rule 4: parameters.
+
+    def _plan_operands(self, node: fx.Node) -> None:
+        row = self.flow.row(node)
+        if row is None or row.role is not Role.COMPUTE or self.flow.is_static(node):
+            return  # what is computed from parameters alone is a parameter to its reader
+        decisions = self.rules.decisions(node, self.flow)
+        for port in self.flow.weight_ports(node):
+            axes = row.weight_axes(node, port.value) if row.weight_axes else None
+            self._plan_parameter(port, decisions.weight, axes, f"weight of {row.kind}")
+        bias = self.flow.bias_port(node)
+        if bias is not None and self.flow.is_static(bias.value):
+            self._plan_parameter(bias, decisions.bias, None, f"bias of {row.kind}")
+        for port in self.flow.data_ports(node):
+            if self.flow.is_static(port.value):
+                self._plan_parameter(port, self.rules.activation, None, f"constant operand of {row.kind}")
+
+    def _plan_parameter(self, port: Port, decided: Decision, axes: tuple[int, int] | None, why: str) -> None:
+        node = self.flow.root(port.value)
+        moved = None if axes is None else tuple(self.flow.axis_at_root(port.value, axis) for axis in axes)
+        if node.op != "get_attr" or (moved is not None and None in moved):
+            node, moved = port.value, axes  # quantize what the op reads: the axis has no place in the parameter
+        if not decided.enabled:
+            self.floats.setdefault(node, f"float by {decided.reason}")
+            return
+        shape = tuple(node.meta["val"].shape)
+        try:
+            spec = to_spec(decided.setting, moved, len(shape))  # type: ignore[arg-type]
+            spec.granularity.qparam_shape(shape)
+        except SpecError as error:
+            self.misfits.append(f"{value_site(node)}: {error}")
+            return
+        wanted = self._site_plan(spec, decided, why, static=True)
+        self.floats.pop(node, None)
+        present = self.values.setdefault(node, wanted)
+        if present.spec != spec and not self._same_numbers(port, present.spec, spec):
+            self.edges[edge_site(port)] = wanted
+
+    def _same_numbers(self, port: Port, present: QuantSpec, wanted: QuantSpec) -> bool:
+        """A constant operand is content with whatever encoding its parameter already has."""
+        return port.arg not in (row.weights if (row := self.flow.row(port.user)) else ())
+
+    # Rule 5: merges, the last first, so that chains of merges end at one leader.
+
+    def _share_merge(self, node: fx.Node) -> None:
+        row = self.flow.row(node)
+        if row is None or row.role is not Role.MERGE or self.flow.carried(node) is not None:
+            return
+        if node not in self.values:
+            return
+        leader, shared = value_site(node), self.values[node]
+        if shared.leader is not None:
+            leader = shared.leader
+        for port in self.flow.data_ports(node):
+            source = self.flow.root(port.value)
+            follower = replace(shared, leader=leader, reason=f"merged by {value_site(node)}")
+            alone = all(reader.user is node for reader in self.flow.readers(source))
+            own = self.values.get(source)
+            if own is not None and own.leader == leader:
+                continue  # Concat(x, x): shared already
+            if self.flow.is_static(source) and own is None:
+                target = source if alone else None
+            elif own is None:
+                continue  # float by a rule or inside an unquantized region: nothing to share
+            else:
+                target = source if alone and own.leader is None and own.range is None else None
+            if target is not None:
+                self.values[target] = replace(follower, static=False)
+            else:
+                self.edges[edge_site(port)] = follower
+
+    # Rule 7: readers that ask for another spec.
+
+    def _plan_edges(self, node: fx.Node) -> None:
+        row = self.flow.row(node)
+        if row is None or row.role is not Role.COMPUTE:
+            return
+        decided = self.rules.decisions(node, self.flow).input
+        if not decided.enabled or decided.reason == self.rules.activation.reason:
+            return
+        for port in self.flow.data_ports(node):
+            present = self.values.get(self.flow.root(port.value))
+            spec = to_spec(decided.setting, None, port.value.meta["val"].ndim)
+            if present is None or present.spec != spec:
+                self.edges[edge_site(port)] = self._site_plan(spec, decided, f"input of {row.kind}", static=False)
+
+    def _takes_data(self, port: Port) -> bool:
+        row = self.flow.row(port.user)
+        if row is None or row.role not in (Role.COMPUTE, Role.MERGE):
+            return False
+        return any(other.index == port.index for other in self.flow.data_ports(port.user))
+
+    # The result, in graph order, parameters beside the op that reads them first.
+
+    def _in_order(self) -> dict[Site, SitePlan]:
+        ordered: dict[Site, SitePlan] = {}
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                continue
+            for port in ports(node):
+                if port.value.op == "get_attr" and port.value in self.values:
+                    ordered.setdefault(value_site(port.value), self.values[port.value])
+                if (site := edge_site(port)) in self.edges:
+                    ordered[site] = self.edges[site]
+            if node in self.values:
+                ordered[value_site(node)] = self.values[node]
+        return ordered
+
+    def _left_out(self) -> dict[Site, str]:
+        return {value_site(node): self.floats[node] for node in self.graph.nodes if node in self.floats}
+
+
+def _op_of(node: fx.Node) -> fx.Node:
+    """The op that makes the value of ``node``: itself, or the op whose tuple it is taken from."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _has_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    elements = value if isinstance(value, (list, tuple)) else [value]
+    return any(getattr(element, "is_floating_point", lambda: False)() for element in elements)

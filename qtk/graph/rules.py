@@ -1,0 +1,134 @@
+"""Which settings of a configuration hold for one op: defaults first, then every rule that matches, in order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from qtk.config.schema import QuantConfig, Rule, TensorSetting
+from qtk.core.dtypes import dtype, integer
+from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor
+from qtk.core.spec import QuantSpec
+from qtk.errors import ConfigError
+from qtk.graph.flow import Flow
+from qtk.graph.sites import OWNER, note, value_site
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A setting, whether it is in force (``enabled``), and the rule that said so last."""
+
+    setting: TensorSetting
+    enabled: bool
+    reason: str
+
+    def overlaid(self, value: TensorSetting | str | None, reason: str) -> Decision:
+        """Later settings win field by field; one that names a width also undoes an earlier ``float``."""
+        match value:
+            case None:
+                return self
+            case "float":
+                return Decision(self.setting, False, reason)
+            case "quantized":
+                return Decision(self.setting, True, reason)
+            case TensorSetting():
+                names_width = value.bits is not None or value.dtype is not None
+                return Decision(self.setting.overlaid(value), self.enabled or names_width, reason)
+        raise AssertionError(f"config validation let {value!r} through")
+
+
+@dataclass(frozen=True, slots=True)
+class OpDecisions:
+    """What the configuration says about one op."""
+
+    weight: Decision
+    bias: Decision
+    input: Decision
+    output: Decision
+
+
+class Rules:
+    """A configuration with the constructor's bit widths, applied to the ops of one graph."""
+
+    def __init__(self, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None) -> None:
+        self.config = config
+        defaults = config.defaults
+        self.weight = _default("weight", defaults.weight, weight_bits, symmetric=True)
+        self.activation = _default("activation", defaults.activation, activation_bits, symmetric=False)
+        self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
+        self._matched: set[int] = set()
+
+    def decisions(self, node: fx.Node, flow: Flow) -> OpDecisions:
+        """The settings for the op or graph input ``node``."""
+        weight, bias, entry, output = self.weight, self.bias, self.activation, self.activation
+        for index, rule in enumerate(self.config.rules):
+            if not _matches(rule, node, flow):
+                continue
+            self._matched.add(index)
+            reason = f"rules[{index}]"
+            weight = weight.overlaid(rule.weight, reason)
+            bias = bias.overlaid(rule.bias, reason)
+            entry = entry.overlaid(rule.input, reason)
+            output = output.overlaid(rule.output, reason)
+        return OpDecisions(weight, bias, entry, output)
+
+    def unmatched(self) -> tuple[str, ...]:
+        """The rules that no op matched so far, and what they look for."""
+        return tuple(
+            f"rules[{index}] ({_wanted(rule)})" for index, rule in enumerate(self.config.rules)
+            if index not in self._matched
+        )
+
+
+def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> QuantSpec:
+    """The spec a setting asks for on a tensor of ``rank`` whose (output, input) channel axes are ``axes``.
+
+    A tensor without channel axes is quantized per tensor. Raises: SpecError on contradictory settings.
+    """
+    symmetric = bool(setting.symmetric)
+    chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+    granularity: Granularity = PerTensor()
+    if axes is not None and setting.granularity == "per_channel":
+        granularity = PerChannel(axes[0])
+    elif axes is not None and setting.granularity == "per_block":
+        assert setting.block_size is not None
+        sizes = [WHOLE] * rank
+        sizes[axes[0]], sizes[axes[1]] = 1, setting.block_size
+        granularity = PerBlock(tuple(sizes))
+    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=bool(setting.narrow_range))
+
+
+def _bits(setting: TensorSetting) -> int:
+    assert setting.bits is not None, "an enabled setting has a width"
+    return setting.bits
+
+
+def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, symmetric: bool) -> Decision:
+    setting = value if isinstance(value, TensorSetting) else TensorSetting()
+    own = setting.bits if setting.dtype is None else dtype(setting.dtype).bits
+    if own is not None and bits is not None and own != bits:
+        raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
+                          f"pass {what}_bits={own} or take the width out of the config")
+    base = TensorSetting(symmetric=symmetric, bits=8 if bits is None and own is None else bits)
+    return Decision(base.overlaid(setting), bits is not None and value != "float",
+                    "defaults" if bits is not None else f"{what}_bits=None")
+
+
+def _matches(rule: Rule, node: fx.Node, flow: Flow) -> bool:
+    names = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
+    if rule.match.op and not any(name in rule.match.op for name in names):
+        return False
+    if not rule.match.path:
+        return True
+    owner = re.sub(r"@\d+", "", note(node, OWNER) or "")
+    paths = (owner, value_site(node).name.partition(":")[0])
+    return any(fnmatchcase(path, glob) for path in paths for glob in rule.match.path)
+
+
+def _wanted(rule: Rule) -> str:
+    wants = [f"op {', '.join(rule.match.op)}"] if rule.match.op else []
+    wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
+    return " and ".join(wants)

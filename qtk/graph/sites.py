@@ -1,0 +1,148 @@
+"""Stable names for the values of a captured graph.
+
+A node remembers its owner and op as strings in ``meta["custom"]``, the only metadata that survives re-export and
+saving. That dict is shared with deep copies, so it is replaced, never written into.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from qtk.core.site import Site
+from qtk.graph.op_table import OpRow, Role, row_of
+
+OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
+"""Keys: of an op's owner and op name, of a quantizer call's site, of ops the user excluded."""
+
+
+def annotate(node: fx.Node, **strings: str) -> None:
+    """Adds strings to the metadata of ``node`` without touching the dict it may share."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), **strings}
+
+
+def note(node: fx.Node, key: str) -> str | None:
+    """The string stored under ``key`` by ``annotate``."""
+    value = (node.meta.get("custom") or {}).get(key)
+    return value if isinstance(value, str) else None
+
+
+def name_sites(graph: fx.Graph) -> None:
+    """Gives every op node its owner and op name, from the module stack recorded at capture.
+
+    A module that is a single op goes by its path alone; other ops are numbered inside their owner: ``add``,
+    ``add_1``. The second call of a module is owned by ``path@1``.
+    """
+    owners = _owners(graph)
+    ops_of: dict[str, list[fx.Node]] = defaultdict(list)
+    for node, owner in owners.items():
+        ops_of[owner].append(node)
+    parents = {parent for owner in ops_of for parent in _ancestors(owner)}
+    for owner, nodes in ops_of.items():
+        makers = [node for node in nodes if _makes_values(node)]
+        alone = makers[0] if len(makers) == 1 and owner and owner not in parents else None
+        counts: dict[str, int] = defaultdict(int)
+        for node in nodes:
+            op = ""
+            while node is not alone and (not op or _join(owner, op) in ops_of):  # a module may be called "add" too
+                kind = _kind(node)
+                op = f"{kind}_{counts[kind]}" if counts[kind] else kind
+                counts[kind] += 1
+            annotate(node, **{OWNER: owner, OP: op})
+
+
+def value_site(node: fx.Node) -> Site:
+    """The site of the value that ``node`` produces."""
+    if node.op == "get_attr":
+        return Site.parameter(str(node.target))
+    if node.op == "placeholder":
+        return Site("", str(node.target), "input")
+    if node.target is operator.getitem:
+        source, index = node.args
+        if isinstance(source, fx.Node) and not _is_movement(source):
+            return Site(note(source, OWNER) or "", note(source, OP) or "", f"out[{index}]")
+    return Site(note(node, OWNER) or "", note(node, OP) or "", "out")
+
+
+def edge_site(port: Port) -> Site:
+    """The site on the edge into one input of an op."""
+    return Site(note(port.user, OWNER) or "", note(port.user, OP) or "", f"in[{port.index}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One tensor argument of an op: ``user.args[arg]`` or, in a list, ``user.args[arg][item]``."""
+
+    user: fx.Node
+    arg: int
+    item: int | None
+    index: int
+    value: fx.Node
+
+
+def ports(node: fx.Node) -> Iterator[Port]:
+    """The tensor arguments of ``node`` in order, numbered as their edge sites are."""
+    index = 0
+    for arg, value in enumerate(node.args):
+        listed = isinstance(value, (list, tuple))
+        for item, element in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if isinstance(element, fx.Node) and isinstance(element.meta.get("val"), torch.Tensor):
+                yield Port(node, arg, item if listed else None, index, element)
+                index += 1
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is a tensor of real numbers, so that it can be quantized."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _makes_values(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    floats = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+    return floats and not _is_movement(node)
+
+
+def _is_movement(node: fx.Node) -> bool:
+    row: OpRow | None = row_of(node)
+    return row is not None and row.role is Role.MOVEMENT
+
+
+def _kind(node: fx.Node) -> str:
+    row = row_of(node)
+    if row is not None:
+        return row.kind
+    name = re.sub(r"\W", "_", getattr(node.target, "__name__", str(node.target)).partition(".")[0])
+    return name if node.meta.get("val") is not None and _makes_values(node) else f"sym_{name}"
+
+
+def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Owner path of every op node; calls of one module are told apart by the keys of the module stack."""
+    calls: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
+    owners = {}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_module"):
+            continue
+        stack = node.meta.get("nn_module_stack") or {}
+        known = {key: value[0] for key, value in stack.items() if not key.startswith("_empty")}
+        path = re.sub(r"@\d+", "", [*known.values(), ""][0 if not known else len(known) - 1])
+        call = calls[path].setdefault(tuple(known), len(calls[path]))
+        owners[node] = f"{path}@{call}" if call and path else path
+    return owners
+
+
+def _join(owner: str, op: str) -> str:
+    return f"{owner}.{op}" if owner else op
+
+
+def _ancestors(owner: str) -> Iterator[str]:
+    while "." in owner:
+        owner = owner.rpartition(".")[0]
+        yield owner

@@ -1,0 +1,1 @@
+"""Float twins of torch modules that capture would freeze or hide."""

@@ -1,0 +1,1 @@
+"""Reference math: every formula said once, in plain torch."""

@@ -1,0 +1,35 @@
+"""How far a value is from its reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sqnr_db(reference: Tensor, value: Tensor) -> float:
+    """Signal to quantization noise ratio, ``10·log10(Σ reference² / Σ (value - reference)²)`` in dB.
+
+    Infinite if both are equal; minus infinite if only the reference is all zero.
+
+    >>> sqnr_db(torch.tensor([10.0]), torch.tensor([11.0]))
+    20.0
+    """
+    return decibels(
+        float(reference.double().square().sum()), float((value.double() - reference.double()).square().sum())
+    )
+
+
+def decibels(signal: float, noise: float) -> float:
+    """``10·log10(signal / noise)`` of two powers, in dB."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def max_error_in_scales(reference: Tensor, value: Tensor, scale: Tensor) -> float:
+    """Largest absolute error in units of the scale; the smallest scale, if there are several."""
+    if reference.numel() == 0:
+        return 0.0
+    return float((value.to(torch.float64) - reference.to(torch.float64)).abs().max()) / float(scale.min())

@@ -1,0 +1,1 @@
+"""torch.library ops: schema, fake kernel, autograd, backends."""

@@ -1,0 +1,1 @@
+"""nn.Modules that sit on a site."""

@@ -1,0 +1,133 @@
+"""``QuantSim``: the handle a user holds. Every method calls one verb of ``qtk.workflow``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import nn
+
+from qtk.calibrators.scheme import SCHEMES
+from qtk.config.load import load_config
+from qtk.config.schema import QuantConfig, check_op_names
+from qtk.core.encoding import Encoding
+from qtk.core.plan import QuantPlan
+from qtk.graph.insert import insert
+from qtk.graph.op_table import OP_NAMES
+from qtk.graph.planner import plan
+from qtk.graph.prepared_model import PreparedModel
+from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.workflow.calibrate import calibrate
+from qtk.workflow.check import check
+from qtk.workflow.compare import SiteError, compare
+from qtk.workflow.feed import Batch, Data, Forward
+from qtk.workflow.prepare import ExampleInputs, prepare_model
+
+
+class QuantSim:
+    """Simulates a quantized model exactly, and trains, measures, saves and exports it.
+
+    >>> import qtk, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+    >>> batches = [torch.randn(16, 8) for _ in range(4)]
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> sim.model(batches[0]).shape
+    torch.Size([16, 4])
+
+    Args:
+        model: a float model, or one from ``prepare_model``.
+        example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
+        scheme: how ranges are found; a name from ``qtk.SCHEMES``.
+        weight_bits: width of weights, ``None`` to leave them in float.
+        activation_bits: width of activations, ``None`` for a weight-only simulation.
+        config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
+        in_place: share the parameters of ``model`` instead of copying them.
+
+    Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for settings that do
+        not fit it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        *,
+        scheme: str = "min_max",
+        weight_bits: int | None = 8,
+        activation_bits: int | None = 8,
+        config: str | Path | Mapping[str, object] | QuantConfig = "default",
+        in_place: bool = False,
+    ) -> None:
+        self.scheme = SCHEMES.canonical(scheme)
+        self.weight_bits = weight_bits
+        self.activation_bits = activation_bits
+        self.config = load_config(config)
+        check_op_names(self.config, OP_NAMES)
+        self.example_inputs = example_inputs
+        prepared = model
+        if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
+            prepared = prepare_model(model, example_inputs)
+        self.model: PreparedModel = prepared if in_place else copy.deepcopy(prepared)
+        self._plan = plan(
+            self.model.graph, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
+        )
+        self._quantizers = insert(self.model, self._plan)
+        for quantizer in self._quantizers.values():
+            quantizer.mode = Mode.SIMULATE
+
+    @property
+    def plan(self) -> QuantPlan:
+        """Every site, how it is quantized and why, and what is left in float; printable."""
+        return self._plan
+
+    @property
+    def quantizers(self) -> Mapping[str, Quantizer]:
+        """Site name → its quantizer, in graph order; sites that share an encoding share the quantizer."""
+        return MappingProxyType({site.name: self._quantizers[site.name] for site in self._plan})
+
+    def encodings(self) -> dict[str, Encoding]:
+        """Site name → encoding, for every site that has one."""
+        return {name: e for name, quantizer in self.quantizers.items() if (e := quantizer.encoding) is not None}
+
+    def compute_encodings(
+        self,
+        data: Data | None,
+        *,
+        forward: Forward | None = None,
+        num_batches: int | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Finds every encoding that is not frozen: weights from their values, activations from one pass over ``data``.
+
+        Args:
+            data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized.
+            forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+            num_batches: stop after so many.
+
+        Raises: CalibrationError naming site and batch for NaN or +inf, for no data; CheckError if anything in the
+            plan is left without a sound encoding.
+        """
+        self._plan = calibrate(
+            self.model, self._plan, self.quantizers, data, forward=forward, num_batches=num_batches, progress=progress
+        )
+        self.check()
+
+    def check(self) -> None:
+        """Compares the simulation with its plan. Raises: CheckError listing every finding."""
+        check(self.model, self._plan, self.quantizers)
+
+    def compare(
+        self,
+        data: Iterable[Batch],
+        *,
+        forward: Forward | None = None,
+        num_batches: int | None = None,
+        progress: bool = True,
+    ) -> list[SiteError]:
+        """SQNR in dB and largest error in scale units at every site, against float, worst first."""
+        return compare(
+            self.model, self._plan, self.quantizers, data, forward=forward, num_batches=num_batches, progress=progress
+        )

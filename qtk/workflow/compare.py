@@ -1,0 +1,100 @@
+"""Which site loses the most? Simulation against float, tensor by tensor, in one pass over the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from qtk.core.plan import QuantPlan
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.workflow.feed import Batch, Forward, outputs, run_batch
+
+
+@dataclass(frozen=True, slots=True)
+class SiteError:
+    """Error at one site over all data.
+
+    Args:
+        site: name of the site.
+        sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
+        max_error_scales: largest absolute error in units of the site's scale.
+    """
+
+    site: str
+    sqnr_db: float
+    max_error_scales: float
+
+
+@dataclass(slots=True)
+class _Sums:
+    signal: float = 0.0
+    noise: float = 0.0
+    worst: float = 0.0
+
+    def add(self, reference: Tensor, value: Tensor, scale: Tensor | None) -> None:
+        difference = (value - reference).double()
+        self.signal += float(reference.double().square().sum())
+        self.noise += float(difference.square().sum())
+        if scale is not None and difference.numel():
+            self.worst = max(self.worst, float(difference.abs().max()) / float(scale.min()))
+
+    @property
+    def sqnr_db(self) -> float:
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+
+def compare(
+    model: fx.GraphModule,
+    plan: QuantPlan,
+    quantizers: Mapping[str, Quantizer],
+    data: Iterable[Batch],
+    *,
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    progress: bool = True,
+) -> list[SiteError]:
+    """Errors of every leading site, worst SQNR first.
+
+    Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
+    that site; the float values of one batch are held in memory at a time.
+    """
+    watched = {site.name: quantizers[site.name] for site, decided in plan.items() if decided.leader is None}
+    sums = {name: _Sums() for name in watched}
+    kept: dict[str, list[Tensor]] = {name: [] for name in watched}
+    simulating = False
+
+    def hook(name: str) -> object:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not simulating:
+                kept[name].append(inputs[0].detach())
+            else:
+                quantizer = watched[name]
+                sums[name].add(kept[name].pop(0), output.detach(), quantizer.scale)
+
+        return record
+
+    def both(module: nn.Module, batch: Batch) -> object:
+        nonlocal simulating
+        run = forward or run_batch
+        simulating = False
+        with in_mode(quantizers.values(), Mode.BYPASS):
+            run(module, batch)
+        simulating = True
+        return run(module, batch)
+
+    handles = [watched[name].register_forward_hook(hook(name)) for name in watched]  # type: ignore[arg-type]
+    try:
+        for _ in outputs(model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress):
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    errors = [SiteError(name, total.sqnr_db, total.worst) for name, total in sums.items()]
+    return sorted(errors, key=lambda error: error.sqnr_db)
+

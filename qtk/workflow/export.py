@@ -1,0 +1,124 @@
+"""Writes a simulation as files for runtimes: all of them, or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import fx
+
+from qtk.core.encoding import Encoding
+from qtk.errors import ExportError
+from qtk.export import encodings_aimet, encodings_json
+from qtk.export.atomic import staged_directory
+from qtk.registry import Registry
+from qtk.workflow.feed import Batch
+
+ONNX_FILE = "model.onnx"
+ENCODINGS_FILE = "encodings.json"
+AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exported:
+    """What an exporter is given.
+
+    Args:
+        model: the prepared model with its quantizers simulating.
+        encodings: site name → encoding.
+        example_inputs: a tensor, tuple or dict the model runs on.
+    """
+
+    model: fx.GraphModule
+    encodings: Mapping[str, Encoding]
+    example_inputs: Batch
+
+
+Exporter: TypeAlias = Callable[[Exported, Path], None]
+"""Writes its files into a directory."""
+
+EXPORTERS: Registry[Exporter] = Registry("export format")
+
+
+def export(
+    model: fx.GraphModule,
+    encodings: Mapping[str, Encoding],
+    example_inputs: Batch,
+    directory: str | os.PathLike[str],
+    *,
+    check: Callable[[], None],
+    formats: Sequence[str] = ("encodings", "onnx"),
+    force: bool = False,
+) -> None:
+    """Writes every format into one new directory; if one fails, nothing of any is left.
+
+    Args:
+        model: the prepared model with its quantizers simulating.
+        encodings: site name → encoding.
+        example_inputs: a tensor, tuple or dict the model runs on.
+        directory: where the files will be.
+        check: runs first and raises if the simulation is not fit to be exported.
+        formats: names from ``EXPORTERS``.
+        force: replace an existing directory.
+
+    Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
+        written, or a format cannot express the model; whatever ``check`` raises.
+    """
+    if not formats:
+        raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
+    exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]
+    check()
+    exported = Exported(model, encodings, example_inputs)
+    with staged_directory(directory, force=force) as folder:
+        for write in exporters:
+            write(exported, folder)
+
+
+def arguments(example_inputs: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Positional and keyword arguments of ``model(...)``, by the same rule as for a batch.
+
+    >>> arguments((1, 2)), arguments({"x": 1})
+    (((1, 2), {}), ((), {'x': 1}))
+    """
+    match example_inputs:
+        case tuple() | list():
+            return tuple(example_inputs), {}
+        case dict():
+            return (), example_inputs
+    return (example_inputs,), {}
+
+
+def _encodings(exported: Exported, folder: Path) -> None:
+    for write in (_encodings_json, _encodings_aimet_1_0_0, _encodings_aimet_2_0_0):
+        write(exported, folder)
+
+
+def _encodings_json(exported: Exported, folder: Path) -> None:
+    encodings_json.export(exported.encodings, folder / ENCODINGS_FILE)
+
+
+def _encodings_aimet_1_0_0(exported: Exported, folder: Path) -> None:
+    encodings_aimet.export_1_0_0(exported.encodings, folder / AIMET_1_0_0_FILE)
+
+
+def _encodings_aimet_2_0_0(exported: Exported, folder: Path) -> None:
+    encodings_aimet.export_2_0_0(exported.encodings, folder / AIMET_2_0_0_FILE)
+
+
+def _onnx(exported: Exported, folder: Path) -> None:
+    try:
+        from qtk.export import onnx_qdq  # loaded here: onnx is an extra, and slow to import
+    except ImportError as error:
+        raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
+    args, kwargs = arguments(exported.example_inputs)
+    onnx_qdq.export(exported.model, args, folder / ONNX_FILE, kwargs=kwargs)
+
+
+EXPORTERS.add("encodings", _encodings)
+EXPORTERS.add("encodings_json", _encodings_json)
+EXPORTERS.add("encodings_aimet_1.0.0", _encodings_aimet_1_0_0)
+EXPORTERS.add("encodings_aimet_2.0.0", _encodings_aimet_2_0_0)
+EXPORTERS.add("onnx", _onnx)

@@ -1,0 +1,102 @@
+"""Running a model over a user's data: the one place that knows what a batch is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qtk.errors import CalibrationError
+
+Batch: TypeAlias = object
+"""What a loader yields: a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
+
+Forward: TypeAlias = Callable[[nn.Module, Batch], object]
+"""How to run a model on a batch, where the default does not fit."""
+
+Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
+"""Batches, or a function that runs the model over its own data."""
+
+
+def run_batch(model: nn.Module, batch: Batch) -> object:
+    """``model(batch)``, ``model(*batch)`` or ``model(**batch)``, by the type of ``batch``.
+
+    Raises: CalibrationError for any other type.
+    """
+    match batch:
+        case Tensor():
+            return model(batch)
+        case tuple() | list():
+            return model(*batch)
+        case dict():
+            return model(**batch)
+    raise CalibrationError(
+        f"a batch must be a tensor, a tuple or a dict, got {type(batch).__name__}; pass forward=lambda model, batch: …"
+    )
+
+
+def outputs(
+    model: nn.Module,
+    data: Iterable[Batch],
+    *,
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    label: str = "",
+    progress: bool = False,
+) -> Iterator[object]:
+    """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
+
+    Raises: CalibrationError naming the batch, if the model fails on it with a qtk error.
+    """
+    run = forward or run_batch
+    total = min((len(data) if isinstance(data, Sized) else num_batches) or 0, num_batches or 2**62) or None
+    batches = itertools.islice(data, num_batches)
+    for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
+        with evaluating(model), torch.no_grad():
+            try:
+                output = run(model, batch)
+            except CalibrationError as error:
+                raise CalibrationError(f"batch {index}: {error}") from None
+        yield output
+
+
+def run_all(
+    model: nn.Module,
+    data: Data,
+    *,
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    label: str = "",
+    progress: bool = False,
+) -> None:
+    """Runs the model over all of ``data`` and drops what it returns.
+
+    Raises: CalibrationError if there is no batch, or as ``outputs``.
+    """
+    if callable(data) and not isinstance(data, Iterable):
+        with evaluating(model), torch.no_grad():
+            data(model)
+        return
+    assert isinstance(data, Iterable)
+    seen = 0
+    for _ in outputs(model, data, forward=forward, num_batches=num_batches, label=label, progress=progress):
+        seen += 1
+    if seen == 0:
+        raise CalibrationError(f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, each module's own training flag restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

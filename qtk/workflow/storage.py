@@ -1,0 +1,250 @@
+"""A simulation on disk: every tensor in safetensors, everything else in JSON; nothing is ever unpickled.
+
+    model.safetensors    the state_dict: float parameters, buffers, scales and zero points; tied tensors once
+    sim.json             the arguments of QuantSim, the plan, name, dtype and shape of every tensor
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx
+
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError, SpecError
+from qtk.export.atomic import staged_directory
+from qtk.export.encodings_json import load_object
+from qtk.graph.insert import QUANTIZERS, drop_sites
+from qtk.registry import nearest
+
+FORMAT, VERSION = "qtk.sim", 1
+STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
+LISTED = 10
+"""Findings an error spells out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A simulation as read from disk.
+
+    Args:
+        arguments: keyword arguments of ``QuantSim``, as JSON holds them.
+        plan: the plan it had.
+        state: its state_dict, on the CPU.
+    """
+
+    arguments: Mapping[str, object]
+    plan: QuantPlan
+    state: Mapping[str, Tensor]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    state: Mapping[str, Tensor],
+    plan: QuantPlan,
+    arguments: Mapping[str, object],
+    force: bool = False,
+) -> None:
+    """Writes a simulation into a new directory, whole or not at all.
+
+    Args:
+        directory: where the files will be.
+        state: the state_dict of the model with its quantizers; any layout, tensors may share memory.
+        plan: the plan.
+        arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
+        force: replace an existing directory.
+
+    Raises: ExportError if the directory exists or cannot be written.
+    """
+    originals = _originals(state)
+    kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "arguments": dict(arguments),
+        "plan": plan_to_json(plan),
+        "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
+        "tied": {name: original for name, original in originals.items() if original != name},
+    }
+    with staged_directory(directory, force=force) as folder:
+        save_file(_apart(kept), folder / STATE_FILE)
+        (folder / SIM_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def load(directory: str | os.PathLike[str]) -> Stored:
+    """Reads what ``save`` wrote.
+
+    Raises: EncodingError if a file is missing, malformed, of another version, or the two do not belong together.
+    """
+    record = load_object(Path(directory) / SIM_FILE)
+    match record:
+        case {
+            "format": str(name), "version": int(version), "arguments": dict(arguments), "plan": dict(plan),
+            "tensors": dict(tensors), "tied": dict(tied),
+        } if name == FORMAT:
+            if version != VERSION:
+                raise EncodingError(f"{directory}: version {version} is not known; this qtk reads {VERSION}")
+        case _:
+            raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
+    path = Path(directory) / STATE_FILE
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise EncodingError(f"cannot read {path}: {error}") from error
+    state |= {name: state[original] for name, original in tied.items() if original in state}
+    if {name: _fingerprint(tensor) for name, tensor in state.items()} != tensors:
+        raise EncodingError(f"{path} does not hold the tensors that {SIM_FILE} lists; the files are of two simulations")
+    return Stored(arguments, plan_from_json(plan), {name: state[name] for name in tensors})
+
+
+def restore(stored: Stored, model: fx.GraphModule, plan: QuantPlan) -> QuantPlan:
+    """Loads a stored state into a simulation made anew with the stored arguments.
+
+    Sites that calibration had taken out of the stored plan are taken out here too. Changes ``model``, only if all fits.
+
+    Returns: the plan as it now holds.
+
+    Raises: EncodingError listing the sites and tensors that are missing, extra or different.
+    """
+    masked = {site: why for site, why in stored.plan.unquantized.items() if site in plan and site not in stored.plan}
+    expected = {site: decided for site, decided in plan.items() if site not in masked}
+    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, model.state_dict())]
+    if findings:
+        more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
+        raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
+    if masked:
+        plan = drop_sites(model, plan, masked)
+    model.load_state_dict(dict(stored.state))
+    return plan
+
+
+def plan_to_json(plan: QuantPlan) -> dict[str, object]:
+    """The plan as JSON values; a site is a list of owner, op and port."""
+    return {
+        "sites": [
+            {
+                "site": _site_to_json(site),
+                "spec": decided.spec.to_json(),
+                "method": decided.method,
+                "static": decided.static,
+                "range": None if decided.range is None else list(decided.range),
+                "leader": None if decided.leader is None else _site_to_json(decided.leader),
+                "reason": decided.reason,
+            }
+            for site, decided in plan.items()
+        ],
+        "unquantized": [[_site_to_json(site), reason] for site, reason in plan.unquantized.items()],
+        "unmatched_rules": list(plan.unmatched_rules),
+    }
+
+
+def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
+    """Inverse of ``plan_to_json``. Raises: EncodingError on a malformed record."""
+    match data:
+        case {"sites": list(sites), "unquantized": list(unquantized), "unmatched_rules": list(rules)}:
+            return QuantPlan(
+                dict(map(_site_plan, sites)),
+                {_site(site): str(reason) for site, reason in unquantized},
+                tuple(map(str, rules)),
+            )
+    raise EncodingError(f"not a plan: {data!r:.120}")
+
+
+def _site_plan(record: object) -> tuple[Site, SitePlan]:
+    match record:
+        case {
+            "site": list(site), "spec": dict(spec), "method": str(method), "static": bool(static),
+            "range": list() | None as bounds, "leader": list() | None as leader, "reason": str(reason),
+        }:
+            pass
+        case _:
+            raise EncodingError(f"not a plan for a site: {record!r:.120}")
+    try:
+        low_high = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+        return _site(site), SitePlan(
+            QuantSpec.from_json(spec), method, static, low_high, None if leader is None else _site(leader), reason
+        )
+    except (SpecError, TypeError, ValueError, IndexError) as error:
+        raise EncodingError(f"not a plan for a site: {error}") from error
+
+
+def _site_to_json(site: Site) -> list[str]:
+    return [site.owner, site.op, site.port]
+
+
+def _site(data: object) -> Site:
+    match data:
+        case [str(owner), str(op), str(port)]:
+            return Site(owner, op, port)
+    raise EncodingError(f"not a site: {data!r:.120}")
+
+
+def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first name under which the very same tensor appears."""
+    seen: dict[object, str] = {}
+    names = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        names[name] = seen.setdefault(key, name) if tensor.numel() else name
+    return names
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those tensors that share memory with another without being the same; safetensors refuses them."""
+    owners: dict[object, str] = {}
+    apart = {}
+    for name, tensor in state.items():
+        key = (tensor.device, tensor.untyped_storage().data_ptr())
+        shares = tensor.numel() > 0 and owners.setdefault(key, name) != name
+        apart[name] = tensor.clone() if shares else tensor
+    return apart
+
+
+def _fingerprint(tensor: Tensor) -> list[object]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _site_findings(stored: QuantPlan, expected: Mapping[Site, SitePlan]) -> Iterator[str]:
+    stored_names, names = {site.name for site in stored}, {site.name for site in expected}
+    for site in sorted(stored_names - names):
+        yield f"{site} is stored, the model has no such site; {nearest_only(site, names)}"
+    for site in sorted(names - stored_names):
+        yield f"{site} is quantized in the model, but not stored; {nearest_only(site, stored_names)}"
+    for site, decided in expected.items():
+        if site in stored and (stored[site].spec, stored[site].leader) != (decided.spec, decided.leader):
+            yield f"{site} is stored as {_how(stored[site])}, planned here as {_how(decided)}"
+
+
+def _how(decided: SitePlan) -> str:
+    return f"{decided.spec}, encoded with {decided.leader}" if decided.leader else str(decided.spec)
+
+
+def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[str]:
+    """Quantizers hold their tensors from the first encoding on, so only those of the float model must be there."""
+    stored_float = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{QUANTIZERS}.")}
+    own_float = {name: tensor for name, tensor in own.items() if not name.startswith(f"{QUANTIZERS}.")}
+    for name in sorted(stored_float.keys() - own_float.keys()):
+        yield f"tensor {name} is stored, the model has none; {nearest_only(name, own_float)}"
+    for name in sorted(own_float.keys() - stored_float.keys()):
+        yield f"tensor {name} of the model is not stored; {nearest_only(name, stored_float)}"
+    for name in sorted(stored_float.keys() & own_float.keys()):
+        if _fingerprint(stored_float[name]) != _fingerprint(own_float[name]):
+            yield f"tensor {name} is stored as {_text(stored_float[name])}, the model's is {_text(own_float[name])}"
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def nearest_only(name: str, known: Iterable[str]) -> str:
+    """The hint of ``nearest`` without the list of all names, which here can be thousands."""
+    return nearest(name, known).partition(" known: ")[0].removeprefix("known: ") if known else "it has none at all"

@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import pytest
+
+from qtk.errors import ExportError
+from qtk.export.atomic import staged_directory
+
+
+def listing(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def write_half(target: Path, error: type[BaseException]) -> None:
+    with staged_directory(target, force=True) as folder:
+        (folder / "file").write_text("half")
+        raise error
+
+
+def test_directory_appears_only_at_the_end(tmp_path):
+    with staged_directory(tmp_path / "a" / "out") as folder:
+        (folder / "file").write_text("new")
+        assert not (tmp_path / "a" / "out").exists()
+    assert listing(tmp_path) == {"a", "a/out", "a/out/file"}
+
+
+def test_it_has_the_permissions_of_a_plain_directory(tmp_path):
+    (tmp_path / "plain").mkdir()
+    with staged_directory(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_nothing_remains_after_an_exception(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write_half(tmp_path / "a" / "b" / "out", KeyboardInterrupt)
+    assert listing(tmp_path) == set()
+
+
+def test_existing_target_is_refused_without_force(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match=r"out exists already .* force=True"), staged_directory(tmp_path / "out"):
+        pytest.fail("the block must not run")
+    assert listing(tmp_path) == {"out"}
+
+
+def test_force_replaces_the_whole_directory(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with staged_directory(tmp_path / "out", force=True) as folder:
+        (folder / "new").write_text("new")
+    assert listing(tmp_path) == {"out", "out/new"}
+
+
+def test_old_target_survives_a_failed_replacement(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with pytest.raises(RuntimeError):
+        write_half(tmp_path / "out", RuntimeError)
+    assert listing(tmp_path) == {"out", "out/old"}
+    assert (tmp_path / "out" / "old").read_text() == "old"
+
+
+def test_old_target_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.suffix == ".part":
+            raise OSError("disk gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ExportError, match="disk gone"), staged_directory(tmp_path / "out", force=True) as folder:
+        (folder / "new").write_text("new")
+    assert listing(tmp_path) == {"out", "out/old"}
+
+
+def test_target_made_meanwhile_is_not_overwritten(tmp_path):
+    with pytest.raises(ExportError, match="exists already"), staged_directory(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+    assert listing(tmp_path) == {"out"}
+
+
+def test_a_file_in_the_way_is_refused_even_with_force(tmp_path):
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(ExportError, match="not a directory"), staged_directory(tmp_path / "out", force=True):
+        pytest.fail("the block must not run")
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+def test_unwritable_parent_is_refused(tmp_path, monkeypatch):
+    def refuse(self: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere, so the refusal is played
+    with pytest.raises(ExportError, match=r"cannot write into .*Permission denied"), staged_directory(tmp_path / "out"):
+        pytest.fail("the block must not run")
+    assert listing(tmp_path) == set()
+
+
+def test_parent_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="cannot write into"), staged_directory(tmp_path / "file" / "out"):
+        pytest.fail("the block must not run")

@@ -1,0 +1,104 @@
+import json
+import math
+
+import pytest
+import torch
+
+from qtk.core.dtypes import dtype
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError
+from qtk.export.encodings_json import export, read
+
+
+def bits(scale: torch.Tensor) -> list[int]:
+    return scale.view(torch.int32).flatten().tolist()
+
+
+@pytest.fixture
+def encodings():
+    generator = torch.Generator().manual_seed(0)
+    awkward = torch.tensor([1 / 3, 1.1754944e-38, 3.4028235e38, 0.1, math.pi, 1e-45, 1.0, 16777217.0])
+    return {
+        "conv.weight": Encoding(QuantSpec(dtype("int4"), PerChannel(0), symmetric=True), awkward),
+        "fc.weight": Encoding(
+            QuantSpec(dtype("int8"), PerBlock((1, 4)), symmetric=True, narrow_range=True),
+            torch.rand(3, 5, generator=generator) + 1e-6,
+        ),
+        "relu:out": Encoding(QuantSpec(dtype("uint8")), torch.tensor([0.1]), torch.tensor([17], dtype=torch.int32)),
+        "x:input": Encoding(
+            QuantSpec(dtype("int16"), PerChannel(-1)), torch.tensor([0.1, 7.0]), torch.tensor([-32768, 32767]).int()
+        ),
+    }
+
+
+def test_every_bit_survives(encodings, tmp_path):
+    export(encodings, tmp_path / "e.json")
+    back = read(tmp_path / "e.json")
+    assert list(back) == list(encodings)
+    for site, encoding in encodings.items():
+        assert back[site].spec == encoding.spec
+        assert back[site].scale.shape == encoding.scale.shape
+        assert bits(back[site].scale) == bits(encoding.scale)
+        assert back[site].equals(encoding)
+
+
+def test_the_file_is_plain_json_with_one_line_a_site(encodings, tmp_path):
+    export(encodings, tmp_path / "e.json")
+    text = (tmp_path / "e.json").read_text()
+    data = json.loads(text)
+    assert (data["format"], data["version"], data["producer"]) == ("qtk.encodings", 1, "qtk")
+    assert data["encodings"]["relu:out"] == {
+        "spec": {"dtype": "uint8", "granularity": "per_tensor", "symmetric": False, "narrow_range": False},
+        "scale": [0.10000000149011612],
+        "zero_point": [17],
+    }
+    assert len(text.splitlines()) == len(encodings) + 2
+
+
+def test_no_encodings_is_a_file_too(tmp_path):
+    export({}, tmp_path / "e.json")
+    assert read(tmp_path / "e.json") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected an object"),
+        ("{}", "is not a qtk.encodings file"),
+        ('{"format": "qtk.encodings", "version": 9, "encodings": {}}', "version 9 is not known"),
+    ],
+)
+def test_other_files_are_refused(text, message, tmp_path):
+    (tmp_path / "e.json").write_text(text)
+    with pytest.raises(EncodingError, match=message):
+        read(tmp_path / "e.json")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(EncodingError, match=r"cannot read .*nothing.json"):
+        read(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": [0.0]}, "relu:out: every scale must be finite and positive"),
+        ({"scale": [[1.0], [1.0, 2.0]]}, "relu:out: not a tensor"),
+        ({"scale": 1.0}, "relu:out: an encoding needs exactly"),
+        ({"zero_point": None}, "relu:out: .*needs a zero point"),
+        ({"zero_point": [256]}, "relu:out: every zero point must lie in 0…255"),
+        ({"extra": 1}, "relu:out: an encoding needs exactly"),
+        ({"spec": {"dtype": "uint99"}}, "relu:out: not a quantization spec"),
+    ],
+)
+def test_malformed_records_name_their_site(change, message, encodings, tmp_path):
+    export({"relu:out": encodings["relu:out"]}, tmp_path / "e.json")
+    data = json.loads((tmp_path / "e.json").read_text())
+    data["encodings"]["relu:out"].update(change)
+    (tmp_path / "e.json").write_text(json.dumps(data))
+    with pytest.raises(EncodingError, match=message):
+        read(tmp_path / "e.json")
+

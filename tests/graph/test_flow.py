@@ -1,0 +1,76 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtk.graph.flow import Flow, _axis_through_reshape
+from qtk.graph.sites import is_float, value_site
+from qtk.workflow.prepare import prepare_model
+
+
+def flow_of(model, *inputs):
+    prepared = prepare_model(model.eval(), inputs)
+    by_name = {}
+    for node in prepared.graph.nodes:
+        if is_float(node):
+            by_name.setdefault(value_site(node).name, node)
+    return Flow(prepared.graph), by_name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "axis", "expected"),
+    [
+        ([6, 4], [6, 4], 0, 0),
+        ([6, 3, 3], [6, 9], 0, 0),
+        ([6, 3, 3], [18, 3], 0, None),
+        ([6, 3, 3], [18, 3], 1, 2),
+        ([1, 6, 4], [6, 4], 0, 1),
+        ([6, 4], [1, 6, 4], 1, 0),
+        ([4, 6], [24], 0, None),
+        ([2, 3, 4], [2, 12], 1, None),
+    ],
+)
+def test_an_axis_survives_a_reshape_when_its_neighbours_do(old, new, axis, expected):
+    found = _axis_through_reshape(old, new, axis)
+    assert found == expected
+    if found is not None:  # independent: elements that agree in the old axis agree in the new one
+        index = torch.arange(old[found]).reshape([-1 if i == found else 1 for i in range(len(old))]).expand(old)
+        moved = index.reshape(new).movedim(axis, 0).flatten(1)
+        assert torch.equal(moved, torch.arange(new[axis])[:, None].expand_as(moved))
+
+
+def test_roots_look_through_movement():
+    class Net(nn.Module):
+        def forward(self, x):
+            y = torch.tanh(x)
+            return y.transpose(0, 1).reshape(-1).chunk(2)[1] * 2
+
+    flow, by_name = flow_of(Net(), torch.randn(4, 4))
+    mul = by_name["mul:out"]
+    assert value_site(flow.root(mul.args[0])).name == "tanh:out"
+    assert [port.user for port in flow.readers(by_name["tanh:out"])] == [mul]
+
+
+def test_static_values_hang_on_parameters_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return F.linear(x, torch.tanh(self.w)) + x.sum()
+
+    flow, by_name = flow_of(Net(), torch.randn(2, 4))
+    assert flow.is_static(by_name["tanh:out"])
+    assert not flow.is_static(by_name["sum:out"])
+
+
+def test_a_where_with_one_data_operand_only_moves():
+    class Net(nn.Module):
+        def forward(self, x, mask):
+            y = torch.tanh(x)
+            return torch.softmax(torch.where(mask, y, torch.tensor(float("-inf"))), -1)
+
+    flow, by_name = flow_of(Net(), torch.randn(2, 4), torch.tensor([[True, False, True, True]]).expand(2, 4))
+    (port,) = flow.data_ports(by_name["softmax:out"])
+    assert value_site(flow.root(port.value)).name == "tanh:out"
