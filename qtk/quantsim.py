@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from qtk.calibrators.scheme import SCHEMES
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, check_op_names
+from qtk.config.schema import QuantConfig, check_methods, check_op_names
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.graph.insert import insert
@@ -22,8 +23,11 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
+from qtk.workflow.export import export
 from qtk.workflow.feed import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.storage import load, restore, save
+from qtk.workflow.verify_export import ExportVerification, verify_export
 
 
 class QuantSim:
@@ -66,6 +70,7 @@ class QuantSim:
         self.activation_bits = activation_bits
         self.config = load_config(config)
         check_op_names(self.config, OP_NAMES)
+        check_methods(self.config, SCHEMES)
         self.example_inputs = example_inputs
         prepared = model
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
@@ -106,6 +111,7 @@ class QuantSim:
             data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
+            progress: show a bar.
 
         Raises: CalibrationError naming site and batch for NaN or +inf, for no data; CheckError if anything in the
             plan is left without a sound encoding.
@@ -131,3 +137,63 @@ class QuantSim:
         return compare(
             self.model, self._plan, self.quantizers, data, forward=forward, num_batches=num_batches, progress=progress
         )
+
+    def export(
+        self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False
+    ) -> None:
+        """Writes the simulation for runtimes into a new directory, all formats or none.
+
+        Args:
+            directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
+            formats: names from ``qtk.EXPORTERS``.
+            force: replace an existing directory.
+
+        Raises: CheckError if the simulation is not sound; ExportError if the directory exists or a format cannot hold
+            the model; nothing is written then.
+        """
+        export(
+            self.model, self.encodings(), self.example_inputs, directory, check=self.check, formats=formats, force=force
+        )
+
+    def verify_export(
+        self, directory: str | os.PathLike[str], data: Iterable[Batch], *, forward: Forward | None = None
+    ) -> ExportVerification:
+        """Runs the exported files in their runtimes on ``data`` and compares them with the simulation; printable."""
+        return verify_export(self.model, directory, data, forward=forward)
+
+    def save(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
+
+        Raises: ExportError if the directory exists and ``force`` is not set, or cannot be written.
+        """
+        arguments = {
+            "scheme": self.scheme,
+            "weight_bits": self.weight_bits,
+            "activation_bits": self.activation_bits,
+            "config": self.config.model_dump(mode="json", exclude_none=True),
+        }
+        save(directory, state=self.model.state_dict(), plan=self._plan, arguments=arguments, force=force)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        *,
+        in_place: bool = False,
+    ) -> QuantSim:
+        """The simulation that ``save`` wrote, made anew from the float ``model`` it belongs to.
+
+        Args:
+            directory: what ``save`` wrote.
+            model: the float model, its parameters as they may be: the stored ones are loaded.
+            example_inputs: as for the constructor.
+            in_place: share the parameters of ``model``, and so overwrite them.
+
+        Raises: EncodingError listing what does not fit, if it belongs to another model.
+        """
+        stored = load(directory)
+        sim = cls(model, example_inputs, in_place=in_place, **stored.arguments)  # type: ignore[arg-type]
+        sim._plan = restore(stored, sim.model, sim._plan)
+        return sim

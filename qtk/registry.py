@@ -39,7 +39,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def add(self, name: str, value: T, *, aliases: tuple[str, ...] = ()) -> None:
         for key in (name, *aliases):
-            assert key not in self._values and key not in self._aliases, f"{self.what} {key!r} is registered twice"
+            assert key not in self, f"{self.what} {key!r} is registered twice"
         self._values[name] = value
         self._aliases.update(dict.fromkeys(aliases, name))
 

@@ -73,7 +73,7 @@ class TensorSetting(_Frozen):
         return self.bits is not None or self.dtype is not None
 
     def overlaid(self, other: TensorSetting) -> TensorSetting:
-        """This setting with every field that ``other`` gives replaced.
+        """A copy in which every field that ``other`` gives is replaced.
 
         A width drops an earlier width, however either was written, and a granularity an earlier block size. Whether
         the fields of the two agree is seen when they become a spec.
@@ -236,8 +236,10 @@ def check_methods(config: QuantConfig, known: Collection[str]) -> None:
 
 
 def _raise_all(problems: list[str]) -> None:
+    if len(problems) > 1:
+        problems = [f"{len(problems)} mistakes in the config:", *problems]
     if problems:
-        raise ConfigError("\n  ".join([f"{len(problems)} mistakes in the config:", *problems] if problems[1:] else problems))
+        raise ConfigError("\n  ".join(problems))
 
 
 def _near(name: str, known: Collection[str]) -> str:

@@ -24,6 +24,8 @@ def validate(model: type[M], data: object, *, source: str) -> M:
     """``data`` as a ``model``.
 
     Args:
+        model: the schema.
+        data: what was read.
         source: what is being read, for the message: a file, or what it is for.
 
     Raises: ConfigError listing every mistake with its path, as in ``rules[2].weight.bits``.

@@ -8,6 +8,8 @@ from qtk.core.dtypes import QDtype, dtype
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
 
+PER_TENSOR = PerTensor()
+
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
@@ -26,7 +28,7 @@ class QuantSpec:
     """
 
     dtype: QDtype
-    granularity: Granularity = PerTensor()
+    granularity: Granularity = PER_TENSOR
     symmetric: bool = False
     narrow_range: bool = False
     dynamic: bool = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -24,6 +23,7 @@ from qtk.export.onnx_container import BASE_OPSET, opset_for
 from qtk.export.onnx_lower import SITE, SPEC, lower
 from qtk.export.onnx_trace import trace
 from qtk.export.simulated_sites import simulated_sites
+from qtk.graph.capture import ExampleInputs
 
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
 """(domain, opset) → the lowest version of the file format that may hold it."""
@@ -34,10 +34,9 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 
 def export(
     model: fx.GraphModule,
-    args: tuple[object, ...],
+    example_inputs: ExampleInputs,
     path: str | os.PathLike[str],
     *,
-    kwargs: Mapping[str, object] | None = None,
     opset: int | None = None,
     embedded_limit_bytes: int = PROTOBUF_LIMIT_BYTES,
 ) -> None:
@@ -45,9 +44,8 @@ def export(
 
     Args:
         model: the prepared model with its quantizers. It is exported in eval mode and left as it is.
-        args: example inputs.
+        example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
         path: the file to write.
-        kwargs: example keyword inputs.
         opset: ONNX operator set; by default 21, or 25 if weights alone are quantized and some to 2
             bits; below 25, 2 bit codes are stored as 4 bit ones.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
@@ -65,7 +63,7 @@ def export(
     if ("ai.onnx", opset) not in IR_VERSIONS or opset < BASE_OPSET:
         raise ExportError(f"opset {opset}: QDQ with 4 bits and blocks needs {BASE_OPSET} or later, and the installed "
                           f"onnx knows up to {onnx.defs.onnx_opset_version()}")
-    traced = trace(model, sites, args, kwargs or {}, opset=opset)
+    traced = trace(model, sites, example_inputs, opset=opset)
     lower(traced, sites, opset=opset)
     graph = traced.model
     graph.producer_name, graph.producer_version = "qtk", None

@@ -20,12 +20,12 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxscript import optimizer, values
 from torch import Tensor, fx
 from torch.export import Dim
-from torch.fx import _pytree as fx_pytree
-from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
+from qtk.export.signature import input_leaves, input_names, output_nodes
 from qtk.export.simulated_sites import SimulatedSite, evaluating
+from qtk.graph.capture import ExampleInputs, first_line, split_inputs
 from qtk.graph.insert import quantizer_nodes
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
@@ -48,7 +48,7 @@ class Traced:
     Args:
         model: the graph; the node ``qtk::FakeQuantize`` with attribute ``site`` marks a quantized value.
         input_names: names of the tensors the model takes, in order.
-        output_names: names of the tensors it returns, in order; equal ones are possible.
+        output_names: names of the tensors it returns, in order.
     """
 
     model: ir.Model
@@ -59,8 +59,7 @@ class Traced:
 def trace(
     model: fx.GraphModule,
     sites: Iterable[SimulatedSite],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
+    example_inputs: ExampleInputs,
     *,
     opset: int,
 ) -> Traced:
@@ -72,9 +71,9 @@ def trace(
     """
     with evaluating(model), _quiet(), torch.no_grad():
         flat = _marked(model, {site.node: site.name for site in sites})
-        program = _export(flat, _leaves(model, args, kwargs))
+        program = _export(flat, input_leaves(model, *split_inputs(example_inputs)))
         graph = _translate(program, opset)
-    return Traced(graph, _input_names(flat, program, graph), _output_names(model))
+    return Traced(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
 
 
 def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
@@ -99,26 +98,6 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     return fx.GraphModule(model, graph)
 
 
-def _leaves(model: fx.GraphModule, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """The example inputs in the order of the placeholders."""
-    placeholders = model.graph.find_nodes(op="placeholder")
-    structure = _structure(model)
-    try:
-        leaves = fx_pytree.tree_flatten_spec((args, dict(kwargs)), structure.in_spec) if structure else list(args)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ExportError(f"the example inputs are not nested as the model's inputs: {error}") from error
-    if len(leaves) != len(placeholders):
-        raise ExportError(f"the model takes {len(placeholders)} inputs ({', '.join(map(str, placeholders))}), the "
-                          f"example inputs hold {len(leaves)}; pass the inputs the model was prepared with")
-    return leaves
-
-
-def _structure(model: fx.GraphModule) -> _PyTreeInfo | None:
-    info = getattr(model.graph._codegen, "pytree_info", None)
-    assert info is None or isinstance(info, _PyTreeInfo)
-    return info
-
-
 def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.ExportedProgram:
     placeholders = flat.graph.find_nodes(op="placeholder")
     examples = tuple(_doubled(leaf, node) for leaf, node in zip(leaves, placeholders, strict=True))
@@ -126,7 +105,7 @@ def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.Exported
     try:
         return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
-        raise ExportError(f"torch.export cannot capture the simulation: {_first_line(error)}") from error
+        raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
 
 
 def _dynamic_axes(node: fx.Node) -> list[int]:
@@ -150,7 +129,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
         )
     except Exception as error:
-        raise ExportError(f"torch cannot express the model in ONNX: {_first_line(error)}") from error
+        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}") from error
     assert exported is not None
     graph: ir.Model = exported.model
     if graph.opset_imports.get("") != opset:
@@ -163,34 +142,10 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
     """The names in the prepared model; torch's exporter goes by those in its own program."""
-    ours = [str(node.target) for node in flat.graph.find_nodes(op="placeholder")]
+    ours = input_names(flat)
     theirs = [node.name for node in program.graph.find_nodes(op="placeholder")]
     known = dict(zip(theirs[len(theirs) - len(ours):], ours, strict=True))
     return tuple(known[str(value.name)] for value in graph.graph.inputs)
-
-
-def _output_names(model: fx.GraphModule) -> tuple[str, ...]:
-    """The path to each output tensor: ``logits``, ``hidden.0``; ``output_0`` in a bare tuple, ``output`` if alone."""
-    structure = _structure(model)
-    values = model.graph.output_node().args[0]
-    if structure is not None and structure.out_spec is not None:
-        values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
-    paths = pytree.tree_flatten_with_path(values)[0]
-    return tuple(_path_name(path) for path, value in paths if isinstance(value, fx.Node))
-
-
-def _path_name(path: pytree.KeyPath) -> str:
-    parts = []
-    for key in path:
-        match key:
-            case pytree.MappingKey():
-                parts.append(str(key.key))
-            case pytree.GetAttrKey():
-                parts.append(key.name)
-            case pytree.SequenceKey():
-                parts.append(str(key.idx))
-    name = ".".join(parts)
-    return f"output_{name}" if name[:1].isdigit() else name or "output"
 
 
 def _mark(value: object, site: str) -> object:
@@ -229,7 +184,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _first_line(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return first_line(error)

@@ -16,6 +16,7 @@ from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, note
 from qtk.quantizers.quantizer import Mode, Quantizer
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedSite:
     """One call of a quantizer that is switched on.

@@ -18,13 +18,13 @@ torch.library.define(
 
 
 @torch.library.impl("qtk::captured_dropout", "CompositeExplicitAutograd")
-@torch.library.register_fake("qtk::captured_dropout")
+@torch.library.register_fake("qtk::captured_dropout")  # type: ignore[untyped-decorator]
 def _dropout(x: Tensor, p: float, train: bool, kind: str) -> Tensor:
     return x.clone()
 
 
 @torch.library.impl("qtk::captured_batch_norm", "CompositeExplicitAutograd")
-@torch.library.register_fake("qtk::captured_batch_norm")
+@torch.library.register_fake("qtk::captured_batch_norm")  # type: ignore[untyped-decorator]
 def _batch_norm(x: Tensor, *parameters: object) -> Tensor:
     return x.clone()
 

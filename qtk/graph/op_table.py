@@ -78,7 +78,8 @@ def _matmul(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
 def _einsum(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     """Out: the first index of the weight that the output keeps and no other operand has; in: the first it sums."""
     equation, operands = op.args[0], op.args[1]
-    assert isinstance(equation, str) and isinstance(operands, (list, tuple))
+    assert isinstance(equation, str)
+    assert isinstance(operands, (list, tuple))
     terms, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation:
         return None
@@ -95,19 +96,21 @@ def _row(kind: str, ops: str, role: Role, *, family: str | None = None, inputs: 
          weights: tuple[int, ...] = (), weight_axes: WeightAxes | None = None, bias: int | None = None) -> None:
     row = OpRow(kind, family or kind, role, inputs, weights, weight_axes, bias)
     for op in ops.split():
-        assert op not in ROWS, f"op {op} has two rows"
+        assert ROWS.get(op) is None, f"op {op} has two rows"
         ROWS[op] = row
 
 
 # Weighted ops: argument 1 is the weight, 2 the bias.
 for _n in "123":
-    _row(f"conv{_n}d", f"conv{_n}d", Role.COMPUTE, family="conv", inputs=(0,), weights=(1,), weight_axes=_out_in, bias=2)
+    _row(f"conv{_n}d", f"conv{_n}d", Role.COMPUTE, family="conv", inputs=(0,), weights=(1,), weight_axes=_out_in,
+         bias=2)
     _row(f"conv_transpose{_n}d", f"conv_transpose{_n}d", Role.COMPUTE, family="conv_transpose", inputs=(0,),
          weights=(1,), weight_axes=_in_out, bias=2)
 _row("linear", "linear", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=_out_in, bias=2)
 _row("bilinear", "bilinear", Role.COMPUTE, inputs=(0, 1), weights=(2,), weight_axes=_out_in, bias=3)
 _row("matmul", "matmul mm bmm mv dot linalg_vecdot", Role.COMPUTE, inputs=(0, 1), weights=(0, 1), weight_axes=_matmul)
-_row("addmm", "addmm baddbmm", Role.COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), weight_axes=_matmul, bias=0)
+_row("addmm", "addmm baddbmm", Role.COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), weight_axes=_matmul,
+     bias=0)
 _row("einsum", "einsum", Role.COMPUTE, family="matmul", inputs=(1,), weights=(1,), weight_axes=_einsum)
 _row("embedding", "embedding", Role.COMPUTE, inputs=(), weights=(0,), weight_axes=_out_in)
 _row("attention", "scaled_dot_product_attention", Role.COMPUTE, inputs=(0, 1, 2))
@@ -232,5 +235,5 @@ def _fill_value(node: fx.Node) -> object:
 
 def _module(node: fx.Node) -> object:
     owner = node.graph.owning_module
-    assert owner is not None and isinstance(node.target, str)
-    return owner.get_submodule(node.target)
+    assert owner is not None
+    return owner.get_submodule(str(node.target))

@@ -25,7 +25,7 @@ class PreparedModel(fx.GraphModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreparedModel:
         before = self._anchor()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # a model without parameters has nothing to tell where it lives: ask the function itself
         after = self._anchor() if before is not None else None
         if before is None:

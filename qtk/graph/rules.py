@@ -35,8 +35,7 @@ class Decision:
             case "quantized":
                 return Decision(self.setting, True, reason)
             case TensorSetting():
-                names_width = value.bits is not None or value.dtype is not None
-                return Decision(self.setting.overlaid(value), self.enabled or names_width, reason)
+                return Decision(self.setting.overlaid(value), self.enabled or value.names_width, reason)
         raise AssertionError(f"config validation let {value!r} through")
 
 
@@ -76,10 +75,10 @@ class Rules:
         return OpDecisions(weight, bias, entry, output)
 
     def unmatched(self) -> tuple[str, ...]:
-        """The rules that no op matched so far, and what they look for."""
+        """The rules that no op matched so far though they are not optional, and what they look for."""
         return tuple(
             f"rules[{index}] ({_wanted(rule)})" for index, rule in enumerate(self.config.rules)
-            if index not in self._matched
+            if index not in self._matched and not rule.optional
         )
 
 

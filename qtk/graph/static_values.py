@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,10 +23,11 @@ def static_values(model: fx.GraphModule, sites: Collection[Site]) -> Iterator[tu
     bypassed = set(quantizer_nodes(model))
     known: dict[fx.Node, object] = {}
 
-    def value(node: fx.Node) -> object:
+    def value(node: fx.Node) -> Any:
         if node not in known:
-            arguments = fx.node.map_arg((node.args, node.kwargs), value)
-            known[node] = _call(model, node, *arguments, bypass=node in bypassed)
+            args: Any = fx.node.map_arg(node.args, value)
+            kwargs: Any = fx.node.map_arg(node.kwargs, value)
+            known[node] = _call(model, node, args, kwargs, bypass=node in bypassed)
         return known[node]
 
     for node in model.graph.nodes:

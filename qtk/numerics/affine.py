@@ -20,8 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.core.granularity import WHOLE
-
 
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int

@@ -26,7 +26,7 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
     low, high = minimum.to(torch.float64), maximum.to(torch.float64)
     wrong = ~(torch.isfinite(low) & torch.isfinite(high) & (low <= high))
     if bool(wrong.any()):
-        first = wrong.flatten().nonzero()[0].item()
+        first = int(wrong.flatten().nonzero()[0])
         raise CalibrationError(
             f"a range must be finite with minimum ≤ maximum; number {first} is "
             f"[{float(low.flatten()[first])}, {float(high.flatten()[first])}]"

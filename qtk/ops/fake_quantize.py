@@ -30,7 +30,7 @@ def _forward(
     return affine.fake_quantize(input, scale, zero_point, block_size, qmin, qmax)
 
 
-@torch.library.register_fake("qtk::fake_quantize")
+@torch.library.register_fake("qtk::fake_quantize")  # type: ignore[untyped-decorator]
 def _forward_fake(input: Tensor, *spec: object) -> Tensor:
     return torch.empty_like(input)
 
@@ -48,7 +48,7 @@ def _backward(
     return dx, nothing if dscale is None else dscale, nothing.clone() if dzero_point is None else dzero_point
 
 
-@torch.library.register_fake("qtk::fake_quantize_backward")
+@torch.library.register_fake("qtk::fake_quantize_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(
     grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,

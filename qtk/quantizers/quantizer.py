@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
-from qtk.errors import EncodingError, NotCalibratedError
+from qtk.errors import CalibrationError, EncodingError, NotCalibratedError
 from qtk.observers.observer import Observer
 from qtk.ops.fake_quantize import fake_quantize
 
@@ -56,7 +56,7 @@ class Quantizer(nn.Module):
             return x
         if self.mode is Mode.OBSERVE:
             assert self.observer is not None, f"{self.site} observes without an observer"
-            self.observer.observe(x)
+            self._observe(self.observer, x)
             return x
         if self.scale is None:
             raise NotCalibratedError(
@@ -111,6 +111,12 @@ class Quantizer(nn.Module):
             self.register_buffer("scale", encoding.scale)
             self.register_buffer("zero_point", encoding.zero_point)
 
+    def _observe(self, observer: Observer, x: Tensor) -> None:
+        try:
+            observer.observe(x)
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.site}: {error}") from None
+
     def _simulate(self, x: Tensor) -> Tensor:
         assert self.scale is not None
         block_size = self.spec.granularity.block_size(x.ndim)
@@ -133,7 +139,7 @@ class Quantizer(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -141,7 +147,7 @@ class Quantizer(nn.Module):
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and (own is None or own.shape != stored.shape):
                 setattr(self, name, torch.empty_like(stored, device=None if own is None else own.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from qtk.calibrators.scheme import SCHEMES
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
 from qtk.graph.static_values import static_values
+from qtk.numerics.ranges import choose_range
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.feed import Data, Forward, run_all
@@ -39,12 +42,10 @@ def calibrate(
         has changed then.
     """
     leaders = {site: decided for site, decided in plan.items() if decided.leader is None}
-    pending = {
-        site: decided for site, decided in leaders.items()
-        if not quantizers[site.name].frozen and decided.range is None
-    }
-    encodings = _from_parameters(model, {s: d for s, d in pending.items() if d.static})
-    observed = {site: decided for site, decided in pending.items() if not decided.static}
+    pending = {site: decided for site, decided in leaders.items() if not quantizers[site.name].frozen}
+    encodings = {site: known_encoding(d.spec, d.range) for site, d in pending.items() if d.range is not None}
+    encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static})
+    observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
     masked: dict[Site, str] = {}
     if observed:
         if data is None:
@@ -54,6 +55,12 @@ def calibrate(
     for site, encoding in encodings.items():
         quantizers[site.name].load_encoding(encoding)
     return drop_sites(model, plan, masked) if masked else plan
+
+
+def known_encoding(spec: QuantSpec, bounds: tuple[float, float]) -> Encoding:
+    """The encoding of a value whose real bounds are known beforehand; per tensor."""
+    low, high = (torch.tensor([bound]) for bound in bounds)
+    return Encoding(spec, *choose_range(low, high, spec))
 
 
 def _from_parameters(model: fx.GraphModule, sites: Mapping[Site, SitePlan]) -> dict[Site, Encoding]:

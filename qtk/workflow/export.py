@@ -14,8 +14,8 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
+from qtk.graph.capture import ExampleInputs
 from qtk.registry import Registry
-from qtk.workflow.feed import Batch
 
 ONNX_FILE = "model.onnx"
 ENCODINGS_FILE = "encodings.json"
@@ -34,7 +34,7 @@ class Exported:
 
     model: fx.GraphModule
     encodings: Mapping[str, Encoding]
-    example_inputs: Batch
+    example_inputs: ExampleInputs
 
 
 Exporter: TypeAlias = Callable[[Exported, Path], None]
@@ -46,7 +46,7 @@ EXPORTERS: Registry[Exporter] = Registry("export format")
 def export(
     model: fx.GraphModule,
     encodings: Mapping[str, Encoding],
-    example_inputs: Batch,
+    example_inputs: ExampleInputs,
     directory: str | os.PathLike[str],
     *,
     check: Callable[[], None],
@@ -77,20 +77,6 @@ def export(
             write(exported, folder)
 
 
-def arguments(example_inputs: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional and keyword arguments of ``model(...)``, by the same rule as for a batch.
-
-    >>> arguments((1, 2)), arguments({"x": 1})
-    (((1, 2), {}), ((), {'x': 1}))
-    """
-    match example_inputs:
-        case tuple() | list():
-            return tuple(example_inputs), {}
-        case dict():
-            return (), example_inputs
-    return (example_inputs,), {}
-
-
 def _encodings(exported: Exported, folder: Path) -> None:
     for write in (_encodings_json, _encodings_aimet_1_0_0, _encodings_aimet_2_0_0):
         write(exported, folder)
@@ -113,8 +99,7 @@ def _onnx(exported: Exported, folder: Path) -> None:
         from qtk.export import onnx_qdq  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    args, kwargs = arguments(exported.example_inputs)
-    onnx_qdq.export(exported.model, args, folder / ONNX_FILE, kwargs=kwargs)
+    onnx_qdq.export(exported.model, exported.example_inputs, folder / ONNX_FILE)
 
 
 EXPORTERS.add("encodings", _encodings)

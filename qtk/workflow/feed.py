@@ -87,7 +87,9 @@ def run_all(
     for _ in outputs(model, data, forward=forward, num_batches=num_batches, label=label, progress=progress):
         seen += 1
     if seen == 0:
-        raise CalibrationError(f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})")
+        raise CalibrationError(
+            f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})"
+        )
 
 
 @contextmanager

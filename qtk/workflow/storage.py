@@ -1,11 +1,12 @@
 """A simulation on disk: every tensor in safetensors, everything else in JSON; nothing is ever unpickled.
 
-    model.safetensors    the state_dict: float parameters, buffers, scales and zero points; tied tensors once
-    sim.json             the arguments of QuantSim, the plan, name, dtype and shape of every tensor
+``model.safetensors`` holds the state_dict: float parameters, buffers, scales and zero points; tied tensors once.
+``sim.json`` holds the arguments of ``QuantSim``, the plan, and name, dtype and shape of every tensor.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +19,11 @@ from torch import Tensor, fx
 
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
-from qtk.core.spec import QuantSpec
-from qtk.errors import EncodingError, SpecError
+from qtk.errors import EncodingError
 from qtk.export.atomic import staged_directory
 from qtk.export.encodings_json import load_object
+from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.insert import QUANTIZERS, drop_sites
-from qtk.registry import nearest
 
 FORMAT, VERSION = "qtk.sim", 1
 STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
@@ -127,67 +127,6 @@ def restore(stored: Stored, model: fx.GraphModule, plan: QuantPlan) -> QuantPlan
     return plan
 
 
-def plan_to_json(plan: QuantPlan) -> dict[str, object]:
-    """The plan as JSON values; a site is a list of owner, op and port."""
-    return {
-        "sites": [
-            {
-                "site": _site_to_json(site),
-                "spec": decided.spec.to_json(),
-                "method": decided.method,
-                "static": decided.static,
-                "range": None if decided.range is None else list(decided.range),
-                "leader": None if decided.leader is None else _site_to_json(decided.leader),
-                "reason": decided.reason,
-            }
-            for site, decided in plan.items()
-        ],
-        "unquantized": [[_site_to_json(site), reason] for site, reason in plan.unquantized.items()],
-        "unmatched_rules": list(plan.unmatched_rules),
-    }
-
-
-def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
-    """Inverse of ``plan_to_json``. Raises: EncodingError on a malformed record."""
-    match data:
-        case {"sites": list(sites), "unquantized": list(unquantized), "unmatched_rules": list(rules)}:
-            return QuantPlan(
-                dict(map(_site_plan, sites)),
-                {_site(site): str(reason) for site, reason in unquantized},
-                tuple(map(str, rules)),
-            )
-    raise EncodingError(f"not a plan: {data!r:.120}")
-
-
-def _site_plan(record: object) -> tuple[Site, SitePlan]:
-    match record:
-        case {
-            "site": list(site), "spec": dict(spec), "method": str(method), "static": bool(static),
-            "range": list() | None as bounds, "leader": list() | None as leader, "reason": str(reason),
-        }:
-            pass
-        case _:
-            raise EncodingError(f"not a plan for a site: {record!r:.120}")
-    try:
-        low_high = None if bounds is None else (float(bounds[0]), float(bounds[1]))
-        return _site(site), SitePlan(
-            QuantSpec.from_json(spec), method, static, low_high, None if leader is None else _site(leader), reason
-        )
-    except (SpecError, TypeError, ValueError, IndexError) as error:
-        raise EncodingError(f"not a plan for a site: {error}") from error
-
-
-def _site_to_json(site: Site) -> list[str]:
-    return [site.owner, site.op, site.port]
-
-
-def _site(data: object) -> Site:
-    match data:
-        case [str(owner), str(op), str(port)]:
-            return Site(owner, op, port)
-    raise EncodingError(f"not a site: {data!r:.120}")
-
-
 def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name the first name under which the very same tensor appears."""
     seen: dict[object, str] = {}
@@ -215,10 +154,10 @@ def _fingerprint(tensor: Tensor) -> list[object]:
 
 def _site_findings(stored: QuantPlan, expected: Mapping[Site, SitePlan]) -> Iterator[str]:
     stored_names, names = {site.name for site in stored}, {site.name for site in expected}
-    for site in sorted(stored_names - names):
-        yield f"{site} is stored, the model has no such site; {nearest_only(site, names)}"
-    for site in sorted(names - stored_names):
-        yield f"{site} is quantized in the model, but not stored; {nearest_only(site, stored_names)}"
+    for name in sorted(stored_names - names):
+        yield f"{name} is stored, the model has no such site{_nearest(name, names)}"
+    for name in sorted(names - stored_names):
+        yield f"{name} is quantized in the model, but not stored{_nearest(name, stored_names)}"
     for site, decided in expected.items():
         if site in stored and (stored[site].spec, stored[site].leader) != (decided.spec, decided.leader):
             yield f"{site} is stored as {_how(stored[site])}, planned here as {_how(decided)}"
@@ -233,9 +172,9 @@ def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     stored_float = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{QUANTIZERS}.")}
     own_float = {name: tensor for name, tensor in own.items() if not name.startswith(f"{QUANTIZERS}.")}
     for name in sorted(stored_float.keys() - own_float.keys()):
-        yield f"tensor {name} is stored, the model has none; {nearest_only(name, own_float)}"
+        yield f"tensor {name} is stored, the model has none{_nearest(name, own_float)}"
     for name in sorted(own_float.keys() - stored_float.keys()):
-        yield f"tensor {name} of the model is not stored; {nearest_only(name, stored_float)}"
+        yield f"tensor {name} of the model is not stored{_nearest(name, stored_float)}"
     for name in sorted(stored_float.keys() & own_float.keys()):
         if _fingerprint(stored_float[name]) != _fingerprint(own_float[name]):
             yield f"tensor {name} is stored as {_text(stored_float[name])}, the model's is {_text(own_float[name])}"
@@ -245,6 +184,6 @@ def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def nearest_only(name: str, known: Iterable[str]) -> str:
-    """The hint of ``nearest`` without the list of all names, which here can be thousands."""
-    return nearest(name, known).partition(" known: ")[0].removeprefix("known: ") if known else "it has none at all"
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

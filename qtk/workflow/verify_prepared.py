@@ -49,7 +49,7 @@ def train_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, 
 def _switch_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):
-            module.p = 0.0
+            module.p = 0.0  # type: ignore[assignment]
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

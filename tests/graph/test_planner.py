@@ -346,7 +346,7 @@ def test_a_fixed_range_is_taken_from_the_rule():
 
 def test_config_and_arguments_must_not_contradict_each_other():
     config = {"version": 1, "defaults": {"weight": {"bits": 8}}}
-    with pytest.raises(ConfigError, match="8 bits.*weight_bits=4"):
+    with pytest.raises(ConfigError, match=r"8 bits.*weight_bits=4"):
         plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=4)
 
 

@@ -1,0 +1,71 @@
+"""A quantization plan as JSON values, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError, SpecError
+
+
+def plan_to_json(plan: QuantPlan) -> dict[str, object]:
+    """The plan as JSON values; a site is a list of owner, op and port."""
+    return {
+        "sites": [
+            {
+                "site": _site_to_json(site),
+                "spec": decided.spec.to_json(),
+                "method": decided.method,
+                "static": decided.static,
+                "range": None if decided.range is None else list(decided.range),
+                "leader": None if decided.leader is None else _site_to_json(decided.leader),
+                "reason": decided.reason,
+            }
+            for site, decided in plan.items()
+        ],
+        "unquantized": [[_site_to_json(site), reason] for site, reason in plan.unquantized.items()],
+        "unmatched_rules": list(plan.unmatched_rules),
+    }
+
+
+def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
+    """Inverse of ``plan_to_json``. Raises: EncodingError on a malformed record."""
+    match data:
+        case {"sites": list(sites), "unquantized": list(unquantized), "unmatched_rules": list(rules)}:
+            return QuantPlan(
+                dict(map(_site_plan, sites)),
+                {_site(site): str(reason) for site, reason in unquantized},
+                tuple(map(str, rules)),
+            )
+    raise EncodingError(f"not a plan: {data!r:.120}")
+
+
+def _site_plan(record: object) -> tuple[Site, SitePlan]:
+    match record:
+        case {
+            "site": list(site), "spec": dict(spec), "method": str(method), "static": bool(static),
+            "range": list() | None as bounds, "leader": list() | None as leader, "reason": str(reason),
+        }:
+            pass
+        case _:
+            raise EncodingError(f"not a plan for a site: {record!r:.120}")
+    try:
+        low_high = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+        return _site(site), SitePlan(
+            QuantSpec.from_json(spec), method, static, low_high, None if leader is None else _site(leader), reason
+        )
+    except (SpecError, TypeError, ValueError, IndexError) as error:
+        raise EncodingError(f"not a plan for a site: {error}") from error
+
+
+def _site_to_json(site: Site) -> list[str]:
+    return [site.owner, site.op, site.port]
+
+
+def _site(data: object) -> Site:
+    match data:
+        case [str(owner), str(op), str(port)]:
+            return Site(owner, op, port)
+    raise EncodingError(f"not a site: {data!r:.120}")

@@ -1,0 +1,73 @@
+"""How a prepared model is called: its flat tensors, their names, and the nesting around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+from torch.fx import _pytree as fx_pytree
+from torch.fx.graph import _PyTreeInfo
+from torch.utils import _pytree as pytree
+
+from qtk.errors import ExportError
+
+
+def input_leaves(model: fx.GraphModule, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """The arguments of a call, flat, in the order of the graph's placeholders.
+
+    Raises: ExportError if they are nested otherwise, or more or fewer than the model was prepared with.
+    """
+    structure = _structure(model)
+    names = input_names(model)
+    try:
+        leaves = fx_pytree.tree_flatten_spec((args, dict(kwargs)), structure.in_spec) if structure else list(args)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ExportError(f"the inputs are not nested as those the model was prepared with ({', '.join(names)}): "
+                          f"{error}") from error
+    if len(leaves) != len(names):
+        raise ExportError(f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(leaves)}")
+    return leaves
+
+
+def input_names(model: fx.GraphModule) -> list[str]:
+    """The names of the inputs, those that are no tensors included."""
+    return [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
+
+
+def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
+    """The tensors the model returns, by path: ``logits``, ``hidden.0``; ``output_0`` in a tuple, ``output`` if alone.
+
+    Equal paths (of the keys ``"a.b"`` and ``"a"`` with ``"b"`` inside) are told apart by ``_1``.
+    """
+    structure = _structure(model)
+    values = model.graph.output_node().args[0]
+    if structure is not None and structure.out_spec is not None:
+        values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
+    nodes: dict[str, fx.Node] = {}
+    for path, value in pytree.tree_flatten_with_path(values)[0]:
+        if isinstance(value, fx.Node):
+            name, ordinal = _path_name(path), 0
+            while (unique := f"{name}_{ordinal}" if ordinal else name) in nodes:
+                ordinal += 1
+            nodes[unique] = value
+    return nodes
+
+
+def _structure(model: fx.GraphModule) -> _PyTreeInfo | None:
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    assert info is None or isinstance(info, _PyTreeInfo)
+    return info
+
+
+def _path_name(path: pytree.KeyPath) -> str:
+    parts = []
+    for key in path:
+        match key:
+            case pytree.MappingKey():
+                parts.append(str(key.key))
+            case pytree.GetAttrKey():
+                parts.append(key.name)
+            case pytree.SequenceKey():
+                parts.append(str(key.idx))
+    name = ".".join(parts)
+    return f"output_{name}" if name[:1].isdigit() else name or "output"

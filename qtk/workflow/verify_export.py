@@ -1,0 +1,187 @@
+"""Runs exported files in their runtimes, beside the simulation, on real data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from qtk.errors import ExportError
+from qtk.export.signature import input_leaves, input_names, output_nodes
+from qtk.numerics.affine import expand
+from qtk.quantizers.quantizer import Quantizer
+from qtk.workflow.export import ONNX_FILE
+from qtk.workflow.feed import Batch, Data, Forward, run_all
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a runtime's outputs are from the simulation's, over all data.
+
+    Args:
+        runtime: which runtime, and how it ran.
+        top1: share of equal argmax over the last axis of the first output; ``None`` if that has no such axis.
+        differing: share of output elements that are not bit-equal.
+        max_difference: the largest |runtime - simulation|.
+        max_difference_scales: the largest, in scales of the quantizer that makes the output; ``None`` without one.
+    """
+
+    runtime: str
+    top1: float | None
+    differing: float
+    max_difference: float
+    max_difference_scales: float | None
+
+    def __str__(self) -> str:
+        top1 = "" if self.top1 is None else f"top-1 equal {self.top1:.2%}, "
+        scales = "" if self.max_difference_scales is None else f" ({self.max_difference_scales:.3g} scales)"
+        return (f"{self.runtime}: {top1}{self.differing:.2%} of the values differ, "
+                f"by at most {self.max_difference:.3g}{scales}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportVerification:
+    """The exported file against the simulation; print it.
+
+    Args:
+        path: the file.
+        exact: ONNX Runtime without graph optimizations, where each operator computes what the file says.
+        optimized: ONNX Runtime as it comes, with integer kernels in place of the operators where it has them.
+    """
+
+    path: Path
+    exact: Agreement
+    optimized: Agreement
+
+    def __str__(self) -> str:
+        return f"{self.path}\n  {self.exact}\n  {self.optimized}"
+
+
+def verify_export(
+    model: fx.GraphModule, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None
+) -> ExportVerification:
+    """Verifies the ONNX file in an export directory, see ``verify_onnx``.
+
+    Raises: ExportError if there is none, or as ``verify_onnx``.
+    """
+    path = Path(directory) / ONNX_FILE
+    if not path.is_file():
+        raise ExportError(f"{directory} holds no {ONNX_FILE} to verify; export with formats=('onnx',)")
+    return verify_onnx(path, model, data, forward=forward)
+
+
+def verify_onnx(
+    path: str | os.PathLike[str], model: fx.GraphModule, data: Data, *, forward: Forward | None = None
+) -> ExportVerification:
+    """Compares an ONNX file in ONNX Runtime with the simulation it was exported from.
+
+    Args:
+        path: the file.
+        model: the simulating model.
+        data: batches, or a function that runs the model over its own.
+        forward: how to run the model on a batch, where the default does not fit.
+
+    Raises: ExportError if onnxruntime is not installed or cannot run the file; CalibrationError without any batch.
+    """
+    path = Path(path)
+    witness = _Witness(model, path)
+    run_all(witness, data, forward=forward, label="verifying")
+    exact, optimized = (comparison.agreement() for comparison in witness.comparisons)
+    return ExportVerification(path, exact, optimized)
+
+
+class _Comparison:
+    """One way of running the file, and its differences so far."""
+
+    def __init__(self, path: Path, *, optimized: bool) -> None:
+        try:
+            import onnxruntime  # loaded here: it is an extra
+        except ImportError as error:
+            raise ExportError("verifying an ONNX file needs onnxruntime; pip install 'qtk[onnx]'") from error
+        self.runtime = f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}"
+        levels = onnxruntime.GraphOptimizationLevel
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+        options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ExportError(f"{path}: {self.runtime} cannot load it: {error}") from error
+        self.names = [value.name for value in self.session.get_inputs()]
+        self.hits = self.rows = self.differing = self.elements = 0
+        self.max_difference = 0.0
+        self.max_scales: float | None = None
+
+    def run(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        try:
+            feed = {name: inputs[name].detach().cpu().numpy() for name in self.names}
+            return [torch.from_numpy(array) for array in self.session.run(None, feed)]
+        except Exception as error:
+            raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
+
+    def add(self, simulated: list[Tensor], quantizers: list[Quantizer | None], got: list[Tensor]) -> None:
+        for index, (ours, quantizer, theirs) in enumerate(zip(simulated, quantizers, got, strict=True)):
+            if ours.shape != theirs.shape:
+                raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
+                                  f"{tuple(ours.shape)}")
+            ours = ours.detach().cpu()
+            difference = _difference(ours, theirs)
+            self.elements += difference.numel()
+            self.differing += int(difference.count_nonzero())
+            self.max_difference = max(self.max_difference, _largest(difference))
+            if quantizer is not None and quantizer.scale is not None:
+                sizes = quantizer.spec.granularity.block_size(ours.ndim)
+                scales = difference / expand(quantizer.scale.detach().cpu(), ours.shape, sizes)
+                self.max_scales = max(self.max_scales or 0.0, _largest(scales))
+            if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
+                hits = ours.argmax(-1) == theirs.argmax(-1)
+                self.hits, self.rows = self.hits + int(hits.sum()), self.rows + hits.numel()
+
+    def agreement(self) -> Agreement:
+        return Agreement(
+            self.runtime,
+            self.hits / self.rows if self.rows else None,
+            self.differing / max(self.elements, 1),
+            self.max_difference,
+            self.max_scales,
+        )
+
+
+class _Witness(nn.Module):
+    """Stands in for the model: runs it, runs the file on the very same tensors, notes the differences."""
+
+    def __init__(self, model: fx.GraphModule, path: Path) -> None:
+        super().__init__()
+        self.model = model
+        self.comparisons = [_Comparison(path, optimized=optimized) for optimized in (False, True)]
+        self.quantizers = [_quantizer(model, node) for node in output_nodes(model).values()]
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        outputs = self.model(*args, **kwargs)
+        leaves = zip(input_names(self.model), input_leaves(self.model, args, kwargs), strict=True)
+        inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
+        simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        for comparison in self.comparisons:
+            comparison.add(simulated, self.quantizers, comparison.run(inputs))
+        return outputs
+
+
+def _quantizer(model: fx.GraphModule, node: fx.Node) -> Quantizer | None:
+    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, Quantizer) else None
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
+    """|ours - theirs| in float64; 0 where both are the same, infinite or not a number included, else inf for NaN."""
+    ours, theirs = ours.double(), theirs.double()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0

@@ -1,0 +1,87 @@
+"""Where configurations come from."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from qtk.config.load import load_config
+from qtk.config.schema import QuantConfig, TensorSetting
+from qtk.config.shipped import shipped_names
+from qtk.errors import ConfigError
+
+AIMET = Path(__file__).parent / "data" / "aimet_npu.json"
+
+
+def test_yaml_json_mapping_and_config_give_the_same(tmp_path):
+    value = {"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bits": 4}}]}
+    (tmp_path / "a.yaml").write_text("version: 1\nrules:\n  - {match: {op: conv}, weight: {bits: 4}}\n")
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    config = load_config(value)
+    assert config.rules[0].weight == TensorSetting(bits=4)
+    assert load_config(tmp_path / "a.yaml") == load_config(str(tmp_path / "a.json")) == config
+    assert load_config(config) is config
+
+
+@pytest.mark.parametrize("name", shipped_names("targets"))
+def test_shipped_targets_load_without_a_warning(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(name)
+    assert isinstance(config, QuantConfig)
+    assert all(rule.optional for rule in config.rules), "a shipped rule must not need an op of the user's model"
+
+
+def test_the_default_target_is_what_the_design_promises():
+    config = load_config("default")
+    assert config.defaults.weight == TensorSetting(symmetric=True, granularity="per_channel")
+    assert config.defaults.activation == TensorSetting(symmetric=False, granularity="per_tensor")
+    assert config.defaults.bias == "float"
+    for producer in ("conv", "linear", "add"):
+        for activation in ("relu", "relu6", "clamp", "hardswish", "silu", "gelu"):
+            assert (producer, activation) in config.supergroups
+    assert ("conv", "batch_norm") in config.supergroups
+    assert ("conv", "batch_norm", "relu") in config.supergroups
+    assert ("masked_fill", "softmax") in config.supergroups
+
+
+def test_onnxruntime_convolutions_fuse_with_rectifiers_alone():
+    groups = load_config("onnxruntime").supergroups
+    assert ("conv", "relu") in groups
+    assert ("conv", "gelu") not in groups
+    assert ("linear", "gelu") in groups
+
+
+def test_an_aimet_file_is_recognised_by_its_keys(tmp_path):
+    renamed = tmp_path / "target.yaml"
+    renamed.write_text(AIMET.read_text())
+    with pytest.warns(UserWarning, match="supported_kernels"):
+        config = load_config(AIMET)
+    with pytest.warns(UserWarning, match="supported_kernels"):
+        assert load_config(renamed) == config
+    with pytest.warns(UserWarning, match="supported_kernels"):
+        assert load_config(json.loads(AIMET.read_text())) == config
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("defualt", "config 'defualt' is neither a file nor shipped with qtk; did you mean 'default'"),
+        ("missing/target.yaml", r"config file missing/target\.yaml does not exist; .* default, onnxruntime"),
+        (Path("missing.json"), r"config file missing\.json does not exist"),
+    ],
+)
+def test_an_unknown_source_is_answered_with_what_there_is(source, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(source)
+
+
+def test_a_mistake_in_a_file_names_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nrules:\n  - {match: {op: conv}, weight: {bits: 40}}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: rules\[0\]\.weight\.bits: got 40"):
+        load_config(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: a mapping of keys is expected"):
+        load_config(path)

@@ -1,0 +1,176 @@
+"""The schema: what it takes, how it answers mistakes, and what overlaying settings does."""
+
+import re
+
+import pytest
+
+from qtk.config.load import load_config
+from qtk.config.schema import QuantConfig, TensorSetting, check_methods, check_op_names
+from qtk.core.dtypes import BITS, dtype
+from qtk.errors import ConfigError
+
+DESIGN_EXAMPLE = {
+    "version": 1,
+    "defaults": {
+        "weight": {"symmetric": True, "granularity": "per_channel"}, "activation": {"symmetric": False}, "bias": "float"
+    },
+    "rules": [
+        {"match": {"op": ["layer_norm", "rms_norm"]}, "weight": {"dtype": "int16"}},
+        {"match": {"path": "head*"}, "weight": {"bits": 8}, "output": {"bits": 16}},
+        {"match": {"op": "softmax"}, "output": {"range": [0.0, 1.0]}},
+    ],
+    "supergroups": [["conv", "relu"], ["linear", "gelu"]],
+    "io": {"inputs": "quantized", "outputs": "quantized"},
+}
+
+
+def with_setting(setting, key="weight"):
+    return {"version": 1, "rules": [{"match": {"op": "conv"}}, {"match": {"op": "conv"}, key: setting}]}
+
+
+def test_the_example_of_the_design_is_taken_as_it_stands():
+    config = load_config(DESIGN_EXAMPLE)
+    assert config.defaults.weight == TensorSetting(symmetric=True, granularity="per_channel")
+    assert config.defaults.bias == "float"
+    assert config.rules[0].match.op == ("layer_norm", "rms_norm")
+    assert config.rules[1].match.path == ("head*",)
+    assert config.rules[1].match.op == ()
+    assert config.rules[1].output == TensorSetting(bits=16)
+    assert config.rules[2].output.range == (0.0, 1.0)
+    assert config.supergroups == (("conv", "relu"), ("linear", "gelu"))
+
+
+def test_a_config_is_frozen_hashable_and_survives_json():
+    config = load_config(DESIGN_EXAMPLE)
+    assert load_config(config.model_dump(mode="json")) == config
+    assert hash(config) == hash(load_config(DESIGN_EXAMPLE))
+    with pytest.raises(ValueError, match="frozen"):
+        config.version = 2
+
+
+def test_all_but_the_version_may_be_left_out():
+    config = load_config({"version": 1})
+    assert config.defaults.weight == config.defaults.activation == TensorSetting()
+    assert (config.defaults.bias, config.io.inputs, config.io.outputs) == ("float", "quantized", "quantized")
+    assert config.rules == config.supergroups == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "config: version: missing"),
+        ({"version": 3}, "version: got 3; must be 1"),
+        ({"version": 1, "rulez": []}, "rulez: unknown key; did you mean 'rules'?"),
+        ({"version": 1, "io": {"input": "float"}}, "io.input: unknown key; did you mean 'inputs'? known: inputs"),
+        ({"version": 1, "io": {"inputs": "int8"}}, "io.inputs: got 'int8'; must be 'quantized' or 'float'"),
+        ({"version": 1, "rules": {}}, "rules: got {}; must be a list"),
+        ({"version": 1, "rules": ["conv"]}, "rules[0]: got 'conv'; must be a mapping with keys of match, weight"),
+        ({"version": 1, "rules": [{"weight": {"bits": 4}}]}, "rules[0].match: missing"),
+        ({"version": 1, "rules": [{"match": {}}]}, "rules[0].match: a match needs op, path or both"),
+        ({"version": 1, "rules": [{"match": {"op": 5}}]}, "rules[0].match.op: got 5; must be a list"),
+        ({"version": 1, "supergroups": [["conv"]]}, "supergroups[0]: got ('conv',); needs at least 2"),
+        ({"version": 1, "supergroups": ["conv"]}, "supergroups[0]: got 'conv'; must be a list"),
+        (with_setting({"bits": 99}), "rules[1].weight.bits: got 99; must be at most 16"),
+        (with_setting({"bits": 1}), "rules[1].weight.bits: got 1; must be at least 2"),
+        (with_setting({"bits": "8"}), "rules[1].weight.bits: got '8'; must be a valid integer"),
+        (with_setting({"bits": True}), "rules[1].weight.bits: got True; must be a valid integer"),
+        (with_setting({"wieght": 3}), "rules[1].weight.wieght: unknown key; known: bits, block_size"),
+        (with_setting({"bit": 3}, "output"), "rules[1].output.bit: unknown key; did you mean 'bits'?"),
+        (with_setting("flaot"), "rules[1].weight: got 'flaot'; must be 'float' or 'quantized'"),
+        (with_setting(8), "rules[1].weight: got 8; must be a mapping"),
+        (with_setting({"symmetric": "yes"}), "rules[1].weight.symmetric: got 'yes'; must be a valid boolean"),
+        (with_setting({"granularity": "per_row"}), "must be 'per_tensor', 'per_channel' or 'per_block'"),
+        (with_setting({"dtype": "itn8"}), "rules[1].weight: unknown dtype 'itn8'; did you mean 'int8'?"),
+        (with_setting({"dtype": "int8", "bits": 4}), "dtype int8 has 8 bits, bits says 4"),
+        (with_setting({"dtype": "uint8", "symmetric": True}), "dtype uint8 is unsigned and symmetric is true"),
+        (with_setting({"block_size": 32}), "block_size 32 needs granularity per_block, got None"),
+        (with_setting({"block_size": 32, "granularity": "per_tensor"}), "needs granularity per_block, got per_tensor"),
+        (with_setting({"granularity": "per_block"}), "granularity per_block needs a block_size"),
+        (with_setting({"granularity": "per_block", "block_size": 0}), "weight.block_size: got 0; must be at least 1"),
+        (with_setting({"range": [1.0, 0.0]}), "rules[1].weight: range [1.0, 0.0] must be [low, high] with low < high"),
+        (with_setting({"range": [0.0, float("inf")]}), "rules[1].weight.range[1]: got inf; must be a finite number"),
+        (with_setting({"range": [0.0]}), "rules[1].weight.range"),
+        (with_setting({"symmetric": True}, "bias"), "rules[1].bias: biases have no width of their own"),
+        ({"version": 1, "defaults": {"bias": "quantized"}}, "defaults.bias: biases have no width of their own"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_path_the_value_and_the_rule(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(given)
+
+
+def test_all_mistakes_are_listed_at_once():
+    rule = {"match": {"op": "conv"}, "weight": {"bits": 0}, "bais": "float"}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"version": 1, "rules": [rule], "x": 1})
+    message = str(caught.value)
+    assert message.startswith("config: 3 mistakes\n")
+    for path in ("rules[0].weight.bits", "rules[0].bais", "x"):
+        assert f"\n  {path}: " in message
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_agreeing_bits_and_dtype_are_no_contradiction(bits):
+    assert TensorSetting(bits=bits, dtype=f"int{bits}").bits == dtype(f"int{bits}").bits
+
+
+def test_a_bias_takes_its_width_from_the_defaults():
+    rule = {"match": {"op": "conv"}, "bias": "quantized"}
+    assert load_config({"version": 1, "defaults": {"bias": {"bits": 16}}, "rules": [rule]}).rules[0].bias == "quantized"
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [
+        ({"bits": 8, "symmetric": True}, {"bits": 4}, {"bits": 4, "symmetric": True}),
+        ({"dtype": "int8", "symmetric": True}, {"bits": 4}, {"bits": 4, "symmetric": True}),
+        ({"bits": 8, "narrow_range": True}, {"dtype": "uint4"}, {"dtype": "uint4", "narrow_range": True}),
+        ({"bits": 8}, {"symmetric": False}, {"bits": 8, "symmetric": False}),
+        ({"symmetric": True}, {"symmetric": False}, {"symmetric": False}),
+        ({"granularity": "per_block", "block_size": 32}, {"granularity": "per_channel"},
+         {"granularity": "per_channel"}),
+        ({"granularity": "per_block", "block_size": 32}, {"bits": 4},
+         {"granularity": "per_block", "block_size": 32, "bits": 4}),
+        ({"range": (0.0, 1.0)}, {"range": (-1.0, 1.0)}, {"range": (-1.0, 1.0)}),
+        ({"method": "mse"}, {}, {"method": "mse"}),
+    ],
+)
+def test_overlaying_replaces_what_the_later_setting_gives_and_what_it_contradicts(below, above, expected):
+    lower, upper = TensorSetting(**below), TensorSetting(**above)
+    assert lower.overlaid(upper) == TensorSetting(**expected)
+    assert lower == TensorSetting(**below)
+
+
+def test_alternatives_in_a_supergroup_are_spelled_out_once_each():
+    config = load_config({
+        "version": 1,
+        "supergroups": [[["conv", "linear"], "batch_norm", ["relu", "gelu"]], ["conv", "batch_norm", "relu"]],
+    })
+    assert config.supergroups == (
+        ("conv", "batch_norm", "relu"), ("conv", "batch_norm", "gelu"),
+        ("linear", "batch_norm", "relu"), ("linear", "batch_norm", "gelu"),
+    )
+
+
+def test_unknown_op_names_are_listed_with_path_and_nearest():
+    config = QuantConfig(
+        version=1, rules=[{"match": {"op": ["conv", "sotfmax"]}}], supergroups=[["conv", "rleu"], ["conv", "relu"]]
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_op_names(config, {"conv", "relu", "softmax"})
+    assert "rules[0].match.op: unknown op 'sotfmax'; did you mean 'softmax'?" in str(caught.value)
+    assert "supergroups [conv, rleu]: unknown op 'rleu'; did you mean 'relu'?" in str(caught.value)
+    check_op_names(config, {"conv", "rleu", "sotfmax", "relu"})
+
+
+def test_unknown_methods_are_listed_with_path_and_nearest():
+    config = load_config({
+        "version": 1,
+        "defaults": {"weight": {"method": "min_mx"}},
+        "rules": [{"match": {"op": "conv"}, "output": {"method": "msee"}}],
+    })
+    with pytest.raises(ConfigError) as caught:
+        check_methods(config, {"min_max", "mse"})
+    assert "defaults.weight.method: unknown scheme 'min_mx'; did you mean 'min_max'?" in str(caught.value)
+    assert "rules[0].output.method: unknown scheme 'msee'" in str(caught.value)
+    check_methods(config, {"min_mx", "msee"})

@@ -1,0 +1,39 @@
+"""Findings of pydantic in our words, for any schema."""
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from qtk.config.validate import validate
+from qtk.errors import ConfigError
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    size: int = 1
+
+
+class Outer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    parts: list[Inner | None] = []
+    named: dict[str, Inner] = {}
+
+
+def test_valid_data_comes_back_as_the_model():
+    assert validate(Outer, {"parts": [{"size": 3}]}, source="file").parts == [Inner(size=3)]
+
+
+def test_the_nearest_key_is_that_of_the_mapping_concerned():
+    with pytest.raises(ConfigError, match=r"file: parts\[1\]\.sice: unknown key; did you mean 'size'\? known: size$"):
+        validate(Outer, {"parts": [{}, {"sice": 3}]}, source="file")
+
+
+@pytest.mark.parametrize("given", [None, 3, "text", ["a"]])
+def test_the_top_must_be_a_mapping(given):
+    with pytest.raises(ConfigError, match="file: a mapping of keys is expected at the top, got"):
+        validate(Outer, given, source="file")
+
+
+def test_long_values_are_cut():
+    with pytest.raises(ConfigError) as caught:
+        validate(Outer, {"parts": [{"size": "x" * 1000}]}, source="file")
+    assert len(str(caught.value)) < 250

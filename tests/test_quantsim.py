@@ -1,0 +1,281 @@
+"""The handle a user holds, end to end on models small enough to check by hand."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError, CaptureError, CheckError, ConfigError, EncodingError, NotCalibratedError
+from qtk.quantizers.modes import in_mode
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(F.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def batches():
+    torch.manual_seed(1)
+    return [torch.randn(4, 3, 8, 8) for _ in range(3)]
+
+
+@pytest.fixture
+def sim(net, batches):
+    sim = qtk.QuantSim(net, batches[0])
+    sim.compute_encodings(batches, progress=False)
+    return sim
+
+
+def test_weight_encodings_are_the_extremes_of_each_channel(net, sim):
+    encoding = sim.encodings()["conv.weight"]
+    flat = net.conv.weight.detach().double().flatten(1)
+    expected = torch.maximum(flat.amax(1) / 127, flat.amin(1) / -128).float()
+    assert torch.equal(encoding.scale, expected)
+    assert encoding.zero_point is None
+
+
+def test_activation_encodings_cover_what_all_batches_showed(net, sim, batches):
+    with torch.no_grad():
+        hidden = [F.relu(net.bn(net.conv(batch))) for batch in batches]
+    encoding = sim.encodings()["relu:out"]
+    assert float(encoding.minimum) == 0.0
+    largest = max(float(value.max()) for value in hidden)
+    assert float(encoding.maximum) == pytest.approx(largest, rel=1e-6)
+
+
+def test_the_simulation_is_the_float_model_on_rounded_values(net, sim, batches):
+    """An independent simulation: plain torch with torch's own fake-quantize at every site."""
+    e = sim.encodings()
+
+    def activation(x, name):
+        scale, zero = float(e[name].scale), int(e[name].zero_point)
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero, 0, 255)
+
+    def weight(w, name):
+        zeros = torch.zeros(w.shape[0], dtype=torch.int32)
+        return torch.fake_quantize_per_channel_affine(w, e[name].scale, zeros, 0, -128, 127)
+
+    with torch.no_grad():
+        x = activation(batches[0], "x:input")
+        x = F.conv2d(x, weight(net.conv.weight, "conv.weight"), net.conv.bias)
+        x = activation(F.relu(net.bn(x)), "relu:out").mean((2, 3))
+        x = F.linear(activation(x, "mean:out"), weight(net.head.weight, "head.weight"), net.head.bias)
+        expected = activation(x, "head:out")
+        found = sim.model(batches[0])
+    # torch multiplies by 1/scale where we divide: a tie may fall to the other side, by one step of the last site
+    assert float((found - expected).abs().max()) <= 1.01 * float(e["head:out"].scale)
+    assert float((found - expected).abs().mean()) < 0.05 * float(e["head:out"].scale)
+
+
+def test_bypassed_it_is_the_float_model_bit_for_bit(net, sim, batches):
+    with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS), torch.no_grad():
+        assert torch.equal(sim.model(batches[0]), net(batches[0]))
+
+
+def test_the_caller_keeps_a_float_model(net, sim):
+    assert not any("qtk_quantizers" in name for name, _ in net.named_modules())
+    assert sim.model.conv.weight is not net.conv.weight
+    assert torch.equal(sim.model.conv.weight, net.conv.weight)
+
+
+def test_in_place_shares_the_parameters(net, batches):
+    sim = qtk.QuantSim(net, batches[0], in_place=True)
+    assert sim.model.conv.weight is net.conv.weight
+
+
+def test_a_prepared_model_is_taken_as_it_is(net, batches):
+    prepared = qtk.prepare_model(net, batches[0])
+    code = prepared.code
+    sim = qtk.QuantSim(prepared, batches[0])
+    sim.compute_encodings(batches, progress=False)
+    assert prepared.code == code
+
+
+def test_a_model_traced_without_inputs_is_finished_by_the_sim(net, batches):
+    prepared = qtk.prepare_model(net)
+    assert not prepared.report.complete
+    sim = qtk.QuantSim(prepared, batches[0])
+    sim.compute_encodings(batches, progress=False)
+    assert "conv.weight" in sim.encodings()
+
+
+def test_simulating_before_calibrating_is_an_error(net, batches):
+    sim = qtk.QuantSim(net, batches[0])
+    with pytest.raises(NotCalibratedError, match=r"has no encoding.*compute_encodings"):
+        sim.model(batches[0])
+    with pytest.raises(CheckError, match=r"conv\.weight: no encoding"):
+        sim.check()
+
+
+def test_an_unknown_scheme_names_the_nearest(net, batches):
+    with pytest.raises(ConfigError, match="did you mean 'min_max'"):
+        qtk.QuantSim(net, batches[0], scheme="minmax")
+
+
+def test_a_model_that_does_not_run_says_so(net):
+    with pytest.raises(CaptureError, match="does not run on its example inputs"):
+        qtk.QuantSim(net, torch.randn(2, 5, 8, 8))
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), r"\+inf")])
+def test_broken_data_names_site_and_batch_and_changes_nothing(sim, batches, value, word):
+    before = {name: encoding.scale for name, encoding in sim.encodings().items()}
+    broken = batches[1].clone()
+    broken[0, 0, 0, 0] = value
+    with pytest.raises(CalibrationError, match=rf"batch 1: x:input: .*{word}"):
+        sim.compute_encodings([batches[0] * 2, broken], progress=False)
+    after = {name: encoding.scale for name, encoding in sim.encodings().items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    sim.check()
+
+
+def test_no_data_is_an_error(net, batches):
+    sim = qtk.QuantSim(net, batches[0])
+    with pytest.raises(CalibrationError, match="no batches"):
+        sim.compute_encodings([], progress=False)
+    with pytest.raises(CalibrationError, match="need calibration data"):
+        sim.compute_encodings(None)
+
+
+def test_weights_need_no_data(net, batches):
+    sim = qtk.QuantSim(net, batches[0], activation_bits=None, weight_bits=4)
+    sim.compute_encodings(None)
+    assert set(sim.encodings()) == {"conv.weight", "head.weight"}
+
+
+def test_a_frozen_quantizer_keeps_its_encoding(sim, batches):
+    before = sim.encodings()["relu:out"]
+    sim.quantizers["relu:out"].frozen = True
+    sim.compute_encodings([batch * 10 for batch in batches], progress=False)
+    assert sim.encodings()["relu:out"].equals(before)
+    assert not sim.encodings()["x:input"].equals(before)
+
+
+def test_a_rule_that_matched_nothing_fails_the_check(net, batches):
+    config = {"version": 1, "rules": [{"match": {"path": "haed"}, "weight": {"bits": 8}}]}
+    sim = qtk.QuantSim(net, batches[0], config=config)
+    with pytest.raises(CheckError, match=r"rules\[0\] \(path haed\) matched nothing"):
+        sim.compute_encodings(batches, progress=False)
+
+
+def test_switched_off_quantizers_fail_the_check(sim):
+    sim.quantizers["relu:out"].mode = qtk.Mode.BYPASS
+    with pytest.raises(CheckError, match="relu:out: mode is BYPASS"):
+        sim.check()
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self, fill):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.fill = fill
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(1, 2) + torch.where(mask, 0.0, self.fill)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min, -1e32])
+def test_masks_never_enter_a_range_and_stay_masks(fill):
+    torch.manual_seed(0)
+    model = MaskedAttention(fill).eval()
+    x, mask = torch.randn(2, 5, 8), torch.ones(2, 5, 5).tril().bool()
+    sim = qtk.QuantSim(model, (x, mask))
+    sim.compute_encodings([(x, mask)], progress=False)
+    assert all(bool(encoding.scale.isfinite().all()) for encoding in sim.encodings().values())
+    assert max(float(encoding.maximum.max()) for encoding in sim.encodings().values()) < 100
+    reasons = {site.name: why for site, why in sim.plan.unquantized.items()}
+    masked = [why for why in reasons.values() if "carries a mask" in why]
+    assert masked
+    assert all("20 of 50 values" in why for why in masked)
+    with torch.no_grad():
+        error = sim.model(x, mask) - model(x, mask)
+        assert float(error.abs().max()) < 0.1
+        # a masked token has no influence at all, as in the float model
+        moved = x.clone()
+        moved[:, -1] += 100
+        assert torch.equal(sim.model(moved, mask)[:, :-1], sim.model(x, mask)[:, :-1])
+
+
+def test_compare_ranks_a_planted_bad_scale_first(sim, batches):
+    healthy = sim.compare(batches, progress=False)
+    assert {error.site for error in healthy} == set(sim.quantizers)
+    assert [error.sqnr_db for error in healthy] == sorted(error.sqnr_db for error in healthy)
+    bad = sim.encodings()["head.weight"]
+    sim.quantizers["head.weight"].load_encoding(qtk.Encoding(bad.spec, bad.scale * 20))
+    worst = [error.site for error in sim.compare(batches, progress=False)[:2]]
+    assert set(worst) == {"head.weight", "head:out"}
+    assert "head.weight" not in [error.site for error in healthy[:2]]
+
+
+def test_save_and_load_compute_the_same_bits(net, sim, batches, tmp_path):
+    with torch.no_grad():
+        sim.model.conv.weight.mul_(1.5)
+        expected = sim.model(batches[0])
+    sim.save(tmp_path / "sim")
+    loaded = qtk.QuantSim.load(tmp_path / "sim", copy.deepcopy(net), batches[0])
+    loaded.check()
+    with torch.no_grad():
+        assert torch.equal(loaded.model(batches[0]), expected)
+    assert loaded.plan == sim.plan
+
+
+def test_loading_into_another_model_names_what_differs(sim, batches, tmp_path):
+    class Other(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+    sim.save(tmp_path / "sim")
+    with pytest.raises(EncodingError, match=r"head\.weight"):
+        qtk.QuantSim.load(tmp_path / "sim", Other().eval(), batches[0])
+
+
+def test_it_trains_in_a_plain_loop(sim, batches):
+    sim.model.train()
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.mse_loss(sim.model(batches[0]), torch.zeros(4, 4))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_learned_ranges_are_trained_and_exported_as_codes(sim, batches):
+    quantizer = sim.quantizers["relu:out"]
+    before = sim.encodings()["relu:out"]
+    quantizer.learn_range()
+    assert any(parameter is quantizer.scale for parameter in sim.model.parameters())
+    sim.model(batches[0]).sum().backward()
+    assert float(quantizer.scale.grad.abs()) > 0
+    with torch.no_grad():
+        quantizer.scale.mul_(1.25)
+    quantizer.fix_range()
+    assert torch.equal(sim.encodings()["relu:out"].scale, before.scale * 1.25)
+
+
+def test_a_changed_weight_is_quantized_anew_in_eval(sim, batches):
+    with torch.no_grad():
+        first = sim.model(batches[0])
+        sim.model.head.weight.zero_()
+        second = sim.model(batches[0])
+    assert not torch.equal(first, second)

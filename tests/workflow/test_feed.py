@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch import nn
+
+from qtk.errors import CalibrationError
+from qtk.workflow.feed import evaluating, outputs, run_all, run_batch
+
+
+class Add(nn.Module):
+    def forward(self, a, b=1):
+        return a + b
+
+
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"), [(ONE, 2.0), ((ONE, TWO), 3.0), ([ONE, TWO], 3.0), ({"a": TWO, "b": TWO}, 4.0)]
+)
+def test_the_type_of_a_batch_decides_how_it_is_passed(batch, expected):
+    assert torch.equal(run_batch(Add(), batch), torch.full((2,), expected))
+
+
+def test_other_batches_need_a_forward():
+    with pytest.raises(CalibrationError, match=r"got str; pass forward="):
+        run_batch(Add(), "batch")
+
+
+def test_a_forward_unpacks_what_the_loader_yields():
+    found = list(outputs(Add(), [(ONE, "label")], forward=lambda model, batch: model(batch[0])))
+    assert torch.equal(found[0], TWO)
+
+
+def test_num_batches_stops_early():
+    assert len(list(outputs(Add(), iter([ONE] * 5), num_batches=3))) == 3
+
+
+def test_no_batches_is_an_error():
+    with pytest.raises(CalibrationError, match="no batches"):
+        run_all(Add(), [])
+
+
+def test_a_callable_runs_the_model_itself():
+    seen = []
+    run_all(Add(), lambda model: seen.append((model(ONE), torch.is_grad_enabled(), model.training)))
+    assert torch.equal(seen[0][0], TWO)
+    assert seen[0][1:] == (False, False)
+
+
+def test_data_runs_in_eval_without_grad_and_training_flags_return():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2))
+    model.train()
+    model[1].eval()
+    states = []
+
+    def forward(module, batch):
+        states.append((torch.is_grad_enabled(), [m.training for m in module.modules()]))
+
+    run_all(model, [ONE], forward=forward)
+    assert states == [(False, [False, False, False])]
+    assert [m.training for m in model.modules()] == [True, True, False]
+
+
+def test_flags_return_after_an_error():
+    model = nn.Linear(2, 2)
+    with pytest.raises(KeyError), evaluating(model):
+        raise KeyError
+    assert model.training
+
+
+def test_a_calibration_error_names_its_batch():
+    def forward(module, batch):
+        if batch is TWO:
+            raise CalibrationError("somewhere: the tensor holds NaN")
+
+    with pytest.raises(CalibrationError, match="batch 2: somewhere"):
+        run_all(Add(), [ONE, ONE, TWO], forward=forward)
