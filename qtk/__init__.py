@@ -8,19 +8,23 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import QtkError
+from qtk.graph.prepared_model import PreparedModel
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.export import EXPORTERS
 from qtk.workflow.prepare import prepare_model
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EXPORTERS",
     "SCHEMES",
     "Encoding",
     "Mode",
     "PerBlock",
     "PerChannel",
     "PerTensor",
+    "PreparedModel",
     "QDtype",
     "QtkError",
     "QuantPlan",

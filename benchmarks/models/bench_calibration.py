@@ -4,7 +4,8 @@ Four things run over the same batches: the original model, the prepared model wi
 ``compute_encodings`` (scheme min_max, weights and activations) and the W8A8 simulation. They take turns inside one
 process; each figure is the median over the repeats, each ratio the median of ratios within a repeat. Weights are
 random: the time does not depend on them. No speed is printed unless the bypassed model is bit-equal to the original.
-A ``*`` behind the commit means that the working tree held changes.
+Calibration and simulation each pay for the weights once a repeat. A ``*`` behind the commit means that the
+working tree held changes.
 
     python benchmarks/models/bench_calibration.py --output figures.csv
     python benchmarks/models/bench_calibration.py --models resnet18 --batches 2 --repeats 3

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
-from qtk.observers.min_max import MinMax
+from qtk.observers import min_max
+from qtk.observers.observer import Observer
 
 
 @dataclass(frozen=True, slots=True)
-class RangeCalibrator:
-    """Takes the extremes its observer kept as the range.
+class MinMax:
+    """Takes the smallest and the largest value seen as the range."""
 
-    Args:
-        observer: makes the observer of one site.
+    def observer(self, granularity: Granularity) -> min_max.MinMax:
+        return min_max.MinMax(granularity)
+
+    def encoding(self, observer: Observer, spec: QuantSpec) -> Encoding:
+        """The encoding that just holds what was seen. Raises: CalibrationError if a scale saw nothing."""
+        assert isinstance(observer, min_max.MinMax)
+        return encoding_of_range(observer.minimum, observer.maximum, spec)
+
+
+def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:
+    """The encoding that just holds a range.
+
+    Shape: ``minimum``, ``maximum`` the qparam shape; ``None`` if nothing was seen, NaN where a scale saw nothing.
+
+    Raises: CalibrationError if there is no range.
     """
-
-    observer: Callable[[Granularity], MinMax]
-
-    def encoding(self, observer: MinMax, spec: QuantSpec) -> Encoding:
-        """The encoding that just holds what was seen. Raises: CalibrationError if nothing was."""
-        if observer.minimum is None or observer.maximum is None:
-            raise CalibrationError("no data was observed; calibrate with data that reaches this site")
-        return Encoding(spec, *choose_range(observer.minimum, observer.maximum, spec))
+    if minimum is None or maximum is None:
+        raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+    unseen = minimum.isnan()
+    if bool(unseen.any()):
+        which = ", ".join(str(tuple(index)) for index in unseen.nonzero()[:8].tolist())
+        raise CalibrationError(
+            f"{int(unseen.sum())} of {unseen.numel()} scales saw only mask marks (−inf and the like), at {which}; "
+            "calibrate with data that is not masked there, or quantize this site per tensor"
+        )
+    return Encoding(spec, *choose_range(minimum, maximum, spec))

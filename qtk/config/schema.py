@@ -5,13 +5,13 @@ The YAML of ``configs/targets/`` is this schema word for word; ``load_config`` r
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 
+from qtk.config.closest import closest
 from qtk.config.validate import UNION_TAGS
 from qtk.core.dtypes import BITS, DTYPES, dtype
 from qtk.errors import ConfigError
@@ -212,11 +212,11 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
     """
     problems = [
-        f"rules[{index}].match.op: unknown op {name!r}; {_near(name, known)}"
+        f"rules[{index}].match.op: unknown op {name!r}; {closest(name, known)}"
         for index, rule in enumerate(config.rules) for name in rule.match.op if name not in known
     ]
     problems += [
-        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {_near(name, known)}"
+        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {closest(name, known)}"
         for pattern in config.supergroups for name in pattern if name not in known
     ]
     _raise_all(problems)
@@ -240,12 +240,6 @@ def _raise_all(problems: list[str]) -> None:
         problems = [f"{len(problems)} mistakes in the config:", *problems]
     if problems:
         raise ConfigError("\n  ".join(problems))
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    """Close names only: all of them would fill a screen."""
-    close = difflib.get_close_matches(name, sorted(known), n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else nearest(name, known)
 
 
 def _gives_width(setting: TensorSetting | str | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -35,7 +35,7 @@ def validate(model: type[M], data: object, *, source: str) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        findings = [_finding(model, details) for details in error.errors(include_url=False)]
+        findings = [_finding(model, details) for details in error.errors(include_url=False) if not _is_echo(details)]
     if len(findings) == 1:
         raise ConfigError(f"{source}: {findings[0]}")
     raise ConfigError(f"{source}: {len(findings)} mistakes\n  " + "\n  ".join(findings))
@@ -69,6 +69,12 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
             return f"{where}: got {given}; needs at least {context['min_length']} elements"
     text = details["msg"].removeprefix("Input ").removeprefix("should ")
     return f"{where}: got {given}; must {text}"
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """Whether a list is called too short only because elements in it, reported by themselves, are wrong."""
+    given = details["input"]
+    return details["type"] == "too_short" and isinstance(given, Sized) and len(given) >= details["ctx"]["min_length"]
 
 
 def _path_text(path: tuple[int | str, ...]) -> str:

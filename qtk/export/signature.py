@@ -24,8 +24,9 @@ def input_leaves(model: fx.GraphModule, args: tuple[object, ...], kwargs: Mappin
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise ExportError(f"the inputs are not nested as those the model was prepared with ({', '.join(names)}): "
                           f"{error}") from error
-    if len(leaves) != len(names):
-        raise ExportError(f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(leaves)}")
+    given = len(pytree.tree_leaves((args, dict(kwargs))))
+    if not given == len(leaves) == len(names):
+        raise ExportError(f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {given}")
     return leaves
 
 

@@ -34,6 +34,8 @@ def canonicalize(program: ExportedProgram, original: nn.Module) -> tuple[Prepare
     for node in list(graph.nodes):
         if any(name in str(node.target) for name in CHECKS):
             graph.erase_node(node)
+        elif node.target is torch.ops.aten.copy.default:
+            _replace_copy(node)
         elif node.op == "get_attr":
             if not node.users:
                 graph.erase_node(node)
@@ -110,6 +112,23 @@ def _recover(root: nn.Module, node: fx.Node, original: nn.Module) -> str | None:
     node.replace_all_uses_with(call)
     node.graph.erase_node(node)
     return name
+
+
+def _replace_copy(node: fx.Node) -> None:
+    """``copy(into, value)``, left by functionalizing ``copy_``, has no gradient; it is ``value`` cast and expanded."""
+    into, value = node.args
+    assert isinstance(into, fx.Node)
+    assert isinstance(value, fx.Node)
+    target, source = node.meta["val"], value.meta["val"]
+    with node.graph.inserting_before(node):
+        if source.dtype != target.dtype:
+            value = node.graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": target.dtype})
+        if source.shape != target.shape:
+            value = node.graph.call_function(torch.ops.aten.expand_as.default, (value, into))
+    for made in (value,) if value is not node.args[1] else ():
+        made.meta = dict(node.meta)
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
 
 
 def _batches_tracked(root: nn.Module, mean: object, graph: fx.Graph) -> fx.Node | None:

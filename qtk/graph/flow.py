@@ -18,7 +18,8 @@ class Flow:
     def __init__(self, graph: fx.Graph) -> None:
         self._static: dict[fx.Node, bool] = {}
         self._rows: dict[fx.Node, OpRow | None] = {}
-        self._users: dict[fx.Node, list[fx.Node]] = {}
+        self._constant: dict[fx.Node, bool] = {}
+        self._carried: dict[fx.Node, fx.Node | None] = {}
         for node in graph.nodes:
             self._static[node] = node.op == "get_attr" or (
                 node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
@@ -35,26 +36,28 @@ class Flow:
 
     def is_constant(self, node: fx.Node) -> bool:
         """Whether the value is a number rather than data: one static element, or filled by a creation op."""
-        row = self._rows[node]
-        if row is not None and row.role is Role.CREATE:
-            return True
-        carried = self.carried(node)
-        if carried is not None:
-            return self.is_constant(carried)
-        return self._static[node] and node.meta["val"].numel() == 1
+        if node not in self._constant:
+            row, carried = self._rows[node], self.carried(node)
+            if row is not None and row.role is Role.CREATE:
+                self._constant[node] = True
+            elif carried is not None:
+                self._constant[node] = self.is_constant(carried)
+            else:
+                self._constant[node] = self._static[node] and node.meta["val"].numel() == 1
+        return self._constant[node]
 
     def data_ports(self, node: fx.Node) -> list[Port]:
         """The ports of an op that bring in values: floats, neither weights, biases nor lone numbers."""
         row = self._rows[node]
         if row is None or _maker(node) is not node:
             return []
-        weights = {port.arg for port in self.weight_ports(node)}
+        weights = {port.index for port in self.weight_ports(node)}
         return [
             port
             for port in ports(node)
             if is_float(port.value)
             and (row.inputs is None or port.arg in row.inputs)
-            and port.arg not in weights
+            and port.index not in weights
             and not self.is_constant(port.value)
         ]
 
@@ -72,6 +75,11 @@ class Flow:
 
     def carried(self, node: fx.Node) -> fx.Node | None:
         """The value whose numbers ``node`` merely moves, ``None`` if it makes its own."""
+        if node not in self._carried:
+            self._carried[node] = self._find_carried(node)
+        return self._carried[node]
+
+    def _find_carried(self, node: fx.Node) -> fx.Node | None:
         row = self._rows[node]
         if row is None:
             return None

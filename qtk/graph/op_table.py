@@ -185,7 +185,7 @@ _row("index_put", "index_put masked_scatter", Role.MERGE, family="scatter", inpu
 
 # Constants.
 _row("constant", "zeros ones full empty arange linspace eye scalar_tensor zeros_like ones_like full_like empty_like "
-     "new_zeros new_ones new_full new_empty fill tril_indices triu_indices", Role.CREATE, inputs=())
+     "new_zeros new_ones new_full new_empty fill zero tril_indices triu_indices", Role.CREATE, inputs=())
 
 OP_NAMES = frozenset(name for row in ROWS.values() for name in row.names) | {"input"}
 """Every op name a config rule may use."""

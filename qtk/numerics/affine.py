@@ -4,7 +4,7 @@
     x̂     = (code - zero_point) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear, bit for bit. Half precision is widened to
-float32 first and x̂ rounded back at the end.
+float32 first and x̂ rounded back at the end. No result carries a gradient: ``qtk.numerics.straight_through`` has it.
 
 >>> x, scale = torch.tensor([0.25, 0.75, -9.0]), torch.tensor([0.5])
 >>> quantize(x, scale, None, (), -8, 7)          # 0.5 and 1.5 go to even
@@ -20,57 +20,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qtk.numerics.blocks import align, pieces, split_shape, whole_steps
+
 
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
     """Codes of ``x``, int32. ±inf take the outermost codes; a NaN has no code and gets the one of real 0.
 
-    Shape: ``x`` any; ``scale`` and ``zero_point`` the qparam shape of ``block_size``; result as ``x``.
+    Shape: ``x`` any; ``scale`` and ``zero_point`` the qparam shape of ``block_size``; result as ``x``, same layout.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    nan_code = 0.0 if zero_point is None else expand(zero_point, x.shape, block_size)
-    codes = _clamped(x, scale, zero_point, block_size, qmin, qmax)
-    return torch.where(codes.isnan(), nan_code, codes).to(torch.int32)
+    x, scale, zero_point = _bare(x, scale, zero_point)
+    codes = torch.empty_like(x, dtype=torch.int32)
+    for (part, out), (step, zero) in pieces((x, codes), (scale, zero_point), block_size):
+        assert step is not None
+        code = _code(part, step, zero, qmin, qmax, torch.empty_like(part, dtype=torch.float32))
+        out.copy_(torch.where(code.isnan(), 0.0 if zero is None else zero, code))
+    return codes
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int]) -> Tensor:
-    """The float32 reals that ``codes`` stand for. Shape: as ``quantize``."""
-    reals = codes.to(torch.float32)
-    if zero_point is not None:
-        reals = reals - expand(zero_point, codes.shape, block_size)
-    return reals * expand(scale, codes.shape, block_size)
+    """The float32 reals that ``codes`` stand for. Shape and Raises: as ``quantize``."""
+    codes, scale, zero_point = _bare(codes, scale, zero_point)
+    reals = torch.empty_like(codes, dtype=torch.float32)
+    for (part, out), (step, zero) in pieces((codes, reals), (scale, zero_point), block_size):
+        assert step is not None
+        out.copy_(part)
+        (out if zero is None else out.sub_(zero)).mul_(step)
+    return reals
 
 
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
-    """``dequantize(quantize(x))`` in the dtype and layout of ``x``; NaN stays NaN."""
-    reals = _clamped(x, scale, zero_point, block_size, qmin, qmax)
-    if zero_point is not None:
-        reals.sub_(expand(zero_point, x.shape, block_size).round())
-    return reals.mul_(expand(scale, x.shape, block_size)).to(x.dtype)
+    """``dequantize(quantize(x))`` in the dtype and layout of ``x``; NaN stays NaN.
+
+    Shape and Raises: as ``quantize``.
+    """
+    x, scale, zero_point = _bare(x, scale, zero_point)
+    result = torch.empty_like(x)
+    for (part, out), (step, zero) in pieces((x, result), (scale, zero_point), block_size):
+        assert step is not None
+        in_place = out.dtype == torch.float32
+        real = _code(part, step, zero, qmin, qmax, out if in_place else torch.empty_like(part, dtype=torch.float32))
+        (real if zero is None else real.sub_(zero)).mul_(step)
+        if not in_place:
+            out.copy_(real)
+    return result
 
 
 def expand(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
     """Scales or zero points as float32, broadcastable against a tensor of ``shape``.
 
-    Only blocks shorter than an axis are materialised.
+    Only blocks shorter than an axis are materialised. Raises: SpecError if they do not fit.
     """
-    values = values.to(torch.float32)
+    lined = align(values, shape, block_size)
     if not block_size:
-        return values.reshape(())
-    if values.ndim != len(shape):  # per channel: one axis is kept
-        return values.reshape([-1 if size == 1 else 1 for size in block_size])
-    for axis, (length, count) in enumerate(zip(shape, values.shape, strict=True)):
-        if count not in (1, length):
-            values = values.repeat_interleave(length // count, dim=axis)
-    return values
+        return lined.reshape(())
+    split = split_shape(shape, block_size)[0]
+    return lined if len(split) == len(shape) else lined.expand(split).reshape(tuple(shape))
 
 
-def _clamped(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
-) -> Tensor:
-    """Codes as float32, in a new tensor with the layout of ``x``."""
-    codes = torch.div(x.to(torch.float32), expand(scale, x.shape, block_size)).round_()
+def _bare(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three without autograd, the zero point as it acts."""
+    return x.detach(), scale.detach(), None if zero_point is None else whole_steps(zero_point.detach())
+
+
+def _code(part: Tensor, step: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
+    """Codes as float32, written into ``out``."""
+    torch.div(part.to(torch.float32), step, out=out).round_()
     # adding 0 turns -0.0 into 0.0: codes are integers and know no sign of zero
-    return codes.add_(0.0 if zero_point is None else expand(zero_point, x.shape, block_size).round()).clamp_(qmin, qmax)
+    return out.add_(0.0 if zero is None else zero).clamp_(qmin, qmax)

@@ -2,40 +2,94 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qtk.core.granularity import Granularity
-from qtk.observers.min_max import MinMax
+from qtk.errors import CalibrationError
+from qtk.observers.extremes import extremes
+from qtk.observers.min_max import same_shape
 
 
-class MovingAverage(MinMax):
+class MovingAverage:
     """``state ← state + momentum · (batch - state)`` of both extremes; the first batch is taken whole.
+
+    Beside the state, the first batch and what is left of its weight are kept, so that two averages join exactly as if
+    the batches of the second had followed those of the first.
 
     Args:
         momentum: weight of the newest batch, 0 < momentum ≤ 1.
+
+    Raises: CalibrationError if the momentum is none.
     """
 
     def __init__(self, granularity: Granularity, *, momentum: float = 0.1) -> None:
-        super().__init__(granularity)
+        if not 0 < momentum <= 1:
+            raise CalibrationError(f"momentum must be more than 0 and at most 1, got {momentum}")
+        self.granularity = granularity
         self.momentum = momentum
+        self.count = 0
+        self.sentinels = 0
+        # [low and high, *qparam shape]; NaN for a scale that saw no value yet
+        self._first: Tensor | None = None
+        self._state: Tensor | None = None
+        self._decay: Tensor | None = None  # [*qparam shape]: (1 - momentum) ^ batches seen
 
-    def take(self, minimum: Tensor, maximum: Tensor) -> None:
-        if self.minimum is None or self.maximum is None:
-            self.minimum, self.maximum = minimum, maximum
-        else:
-            self.minimum = self.minimum.lerp(minimum, self.momentum)
-            self.maximum = self.maximum.lerp(maximum, self.momentum)
+    @property
+    def minimum(self) -> Tensor | None:
+        """The averaged minimum, ``None`` until something was seen; NaN for a scale that saw only mask marks.
 
-    def merge(self, other: MinMax) -> None:
-        """The average of both states, weighted by the elements they saw: order of batches is not kept across states."""
-        if other.minimum is None or other.maximum is None:
-            self.sentinels += other.sentinels
+        Shape: float32 in the qparam shape.
+        """
+        return None if self._state is None else self._state[0].clone()
+
+    @property
+    def maximum(self) -> Tensor | None:
+        """The averaged maximum; as ``minimum``."""
+        return None if self._state is None else self._state[1].clone()
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        found = extremes(x, self.granularity)
+        if found is None:
             return
-        if self.minimum is None or self.maximum is None:
-            self.minimum, self.maximum = other.minimum, other.maximum
-        else:
-            share = other.count / (self.count + other.count)
-            self.minimum = self.minimum.lerp(other.minimum, share)
-            self.maximum = self.maximum.lerp(other.maximum, share)
+        if found.count:
+            batch = torch.stack((found.low, found.high))
+            decay = torch.full_like(found.low, 1 - self.momentum)
+            if found.seen is not None:
+                batch, decay = batch.where(found.seen, torch.nan), decay.where(found.seen, 1.0)
+            self._follow(batch, batch, decay)
+        self.count += found.count
+        self.sentinels += found.sentinels
+
+    def merge(self, other: MovingAverage) -> None:
+        """Takes in what ``other`` has seen, as if it had followed.
+
+        Raises: CalibrationError if it averages otherwise.
+        """
+        if (other.granularity, other.momentum) != (self.granularity, self.momentum):
+            raise CalibrationError(
+                f"an average {other.granularity} with momentum {other.momentum} cannot join one {self.granularity} "
+                f"with momentum {self.momentum}"
+            )
+        if other._first is not None and other._state is not None and other._decay is not None:
+            self._follow(other._first, other._state, other._decay)
         self.count += other.count
         self.sentinels += other.sentinels
+
+    def _follow(self, first: Tensor, state: Tensor, decay: Tensor) -> None:
+        """Appends batches that by themselves average to ``state``.
+
+        They took their first batch whole; behind other batches it weighs only ``momentum``, and what came before has
+        the rest of its weight: ``state + decay · (before - first)``.
+        """
+        if self._first is None or self._state is None or self._decay is None:
+            self._first, self._state, self._decay = first, state, decay
+            return
+        same_shape(self._decay, decay)
+        own_first, own_state = self._first.to(first.device), self._state.to(first.device)
+        joined = state + decay * (own_state - first)
+        self._state = torch.where(own_state.isnan(), state, torch.where(state.isnan(), own_state, joined))
+        self._first = torch.where(own_first.isnan(), first, own_first)
+        self._decay = self._decay.to(first.device) * decay

@@ -1,16 +1,11 @@
-"""What every observer does, and which values none of them counts."""
+"""What every observer does."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from qtk.errors import CalibrationError
-
-SENTINEL = -1e30
-"""Values down here (−inf, finfo.min) mark masked places; they are no measurement."""
+from typing_extensions import Self
 
 
 class Observer(Protocol):
@@ -23,17 +18,13 @@ class Observer(Protocol):
     sentinels: int
 
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf."""
-        ...
+        """Takes one tensor in; runs without grad by itself.
 
+        Raises: CalibrationError if it holds NaN or +inf; the statistics are as before then.
+        """
 
-def sentinel_bound(dtype: torch.dtype) -> float:
-    """Values ≤ this are sentinels; in float16 that is its own smallest number."""
-    return max(SENTINEL, torch.finfo(dtype).min)
+    def merge(self, other: Self) -> None:
+        """Takes in what ``other`` has seen, as if it had been observed here next.
 
-
-def refuse_broken(maximum: Tensor) -> None:
-    """Raises: CalibrationError if a maximum shows that NaN or +inf went in."""
-    if not bool(torch.isfinite(maximum).all()):
-        kind = "NaN" if bool(torch.isnan(maximum).any()) else "+inf"
-        raise CalibrationError(f"the tensor holds {kind}; clean the data, or find the layer that produces it")
+        Raises: CalibrationError if ``other`` observes another way.
+        """

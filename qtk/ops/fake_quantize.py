@@ -1,7 +1,9 @@
 """``qtk::fake_quantize``: the op behind every quantizer, with its gradient.
 
-The formula is that of ``qtk.numerics.affine``. ``block_size`` is ``[]`` for one scale over the whole tensor, else one
-entry an axis: 1 for one index, -1 for the whole axis, n for blocks of n.
+The formula is that of ``qtk.numerics.affine``, the gradient that of ``qtk.numerics.straight_through``.
+``block_size`` is ``[]`` for one scale over the whole tensor, else one entry an axis: 1 for one index, -1 for the whole
+axis, n for blocks of n. A backend that is faster registers itself for its device key on ``qtk::fake_quantize`` and
+``qtk::fake_quantize_backward``.
 """
 
 from __future__ import annotations
@@ -21,18 +23,10 @@ torch.library.define(
     "qtk::fake_quantize_backward",
     f"(Tensor grad, Tensor input, {_SPEC}, bool wants_scale, bool wants_zero_point) -> (Tensor, Tensor, Tensor)",
 )
-
-
-@torch.library.impl("qtk::fake_quantize", "CompositeExplicitAutograd")
-def _forward(
-    input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
-) -> Tensor:
-    return affine.fake_quantize(input, scale, zero_point, block_size, qmin, qmax)
-
-
-@torch.library.register_fake("qtk::fake_quantize")  # type: ignore[untyped-decorator]
-def _forward_fake(input: Tensor, *spec: object) -> Tensor:
-    return torch.empty_like(input)
+torch.library.impl("qtk::fake_quantize", "CompositeExplicitAutograd", affine.fake_quantize)
+torch.library.register_fake("qtk::fake_quantize", lambda input, *spec: torch.empty_like(input))
+_OP = torch.ops.qtk.fake_quantize.default
+_BACKWARD = torch.ops.qtk.fake_quantize_backward.default
 
 
 @torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd")
@@ -44,17 +38,18 @@ def _backward(
         grad, input, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
         wants_zero_point=wants_zero_point,
     )
-    nothing = scale.new_empty(0)  # an op cannot return None
+    # an op cannot return None, and its results may not share memory
+    nothing = scale.new_empty(0)
     return dx, nothing if dscale is None else dscale, nothing.clone() if dzero_point is None else dzero_point
 
 
-@torch.library.register_fake("qtk::fake_quantize_backward")  # type: ignore[untyped-decorator]
 def _backward_fake(
     grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dscale = scale.new_empty(scale.shape if wants_scale else 0)
-    return torch.empty_like(grad), dscale, scale.new_empty(scale.shape if wants_zero_point else 0)
+    dzero_point = scale.new_empty(scale.shape if wants_zero_point else 0)
+    return torch.empty_like(input, dtype=grad.dtype), dscale, dzero_point
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,14 +59,32 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, scale, zero_point = ctx.saved_tensors
-    _, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
-    dx, dscale, dzero_point = torch.ops.qtk.fake_quantize_backward(
-        grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point
+    wants_x, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
+    dx, dscale, dzero_point = _BACKWARD(grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point)
+    return (
+        dx if wants_x else None, dscale if wants_scale else None, dzero_point if wants_zero_point else None,
+        None, None, None,
     )
-    return dx, dscale if wants_scale else None, dzero_point if wants_zero_point else None, None, None, None
 
 
+def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, input, scale, zero_point, *ctx.spec = inputs
+    ctx.save_for_backward(input, scale, zero_point)
+
+
+def _autograd_twice(ctx: Any, grad: Tensor, *of_ranges: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradient of dx: linear in the gradient it came from, constant in ``x`` and the range almost everywhere."""
+    *spec, wants_scale, wants_zero_point = ctx.spec
+    if wants_scale or wants_zero_point:
+        raise NotImplementedError(
+            "qtk::fake_quantize has no second derivative with respect to a learned range; call fix_range() first"
+        )
+    return _BACKWARD(grad, *ctx.saved_tensors, *spec, False, False)[0], *[None] * 8
+
+
+torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
 torch.library.register_autograd("qtk::fake_quantize", _autograd, setup_context=_setup_context)
+torch.library.register_autograd("qtk::fake_quantize_backward", _autograd_twice, setup_context=_setup_twice)
 
 
 def fake_quantize(
@@ -79,8 +92,21 @@ def fake_quantize(
 ) -> Tensor:
     """``x`` rounded to the grid of its codes, with straight-through gradients.
 
-    Shape: ``x`` any, float32, float16 or bfloat16; ``scale`` float32 and ``zero_point`` int32 (float32 while it is
-    learned) in the qparam shape; result as ``x``, same strides.
+    Shape: ``x`` any, of a floating dtype; ``scale`` float32 and ``zero_point`` int32 (float32 while it is learned) in
+    the qparam shape; result as ``x``, same strides.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
+
+    >>> fake_quantize(torch.tensor([0.3, 9.0]), torch.tensor([0.25]), None, (), -8, 7)
+    tensor([0.2500, 1.7500])
     """
-    result: Tensor = torch.ops.qtk.fake_quantize(x, scale, zero_point, block_size, qmin, qmax)
-    return result
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x, scale, zero_point)):
+        differentiable: Tensor = _OP(x, scale, zero_point, block_size, qmin, qmax)
+        return differentiable
+    with torch._C._AutoDispatchBelowAutograd():  # the op's autograd layer is Python: as slow as the math of a small x
+        plain: Tensor = _OP(x, scale, zero_point, block_size, qmin, qmax)
+    return plain
+
+
+def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    return x.requires_grad or scale.requires_grad or (zero_point is not None and zero_point.requires_grad)

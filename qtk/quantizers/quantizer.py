@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
-from qtk.errors import CalibrationError, EncodingError, NotCalibratedError
+from qtk.errors import EncodingError, NotCalibratedError
 from qtk.observers.observer import Observer
 from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.observe import Listener
+from qtk.quantizers.weight_cache import WeightCache
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Mode(enum.Enum):
@@ -27,12 +32,20 @@ class Mode(enum.Enum):
 class Quantizer(nn.Module):
     """Passes a tensor on as it is (BYPASS), shows it to its observer too (OBSERVE), or fake-quantizes it (SIMULATE).
 
-    ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while ranges are learned.
+    ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while the range is
+    learned. Learned numbers act as what they would be exported as: ``|scale|``, and ``zero_point`` rounded to a code.
 
     Args:
         spec: what to produce.
         site: name of the site, for messages.
         cache: keep the result between calls without grad; for parameters, which seldom change.
+
+    >>> from qtk.core.dtypes import dtype
+    >>> quantizer = Quantizer(QuantSpec(dtype("int4"), symmetric=True), site="fc:out")
+    >>> quantizer.load_encoding(Encoding(quantizer.spec, torch.tensor([0.5])))
+    >>> quantizer.mode = Mode.SIMULATE
+    >>> quantizer(torch.tensor([0.7, -9.0]))
+    tensor([ 0.5000, -4.0000])
     """
 
     scale: Tensor | None
@@ -44,49 +57,62 @@ class Quantizer(nn.Module):
         self.site = site
         self.mode = Mode.BYPASS
         self.frozen = False
-        self.observer: Observer | None = None
         self.cache = cache
-        self._cached: tuple[object, Tensor] | None = None
+        self._listener = Listener[Observer](site)
+        self._weight_cache = WeightCache()
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape: any; result as ``x``. Raises: NotCalibratedError when asked to simulate without an encoding."""
-        if self.mode is Mode.BYPASS:
-            return x
-        if self.mode is Mode.OBSERVE:
-            assert self.observer is not None, f"{self.site} observes without an observer"
-            self._observe(self.observer, x)
+        """Shape: any; result as ``x``.
+
+        Raises: NotCalibratedError when asked to simulate without an encoding; CalibrationError when asked to observe
+        without an observer, or by the observer.
+        """
+        if self.mode is not Mode.SIMULATE:
+            if self.mode is Mode.OBSERVE:
+                self._observe(x)
             return x
         if self.scale is None:
             raise NotCalibratedError(
                 f"{self.site} has no encoding to simulate with; run sim.compute_encodings(data) or load encodings first"
             )
-        if self.cache and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._remembered(x)
-        return self._simulate(x)
+        if not self.cache or torch.compiler.is_compiling():
+            return self._simulate(x)
+        if torch.is_grad_enabled():
+            self._weight_cache.clear()
+            return self._simulate(x)
+        return self._weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+
+    @property
+    def observer(self) -> Observer | None:
+        """What OBSERVE feeds."""
+        return self._listener.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._listener.observer = observer
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding in force, ``None`` before there is one; learned values are rounded to what is exported."""
+        """A copy of the encoding in force, ``None`` before there is one."""
         if self.scale is None:
             return None
-        zero_point = self.zero_point
+        scale, zero_point = self._acting()
         if zero_point is not None:
-            zero_point = zero_point.detach().round().clamp(self.spec.qmin, self.spec.qmax).to(torch.int32)
-        return Encoding(self.spec, self.scale.detach().clone(), zero_point)
+            zero_point = zero_point.detach().round().to(torch.int32, copy=True)
+        return Encoding(self.spec, scale.detach().clone(), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Takes over an encoding. Raises: EncodingError if its spec differs or this quantizer is frozen."""
-        if self.frozen:
-            raise EncodingError(f"{self.site} is frozen; set frozen = False to change its encoding")
+        self._refuse_if_frozen()
         if encoding.spec != self.spec:
-            raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}")
-        if self.learns_range:
-            self.fix_range()
+            raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
+                                "or load an encoding of this spec")
         device = encoding.scale.device if self.scale is None else self.scale.device
-        self.scale = encoding.scale.detach().clone().to(device)
-        self.zero_point = None if encoding.zero_point is None else encoding.zero_point.detach().clone().to(device)
+        with torch.inference_mode(False):  # numbers born in inference mode could never be trained with
+            self._hold(encoding.scale.detach().to(device, copy=True), None if encoding.zero_point is None
+                       else encoding.zero_point.detach().to(device, copy=True))
 
     @property
     def learns_range(self) -> bool:
@@ -94,46 +120,69 @@ class Quantizer(nn.Module):
         return isinstance(self.scale, nn.Parameter)
 
     def learn_range(self) -> None:
-        """Makes scale and zero point trainable. Raises: NotCalibratedError without an encoding to start from."""
+        """Makes scale and zero point trainable.
+
+        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen.
+        """
+        self._refuse_if_frozen()
         if self.scale is None:
             raise NotCalibratedError(f"{self.site} has no range to learn from; run sim.compute_encodings(data) first")
         if not self.learns_range:
-            scale, zero_point = self.scale, self.zero_point
-            del self.scale, self.zero_point
-            self.scale = nn.Parameter(scale)
-            self.zero_point = None if zero_point is None else nn.Parameter(zero_point.to(torch.float32))
+            zero_point = self.zero_point
+            self._hold(
+                nn.Parameter(self.scale.clone()),
+                None if zero_point is None else nn.Parameter(zero_point.to(torch.float32)),
+            )
 
     def fix_range(self) -> None:
-        """Makes learned values buffers again, the zero point rounded to a code."""
+        """Makes learned numbers buffers again, as they act: a positive scale, the zero point a code."""
         encoding = self.encoding
         if self.learns_range and encoding is not None:
-            del self.scale, self.zero_point
-            self.register_buffer("scale", encoding.scale)
-            self.register_buffer("zero_point", encoding.zero_point)
+            self._hold(encoding.scale, encoding.zero_point)
 
-    def _observe(self, observer: Observer, x: Tensor) -> None:
-        try:
-            observer.observe(x)
-        except CalibrationError as error:
-            raise CalibrationError(f"{self.site}: {error}") from None
+    def train(self, mode: bool = True) -> Quantizer:
+        self._weight_cache.clear()
+        super().train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.site}: {self.spec}, {self.mode.value}"
+
+    def _observe(self, x: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            self._listener.observe(x)
+        elif not torch.compiler.is_exporting():  # an exported program holds no observers
+            self._listener.observe_when_run(x)
 
     def _simulate(self, x: Tensor) -> Tensor:
-        assert self.scale is not None
+        scale, zero_point = self._acting()
         block_size = self.spec.granularity.block_size(x.ndim)
-        return fake_quantize(x, self.scale, self.zero_point, block_size, self.spec.qmin, self.spec.qmax)
+        return fake_quantize(x, scale, zero_point, block_size, self.spec.qmin, self.spec.qmax)
 
-    def _remembered(self, x: Tensor) -> Tensor:
-        tensors = [tensor for tensor in (x, self.scale, self.zero_point) if tensor is not None]
-        if type(x) not in (Tensor, nn.Parameter) or any(tensor.is_inference() for tensor in tensors):
-            return self._simulate(x)
-        key = tuple((t.data_ptr(), t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = (key, self._simulate(x))
-        return self._cached[1]
+    def _acting(self) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point as they act: what is learned may have left its bounds."""
+        assert self.scale is not None
+        if not self.learns_range:
+            return self.scale, self.zero_point
+        zero_point = None if self.zero_point is None else self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        return self.scale.abs().clamp(min=SMALLEST_SCALE), zero_point
+
+    def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
+        """Takes both over as what they are, parameters or buffers."""
+        del self.scale, self.zero_point
+        for name, value in (("scale", scale), ("zero_point", zero_point)):
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+
+    def _refuse_if_frozen(self) -> None:
+        if self.frozen:
+            raise EncodingError(f"{self.site} is frozen; set frozen = False to change its encoding")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Devices follow the model; scales stay float32, bit for bit."""
-        self._cached = None
+        self._weight_cache.clear()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -142,15 +191,40 @@ class Quantizer(nn.Module):
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("scale", "zero_point"):
-            stored, own = state_dict.get(prefix + name), getattr(self, name)
-            if isinstance(stored, Tensor) and (own is None or own.shape != stored.shape):
-                setattr(self, name, torch.empty_like(stored, device=None if own is None else own.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As any module; a first encoding is taken from the checkpoint as it comes."""
+        stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        scale, zero_point = stored.get(prefix + "scale"), stored.get(prefix + "zero_point")
+        if isinstance(zero_point, Tensor) and zero_point.is_floating_point() and not self.learns_range:
+            # the checkpoint learned its range, this module does not: the number as it acts
+            rounded = zero_point.detach().round().clamp(self.spec.qmin, self.spec.qmax)
+            zero_point = stored[prefix + "zero_point"] = rounded.to(torch.int32)
+        if isinstance(scale, Tensor) and isinstance(zero_point, Tensor | None):
+            if scale.ndim != self._scale_rank() or (zero_point is None) != self.spec.symmetric:
+                error_msgs.append(
+                    f"{self.site} is {self.spec}; the checkpoint has a scale of shape {tuple(scale.shape)} with"
+                    f"{'out' if zero_point is None else ''} a zero point; load it into a model quantized like it"
+                )
+                return
+            if self.scale is None:
+                self.scale = torch.empty_like(scale, dtype=torch.float32)
+                self.zero_point = None if zero_point is None else torch.empty_like(zero_point)
+        super()._load_from_state_dict(
+            stored, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cached": None}
-
-    def extra_repr(self) -> str:
-        return f"{self.site}: {self.spec}, {self.mode.value}"
+    def _scale_rank(self) -> int:
+        match self.spec.granularity:
+            case PerTensor() | PerChannel():
+                return 1
+            case PerBlock(sizes):
+                return len(sizes)

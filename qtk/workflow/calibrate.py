@@ -43,7 +43,8 @@ def calibrate(
     """
     leaders = {site: decided for site, decided in plan.items() if decided.leader is None}
     pending = {site: decided for site, decided in leaders.items() if not quantizers[site.name].frozen}
-    encodings = {site: known_encoding(d.spec, d.range) for site, d in pending.items() if d.range is not None}
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
     encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static})
     observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
     masked: dict[Site, str] = {}
@@ -57,9 +58,9 @@ def calibrate(
     return drop_sites(model, plan, masked) if masked else plan
 
 
-def known_encoding(spec: QuantSpec, bounds: tuple[float, float]) -> Encoding:
+def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.device) -> Encoding:
     """The encoding of a value whose real bounds are known beforehand; per tensor."""
-    low, high = (torch.tensor([bound]) for bound in bounds)
+    low, high = (torch.tensor([bound], device=device) for bound in bounds)
     return Encoding(spec, *choose_range(low, high, spec))
 
 

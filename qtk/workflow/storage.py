@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
@@ -123,7 +124,8 @@ def restore(stored: Stored, model: fx.GraphModule, plan: QuantPlan) -> QuantPlan
         raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
     if masked:
         plan = drop_sites(model, plan, masked)
-    model.load_state_dict(dict(stored.state))
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    model.load_state_dict({name: tensor.to(device) for name, tensor in stored.state.items()})
     return plan
 
 

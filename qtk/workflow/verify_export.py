@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from qtk.export.signature import input_leaves, input_names, output_nodes
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.export import ONNX_FILE
-from qtk.workflow.feed import Batch, Data, Forward, run_all
+from qtk.workflow.feed import Data, Forward, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,9 @@ class _Comparison:
         self.max_scales: float | None = None
 
     def run(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        if set(self.names) != set(inputs):
+            raise ExportError(f"the file takes {', '.join(self.names)}, the model {', '.join(inputs)}; "
+                              "verify a file with the simulation it was exported from")
         try:
             feed = {name: inputs[name].detach().cpu().numpy() for name in self.names}
             return [torch.from_numpy(array) for array in self.session.run(None, feed)]
@@ -125,6 +127,9 @@ class _Comparison:
             raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
 
     def add(self, simulated: list[Tensor], quantizers: list[Quantizer | None], got: list[Tensor]) -> None:
+        if len(got) != len(simulated):
+            raise ExportError(f"the file returns {len(got)} tensors, the model {len(simulated)}; "
+                              "verify a file with the simulation it was exported from")
         for index, (ours, quantizer, theirs) in enumerate(zip(simulated, quantizers, got, strict=True)):
             if ours.shape != theirs.shape:
                 raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "

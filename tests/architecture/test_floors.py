@@ -30,7 +30,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (  # lowest first; an import goes down, or
     ("transforms", "export", "report"),
     ("workflow",),
     ("quantsim",),
-    ("cli", "demo"),
+    ("demo",),
+    ("cli",),
 )
 HEIGHT = {package: height for height, floor in enumerate(FLOORS) for package in floor}
 MAX_LINES = 400

@@ -1,7 +1,9 @@
 """Findings of pydantic in our words, for any schema."""
 
+from typing import Annotated
+
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
@@ -37,3 +39,14 @@ def test_long_values_are_cut():
     with pytest.raises(ConfigError) as caught:
         validate(Outer, {"parts": [{"size": "x" * 1000}]}, source="file")
     assert len(str(caught.value)) < 250
+
+
+class Filled(BaseModel):
+    sizes: Annotated[tuple[int, ...], Field(min_length=1)]
+
+
+def test_a_list_is_not_called_too_short_for_the_mistakes_inside_it():
+    with pytest.raises(ConfigError, match=r"^file: sizes\[0\]: got 'x'; must be a valid integer"):
+        validate(Filled, {"sizes": ["x"]}, source="file")
+    with pytest.raises(ConfigError, match=r"^file: sizes: got \[\]; needs at least 1 elements"):
+        validate(Filled, {"sizes": []}, source="file")

@@ -50,20 +50,13 @@ class _Recorder(fx.Interpreter):
         return self.values[n]
 
 
-def simulate(
-    model: nn.Module,
-    example_inputs,
-    *,
-    weight: Choice = symmetric(),  # noqa: B008
-    activation: Choice = activations(),  # noqa: B008
-):
-    """A prepared model with a quantizer on every value the choices give a spec for."""
+def planned(model: nn.Module, example_inputs, *, weight: Choice, activation: Choice):
+    """A prepared model, a plan for every value the choices give a spec for, and the encodings."""
     prepared = prepare_model(model.eval(), example_inputs, verify=False)
     name_sites(prepared.graph)
     recorder = _Recorder(prepared)
-    leaves = pytree.tree_leaves(example_inputs)
     with torch.no_grad():
-        recorder.run(*leaves)
+        recorder.run(*pytree.tree_leaves(example_inputs))
     flow = Flow(prepared.graph)
     sites, encodings = {}, {}
     for node, value in recorder.values.items():
@@ -75,7 +68,19 @@ def simulate(
         if spec is not None and site not in sites:
             sites[site] = SitePlan(spec, "min_max", static=static)
             encodings[site.name] = encode(value, spec)
-    for name, quantizer in insert(prepared, QuantPlan(sites)).items():
+    return prepared, QuantPlan(sites), encodings
+
+
+def simulate(
+    model: nn.Module,
+    example_inputs,
+    *,
+    weight: Choice = symmetric(),  # noqa: B008
+    activation: Choice = activations(),  # noqa: B008
+):
+    """A prepared model with a calibrated quantizer on every value the choices give a spec for."""
+    prepared, plan, encodings = planned(model, example_inputs, weight=weight, activation=activation)
+    for name, quantizer in insert(prepared, plan).items():
         quantizer.load_encoding(encodings[name])
         quantizer.mode = Mode.SIMULATE
     return prepared
@@ -85,8 +90,8 @@ def encode(value: Tensor, spec: QuantSpec) -> Encoding:
     """Min-max encoding, written down without qtk's own range math."""
     shape, counts = tuple(value.shape), spec.granularity.qparam_shape(tuple(value.shape))
     sizes = spec.granularity.block_size(value.ndim) or (-1,) * value.ndim
-    split = [n for length, size in zip(shape, sizes, strict=True) for n in ((length // size, size) if size > 0 else (1, length))]
-    blocks = value.detach().float().reshape(split)
+    pairs = [(n // size, size) if size > 0 else (1, n) for n, size in zip(shape, sizes, strict=True)]
+    blocks = value.detach().float().reshape([n for pair in pairs for n in pair])
     inner = list(range(1, 2 * value.ndim, 2))
     low, high = blocks.amin(inner).clamp(max=0).reshape(counts), blocks.amax(inner).clamp(min=0).reshape(counts)
     if spec.symmetric:

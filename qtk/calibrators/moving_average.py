@@ -1,0 +1,32 @@
+"""The range is the average of every batch's range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qtk.calibrators.min_max import encoding_of_range
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import Granularity
+from qtk.core.spec import QuantSpec
+from qtk.observers import moving_average
+from qtk.observers.observer import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class MovingAverage:
+    """Takes the exponential averages of each batch's extremes as the range; outliers of single batches fade.
+
+    Args:
+        momentum: weight of the newest batch, 0 < momentum ≤ 1.
+    """
+
+    momentum: float = 0.1
+
+    def observer(self, granularity: Granularity) -> moving_average.MovingAverage:
+        """A fresh observer. Raises: CalibrationError if the momentum is none."""
+        return moving_average.MovingAverage(granularity, momentum=self.momentum)
+
+    def encoding(self, observer: Observer, spec: QuantSpec) -> Encoding:
+        """The encoding that just holds the averaged range. Raises: CalibrationError if a scale saw nothing."""
+        assert isinstance(observer, moving_average.MovingAverage)
+        return encoding_of_range(observer.minimum, observer.maximum, spec)

@@ -1,0 +1,1 @@
+"""The command line: ``qtk quantize``, ``qtk inspect``, ``qtk export``."""

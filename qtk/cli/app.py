@@ -1,0 +1,126 @@
+"""The command ``qtk``: quantize, inspect, export."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from qtk.cli import inspect as inspection
+from qtk.cli import quantize as running
+from qtk.cli.imported import search_path
+from qtk.cli.recipe import Recipe, load_recipe
+from qtk.config.shipped import shipped
+from qtk.errors import QtkError
+
+EMBEDDED = "digits"
+PIPE_WIDTH = 200
+"""Columns where there is no terminal: tables are not folded."""
+
+app = typer.Typer(
+    name="qtk",
+    help="Quantize PyTorch models, simulate the result exactly, export it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RECIPE.yaml]", help="What to run; without it: the embedded digits."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Directory of the results, instead of the recipe's."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output directory if it exists.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")]
+
+
+@app.command()
+def quantize(
+    recipe: RecipeFile = None, output: Output = None, force: Force = False, show_traceback: Traceback = False
+) -> None:
+    """Run a recipe: quantize, measure, export, and measure the exported files."""
+    with _session(recipe, show_traceback=show_traceback) as (loaded, console):
+        directory = output or Path(loaded.output)
+        summary = running.quantize(loaded, directory, force=force, console=Console(stderr=True))
+        console.print(summary.table().rich())
+        console.print(f"written to {directory}", markup=False, highlight=False)
+
+
+@app.command()
+def export(
+    recipe: RecipeFile = None, output: Output = None, force: Force = False, show_traceback: Traceback = False
+) -> None:
+    """Run a recipe without measuring anything: calibrate and write the files."""
+    with _session(recipe, show_traceback=show_traceback) as (loaded, console):
+        directory = output or Path(loaded.output)
+        running.export(loaded, directory, force=force, console=Console(stderr=True))
+        console.print(f"written to {directory}", markup=False, highlight=False)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="timm:resnet18, torchvision:mobilenet_v2, demo:digits_cnn, "
+                                              "or module:callable.")],
+    weights: Annotated[str | None, typer.Option(help="A .safetensors or .pth file, or: pretrained.")] = None,
+    input_shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Once for each input: 1,3,224,224 or, with a dtype, 1,16:int64."),
+    ] = None,
+    config: Annotated[str, typer.Option(help="A shipped target, or a YAML or AIMET JSON file.")] = "default",
+    weight_bits: Annotated[int, typer.Option(help="2 to 16; 0 leaves weights in float.")] = 8,
+    activation_bits: Annotated[int, typer.Option(help="2 to 16; 0 leaves activations in float.")] = 8,
+    show_traceback: Traceback = False,
+) -> None:
+    """Show how a model is captured, what would be quantized how, and what would stay in float."""
+    with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
+        inspection.inspect(
+            model,
+            _console(),
+            weights=weights,
+            input_shapes=input_shape or (),
+            config=config,
+            weight_bits=weight_bits or None,
+            activation_bits=activation_bits or None,
+        )
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+@contextmanager
+def _session(recipe: Path | None, *, show_traceback: bool) -> Iterator[tuple[Recipe, Console]]:
+    """A loaded recipe, its folder and the current one on the search path, errors as messages."""
+    path = recipe or shipped("recipes", EMBEDDED)
+    with _errors(show_traceback=show_traceback), search_path(Path.cwd(), path.resolve().parent):
+        yield load_recipe(path), _console()
+
+
+@contextmanager
+def _errors(*, show_traceback: bool) -> Iterator[None]:
+    """Ends the command with exit code 1 and the message of a ``QtkError``."""
+    try:
+        yield
+    except QtkError as error:
+        if show_traceback:
+            typer.echo(traceback.format_exc(), err=True)
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The data a recipe names, batch by batch, anew for every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+
+from qtk.cli.imported import called
+from qtk.errors import ConfigError
+from qtk.workflow.feed import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Batches ``(inputs, label)`` that a user's callable returns; it is called for each pass.
+
+    Args:
+        locator: ``module:callable``.
+        where: the key it stands at, for messages.
+    """
+
+    locator: str
+    where: str
+
+    def open(self) -> tuple[Iterator[tuple[Batch, object]], int | None]:
+        """The batches of one pass, and how many they are where the source tells.
+
+        Raises: ConfigError if the source cannot be called or is no iterable; while they are read, if one is no pair,
+            or there are none.
+        """
+        source = called(self.locator, where=self.where)
+        if not isinstance(source, Iterable):
+            raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
+                              "it must return an iterable of batches (inputs, label)")
+        return self._pairs(source), len(source) if isinstance(source, Sized) else None
+
+    def _pairs(self, source: Iterable[object]) -> Iterator[tuple[Batch, object]]:
+        count = 0
+        for count, batch in enumerate(source, start=1):
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                given = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
+                raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {given}; "
+                                  "must be a pair (inputs, label)")
+            yield batch[0], batch[1]
+        if count == 0:
+            raise ConfigError(f"{self.where}: {self.locator} gave no batch; return a list, a generator or a DataLoader")

@@ -1,0 +1,98 @@
+"""What a model's outputs are worth: top-1, or the user's own measure; and how two models' outputs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from qtk.cli.imported import imported
+from qtk.errors import ConfigError
+from qtk.numerics.error import sqnr_db
+
+Pairs: TypeAlias = Iterable[tuple[object, object]]
+"""Output and label, batch by batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A measure: its name in the results, and the function from pairs (output, label) to a number."""
+
+    name: str
+    function: Callable[..., object]
+
+    def __call__(self, outputs: Iterable[object], labels: Iterable[object]) -> float:
+        """The value for one model. Raises: ConfigError if the function fails or returns no number."""
+        try:
+            value = self.function(list(zip(outputs, labels, strict=True)))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"evaluation {self.name}: {type(error).__name__}: {error}") from error
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"evaluation {self.name}: returned a {type(value).__name__}; it must return a number")
+        return float(value)
+
+
+def evaluation(name: str) -> Evaluation:
+    """``top1``, or a user's ``module:callable``. Raises: ConfigError if there is no such."""
+    if name == "top1":
+        return Evaluation(name, top1)
+    function = imported(name, where="evaluation")
+    return Evaluation(name.rpartition(":")[2], function)
+
+
+def top1(pairs: Pairs) -> float:
+    """Share of samples whose highest score is their label, 0…1.
+
+    Shape: outputs [..., classes] (the first tensor of a nested one), labels [...], integer.
+
+    >>> top1([(torch.eye(4), torch.tensor([0, 1, 2, 0]))])
+    0.75
+    """
+    hits = total = 0
+    for output, label in pairs:
+        predicted = predictions(output)
+        if not isinstance(label, Tensor) or label.shape != predicted.shape:
+            given = tuple(label.shape) if isinstance(label, Tensor) else type(label).__name__
+            raise ConfigError(f"top1 needs a label for each of {tuple(predicted.shape)} predictions, got {given}; "
+                              "name another evaluation: module:callable")
+        hits += int((predicted == label.to(predicted.device)).sum())
+        total += predicted.numel()
+    return hits / total if total else 0.0
+
+
+def agreement(outputs: Iterable[object], others: Iterable[object]) -> float:
+    """Share of equal predictions, 0…1."""
+    hits = total = 0
+    for output, other in zip(outputs, others, strict=True):
+        equal = predictions(output) == predictions(other)
+        hits, total = hits + int(equal.sum()), total + equal.numel()
+    return hits / total if total else 1.0
+
+
+def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float:
+    """SQNR in dB of all real-valued outputs over all batches."""
+    pairs = zip(references, outputs, strict=True)
+    leaves = [pair for both in pairs for pair in zip(*map(_reals, both), strict=True)]
+    reference, value = (torch.cat([leaf.flatten().double() for leaf in side]) for side in zip(*leaves, strict=True))
+    return sqnr_db(reference, value)
+
+
+def predictions(output: object) -> Tensor:
+    """Index of the highest score along the last axis of the first tensor. Raises: ConfigError if there is none."""
+    leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if leaf is None or leaf.ndim < 2:
+        shown = "no tensor" if leaf is None else f"a tensor of shape {tuple(leaf.shape)}"
+        raise ConfigError(f"predictions are read from scores [samples, …, classes], the model returns {shown}")
+    return leaf.argmax(-1)
+
+
+def _reals(output: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

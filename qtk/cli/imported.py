@@ -1,0 +1,67 @@
+"""``module:callable``: a name in the user's own code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qtk.config.closest import closest
+from qtk.errors import ConfigError
+
+
+def imported(locator: str, *, where: str) -> Callable[..., object]:
+    """The callable a locator names, its module imported.
+
+    Args:
+        locator: ``package.module:name``; the name may have dots.
+        where: the key it stands at, for messages.
+
+    Raises: ConfigError if it has another form, cannot be imported, or names nothing that can be called.
+
+    >>> imported("math:hypot", where="example")(3, 4)
+    5.0
+    """
+    module_name, colon, name = locator.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{where}: got {locator!r}; must be module:callable, as in my_project.data:batches")
+    try:
+        value: object = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{where}: cannot import {module_name!r}: {error}; the current directory and that of the "
+                          "recipe are searched besides the installed packages") from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{where}: {module_name} has no {name!r}; {closest(part, vars(value))}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ConfigError(f"{where}: {locator} is a {type(value).__name__}; it must be callable")
+    return value
+
+
+def called(locator: str, *, where: str) -> object:
+    """What the callable returns when called without arguments.
+
+    Raises: ConfigError as ``imported``, or with the error the call raised.
+    """
+    function = imported(locator, where=where)
+    try:
+        return function()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {locator}() raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def search_path(*folders: Path) -> Iterator[None]:
+    """Lets modules in ``folders`` be imported, after all installed ones."""
+    added = [folder for folder in map(str, folders) if folder not in sys.path]
+    sys.path.extend(added)
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)

@@ -1,0 +1,89 @@
+"""What qtk would do with a model: how it is captured, what is quantized how, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from qtk.cli.model_source import Shape, build_model, usual_input_shape
+from qtk.core.dtypes import integer
+from qtk.errors import ConfigError
+from qtk.quantsim import QuantSim
+from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+}
+
+
+def inspect(
+    model: str,
+    console: Console,
+    *,
+    weights: str | None = None,
+    input_shapes: Sequence[str] = (),
+    config: str = "default",
+    weight_bits: int | None = 8,
+    activation_bits: int | None = 8,
+) -> None:
+    """Prints the capture report and the plan of a model.
+
+    Args:
+        model: as in a recipe, ``timm:resnet18``.
+        console: where to print.
+        weights: a file, or ``pretrained``.
+        input_shapes: one text for each input, see ``example_input``; none: what the library says the model takes.
+        config: a shipped target or a file.
+        weight_bits: of weights, ``None`` for float.
+        activation_bits: of activations, ``None`` for float.
+
+    Raises: QtkError if the model cannot be built or captured, or the configuration is wrong.
+    """
+    for bits in (weight_bits, activation_bits):
+        if bits is not None:
+            integer(bits, signed=True)  # refuses widths that do not exist, before the model is built
+    shapes = [parse_shape(text) for text in input_shapes]
+    module = build_model(model, weights=weights)
+    if not shapes:
+        usual = usual_input_shape(model, module)
+        if usual is None:
+            raise ConfigError(f"{model}: its input shape is not known; give --input-shape, as in 1,3,224,224")
+        shapes = [(usual, torch.float32)]
+    examples = tuple(example_input(*shape) for shape in shapes)
+    with console.status("capturing"):
+        sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config)
+    console.print(str(sim.model.report), markup=False, highlight=False)
+    for table in (plan_table(sim.plan), unquantized_table(sim.plan)):
+        console.print(table.rich())
+    console.print(plan_summary(sim.plan), markup=False, highlight=False)
+    for rule in sim.plan.unmatched_rules:
+        console.print(f"{rule} of the config matches nothing", markup=False, highlight=False)
+
+
+def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
+    """A shape with its batch, and the dtype behind a colon, float32 if there is none.
+
+    Raises: ConfigError if it reads otherwise.
+
+    >>> parse_shape("1,16:int64")
+    ((1, 16), torch.int64)
+    """
+    sizes, _, name = text.partition(":")
+    name = name or "float32"
+    try:
+        shape = tuple(int(size) for size in sizes.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1 or name not in DTYPES:
+        raise ConfigError(f"--input-shape: got {text!r}; must be sizes with an optional dtype of "
+                          f"{', '.join(DTYPES)}, as in 1,3,224,224 or 1,16:int64")
+    return shape, DTYPES[name]
+
+
+def example_input(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, or zeros where the input is an index or a mask."""
+    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)

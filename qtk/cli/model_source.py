@@ -1,0 +1,167 @@
+"""The model a recipe or a command names: from timm, torchvision, the demo, or the user's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from qtk.cli.imported import called
+from qtk.config.closest import closest
+from qtk.errors import ConfigError
+
+PRETRAINED = "pretrained"
+"""In place of a file of weights: those the library downloads."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A library of models.
+
+    Args:
+        build: (name, whether pretrained, the key for messages) → the model.
+        input_shape: (name, model) → the shape of one input, batch and all; ``None`` if unknown.
+    """
+
+    build: Callable[[str, bool, str], nn.Module]
+    input_shape: Callable[[str, nn.Module], Shape | None]
+
+
+def build_model(spec: str, *, weights: str | None = None, where: str = "model") -> nn.Module:
+    """The model called ``spec``, with its weights, in eval mode.
+
+    Args:
+        spec: ``timm:resnet18``, ``torchvision:mobilenet_v2``, ``demo:digits_cnn`` or ``module:callable``.
+        weights: a file of safetensors, or of ``torch.save`` as far as it holds tensors alone; ``pretrained``: those
+            that timm or torchvision download. The demo models have theirs.
+        where: the key it stands at, for messages.
+
+    Raises: ConfigError for an unknown model, a missing package, weights that cannot be read or do not fit.
+    """
+    prefix, _, name = spec.partition(":")
+    pretrained = weights == PRETRAINED
+    if prefix in SOURCES:
+        model = SOURCES[prefix].build(name, pretrained, where)
+    else:
+        if pretrained:
+            raise ConfigError(f"{where}: weights: {PRETRAINED} is for timm: and torchvision:; give a file for {spec}")
+        built = called(spec, where=where)
+        if not isinstance(built, nn.Module):
+            raise ConfigError(f"{where}: {spec}() returned a {type(built).__name__}; it must return an nn.Module")
+        model = built
+    if weights is not None and not pretrained:
+        load_weights(model, Path(weights))
+    return model.eval()
+
+
+def usual_input_shape(spec: str, model: nn.Module) -> Shape | None:
+    """The shape a model from a library is made for, with a batch of 1; ``None`` for the user's own."""
+    prefix, _, name = spec.partition(":")
+    return SOURCES[prefix].input_shape(name, model) if prefix in SOURCES else None
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Loads a file of weights into ``model``, all keys and no others. Never unpickles anything but tensors.
+
+    Raises: ConfigError if it cannot be read, or listing what is missing, too much or of another shape.
+    """
+    state = _read_state(path)
+    own = model.state_dict()
+    findings = [f"missing: {name}" for name in own if name not in state]
+    findings += [f"too much: {name}" for name in state if name not in own]
+    findings += [
+        f"{name}: shape {tuple(state[name].shape)} in the file, {tuple(own[name].shape)} in the model"
+        for name in own if name in state and state[name].shape != own[name].shape
+    ]
+    if findings:
+        shown = "\n  ".join(findings[:SHOWN]) + (f"\n  … {len(findings) - SHOWN} more" if findings[SHOWN:] else "")
+        raise ConfigError(f"{path}: these weights do not fit the model\n  {shown}")
+    model.load_state_dict(dict(state))
+
+
+SHOWN = 10
+
+
+def _read_state(path: Path) -> Mapping[str, Tensor]:
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise ConfigError(f"{path}: weights must be a .safetensors file, or .pt/.pth with nothing but tensors")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: not a safetensors file: {error}") from None
+    except Exception as error:  # pickle raises whatever it likes
+        raise ConfigError(f"{path}: holds more than tensors, or is broken; save model.state_dict(), best as "
+                          f"safetensors: {str(error).splitlines()[0]}") from None
+    if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
+        state = state["state_dict"]
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"{path}: must hold a state_dict, tensors by name")
+    return state
+
+
+def _library(name: str, extra: str, where: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(f'{where}: needs {name}, which is not installed; run: pip install "qtk[{extra}]"') from error
+
+
+def _timm(name: str, pretrained: bool, where: str) -> nn.Module:
+    timm = _library("timm", "vision", where)
+    if not timm.is_model(name):
+        raise ConfigError(f"{where}: timm has no model {name!r}; {closest(name, timm.list_models())}")
+    model = timm.create_model(name, pretrained=pretrained)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _timm_shape(name: str, model: nn.Module) -> Shape | None:
+    settings = getattr(model, "default_cfg", None) or {}
+    size = settings.get("input_size")
+    return None if size is None else (1, *size)
+
+
+def _torchvision(name: str, pretrained: bool, where: str) -> nn.Module:
+    models = _library("torchvision.models", "vision", where)
+    if name not in models.list_models():
+        raise ConfigError(f"{where}: torchvision has no model {name!r}; {closest(name, models.list_models())}")
+    model = models.get_model(name, weights="DEFAULT" if pretrained else None)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _torchvision_shape(name: str, model: nn.Module) -> Shape | None:
+    weights = import_module("torchvision.models").get_model_weights(name)
+    crop = getattr(weights.DEFAULT.transforms(), "crop_size", None)
+    match crop:
+        case [int(size)]:
+            return 1, 3, size, size
+        case [int(height), int(width)]:
+            return 1, 3, height, width
+    return None
+
+
+def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
+    model = import_module("qtk.demo.models").build(name)  # beside this floor, not below it
+    assert isinstance(model, nn.Module)
+    return model
+
+
+SOURCES: Mapping[str, Source] = {
+    "timm": Source(_timm, _timm_shape),
+    "torchvision": Source(_torchvision, _torchvision_shape),
+    "demo": Source(_demo, lambda name, model: (1, 1, 8, 8)),
+}

@@ -1,0 +1,64 @@
+"""An exported file, called like the model it was exported from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from qtk.errors import ExportError
+from qtk.export.signature import input_leaves, input_names
+
+
+class OnnxFile(nn.Module):
+    """Runs a file in ONNX Runtime on the CPU, as it comes, with all its optimizations.
+
+    Args:
+        path: the file.
+        model: the simulation it was exported from; its signature tells how inputs are nested.
+
+    Raises: ExportError if onnxruntime is not installed or cannot load the file.
+    """
+
+    def __init__(self, path: Path, model: fx.GraphModule) -> None:
+        super().__init__()
+        require_onnxruntime()
+        import onnxruntime
+
+        self.path = path
+        self.signature = [model]  # in a list: it is no submodule
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+        self.names = [value.name for value in self.session.get_inputs()]
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        """The outputs, flat. Raises: ExportError if the file does not run on these inputs."""
+        model = self.signature[0]
+        given = dict(zip(input_names(model), input_leaves(model, args, kwargs), strict=True))
+        tensors = {name: leaf for name, leaf in given.items() if isinstance(leaf, Tensor)}
+        try:
+            feed = {name: tensors[name].detach().cpu().numpy() for name in self.names}
+            return tuple(torch.from_numpy(array) for array in self.session.run(None, feed))
+        except Exception as error:
+            raise ExportError(f"{self.path}: ONNX Runtime: {type(error).__name__}: {error}") from error
+
+
+def require_onnxruntime() -> None:
+    """Raises: ExportError with what to install, if ONNX Runtime is not there."""
+    try:
+        import onnxruntime  # noqa: F401  an extra: loaded where it is needed
+    except ImportError as error:
+        raise ExportError("measuring an ONNX file needs onnxruntime; run: pip install \"qtk[onnx]\"") from error
+
+
+def nested_like(output: object, flat: object) -> object:
+    """The outputs of a file, flat, nested as the model nests its own."""
+    own, structure = pytree.tree_flatten(output)
+    tensors = iter(pytree.tree_leaves(flat))
+    return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in own], structure)

@@ -1,0 +1,196 @@
+"""Runs a recipe: every model in float and in every setting, measured, exported, measured again as exported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qtk.cli.batches import Batches
+from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
+from qtk.cli.model_source import build_model
+from qtk.cli.onnx_file import OnnxFile, nested_like, require_onnxruntime
+from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
+from qtk.errors import ConfigError
+from qtk.export.atomic import staged_directory
+from qtk.graph.insert import QUANTIZERS
+from qtk.quantsim import QuantSim
+from qtk.report.size import float_size_bytes, quantized_size_bytes
+from qtk.report.summary import FLOAT, Score, Summary
+from qtk.workflow.export import ONNX_FILE
+from qtk.workflow.feed import Batch, outputs
+from qtk.workflow.prepare import ExampleInputs, prepare_model
+
+SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
+
+
+def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> Summary:
+    """Runs ``recipe`` and writes exports and summary into ``directory``: all of it, or nothing.
+
+    Args:
+        recipe: what to run.
+        directory: where ``<model>/<setting>/``, ``summary.json`` and ``summary.txt`` will be.
+        force: replace an existing directory.
+        console: where the steps are told.
+
+    Raises: QtkError of the step that failed; the directory is then as it was.
+    """
+    if recipe.data.evaluation is None:
+        raise ConfigError("data.evaluation: missing; add module:callable, or run `qtk export`, which measures nothing")
+    measure = evaluation(recipe.evaluation)
+    if any(ONNX in recipe.formats_of(setting) for setting in recipe.settings):
+        require_onnxruntime()
+    held_out = Batches(recipe.data.evaluation, "data.evaluation")
+    with staged_directory(directory, force=force) as folder:
+        models = {}
+        for entry in recipe.models:
+            run = _Run(recipe, entry, console)
+            models[entry.name] = run.measured(folder / entry.name, measure, held_out)
+        summary = Summary(measure.name, models)
+        record = json.dumps(summary.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / SUMMARY_JSON).write_text(record + "\n", encoding="utf-8")
+        (folder / SUMMARY_TXT).write_text(summary.table().text() + "\n", encoding="utf-8")
+    return summary
+
+
+def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> None:
+    """Calibrates and exports every model in every setting, without measuring. Arguments and errors: ``quantize``."""
+    if not any(recipe.formats_of(setting) for setting in recipe.settings):
+        raise ConfigError("exports: is empty, so there is nothing to write; add encodings or onnx")
+    with staged_directory(directory, force=force) as folder:
+        for entry in recipe.models:
+            run = _Run(recipe, entry, console)
+            for setting in recipe.settings:
+                run.exported(run.calibrated(setting), setting, folder / entry.name / setting.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one pass over the batches gave, batch by batch."""
+
+    outputs: list[object]
+    labels: list[object]
+
+
+class _Run:
+    """One model of a recipe."""
+
+    def __init__(self, recipe: Recipe, entry: ModelEntry, console: Console) -> None:
+        self.recipe = recipe
+        self.entry = entry
+        self.console = console
+        self.calibration = Batches(recipe.data.calibration, "data.calibration")
+        torch.manual_seed(recipe.seed)
+        self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
+        self.example = self._example()
+        with self._step("capturing"):
+            self.prepared = prepare_model(self.model, self.example)
+
+    def measured(self, folder: Path, measure: Evaluation, held_out: Batches) -> dict[str, Score]:
+        """Scores in float and in every setting, the exports written into ``folder``."""
+        reference = self._pass(self.model, held_out, FLOAT)
+        value = measure(reference.outputs, reference.labels)
+        scores = {FLOAT: Score(value, None, float_size_bytes(_tensors(self.model)))}
+        for setting in self.recipe.settings:
+            sim = self.calibrated(setting)
+            self.exported(sim, setting, folder / setting.name)
+            simulated = self._pass(sim.model, held_out, setting.name, like=reference)
+            score = Score(
+                measure(simulated.outputs, reference.labels),
+                outputs_sqnr_db(reference.outputs, simulated.outputs),
+                quantized_size_bytes(_tensors(sim.model), sim.encodings()),
+            )
+            file = folder / setting.name / ONNX_FILE
+            if file.is_file():
+                runner = OnnxFile(file, sim.model)
+                run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)
+                found = [nested_like(ours, theirs) for ours, theirs in zip(simulated.outputs, run.outputs, strict=True)]
+                score = replace(
+                    score,
+                    onnxruntime_value=measure(found, reference.labels),
+                    onnxruntime_agreement=agreement(simulated.outputs, found),
+                )
+            scores[setting.name] = score
+        return scores
+
+    def calibrated(self, setting: Setting) -> QuantSim:
+        """The simulation of a setting, calibrated."""
+        sim = QuantSim(
+            self.prepared,
+            self.example,
+            scheme=self.recipe.scheme_of(setting),
+            weight_bits=setting.weight_bits,
+            activation_bits=setting.activation_bits,
+            config=self.recipe.config_of(setting),
+        )
+        self._say(f"calibrating {setting.name}")
+        pairs, count = self.calibration.open()
+        sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count)
+        return sim
+
+    def exported(self, sim: QuantSim, setting: Setting, folder: Path) -> None:
+        """Writes the formats of a setting, if it has any."""
+        formats = self.recipe.formats_of(setting)
+        if formats:
+            with self._step(f"exporting {setting.name} as {' and '.join(formats)}"):
+                sim.export(folder, formats=formats)
+
+    def _example(self) -> ExampleInputs:
+        if self.entry.input_shape:
+            return torch.randn(self.entry.input_shape)
+        pairs, _ = self.calibration.open()
+        inputs, _ = next(pairs)
+        if not isinstance(inputs, (Tensor, tuple, dict)):
+            raise ConfigError(f"data.calibration: inputs of type {type(inputs).__name__}; "
+                              "must be a tensor, a tuple of arguments or a dict of named ones")
+        return inputs
+
+    def _pass(self, model: nn.Module, held_out: Batches, what: str, *, like: _Pass | None = None) -> _Pass:
+        """The model's outputs on all batches, held on the CPU; the batches must be those of ``like``."""
+        pairs, count = held_out.open()
+        labels: list[object] = []
+
+        def inputs() -> Iterator[Batch]:
+            for batch, label in pairs:
+                labels.append(label)
+                yield batch
+
+        title = f"{self.entry.name}: measuring {what}"
+        count = count if like is None else len(like.labels)
+        found = outputs(model, inputs(), num_batches=count, label=title, progress=True)
+        done = _Pass([pytree.tree_map_only(Tensor, Tensor.cpu, output) for output in found], labels)
+        if like is not None and not _equal(done.labels, like.labels):
+            raise ConfigError(f"{held_out.where}: {held_out.locator} gives other batches on each pass; "
+                              "turn shuffling and random augmentation off")
+        return done
+
+    def _say(self, what: str) -> None:
+        self.console.print(f"{self.entry.name}: {what}", markup=False, highlight=False)
+
+    @contextmanager
+    def _step(self, what: str) -> Iterator[None]:
+        """A step that cannot tell how far it is: a line, and on a terminal a spinner."""
+        self._say(what)
+        with self.console.status(""):
+            yield
+
+
+def _equal(labels: Sequence[object], others: Sequence[object]) -> bool:
+    return len(labels) == len(others) and all(
+        torch.equal(label, other) if isinstance(label, Tensor) and isinstance(other, Tensor) else label == other
+        for label, other in zip(labels, others, strict=True)
+    )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every name they go by, without those of quantizers."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor for name, tensor in named if not name.startswith(f"{QUANTIZERS}.")}

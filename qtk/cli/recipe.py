@@ -1,0 +1,162 @@
+"""A recipe: one file that names model, data, settings, evaluation and exports of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qtk.calibrators.scheme import SCHEMES
+from qtk.cli.model_source import PRETRAINED
+from qtk.config.files import read_file
+from qtk.config.load import load_config
+from qtk.config.schema import Bits, QuantConfig, check_methods, check_op_names
+from qtk.config.validate import validate
+from qtk.errors import ConfigError
+from qtk.graph.op_table import OP_NAMES
+from qtk.registry import nearest
+from qtk.report.summary import FLOAT
+from qtk.workflow.export import EXPORTERS
+
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+"""Names folders and keys."""
+
+ONNX = "onnx"
+TOP1 = "top1"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelEntry(_Part):
+    """A model: its name in the results, where it comes from, its weights, and the shape of an input.
+
+    Without ``input_shape`` the first calibration batch is the example the model is captured on.
+    """
+
+    name: Name
+    model: str
+    weights: str | None = None
+    input_shape: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+
+
+class DataEntry(_Part):
+    """``module:callable`` returning batches ``(inputs, label)``, called anew for each pass over them.
+
+    Args:
+        calibration: a few hundred samples that look like those to come; labels are not read.
+        evaluation: what is measured on; needed unless nothing is evaluated.
+    """
+
+    calibration: str
+    evaluation: str | None = None
+
+
+class Setting(_Part):
+    """Widths by a name; scheme and config where they are not those of the recipe."""
+
+    name: Name
+    weight_bits: Bits | None
+    activation_bits: Bits | None
+    scheme: str | None = None
+    config: str | dict[str, object] | None = None
+
+
+class Recipe(_Part):
+    """A whole run: every model in every setting.
+
+    Args:
+        models: what is quantized.
+        data: what it is calibrated and measured on.
+        config: a shipped target, a file, or the configuration itself.
+        scheme: how ranges are found.
+        settings: widths to try, in the order of the results.
+        evaluation: ``top1``, or ``module:callable`` from pairs (output, label) to a number.
+        exports: formats to write for each model and setting.
+        onnx_for: the settings that ``onnx`` is written for; all, if left out.
+        output: directory of the results.
+        seed: of torch, before each model is built.
+    """
+
+    models: Annotated[tuple[ModelEntry, ...], Field(min_length=1)]
+    data: DataEntry
+    config: str | dict[str, object] = "default"
+    scheme: str = "min_max"
+    settings: Annotated[tuple[Setting, ...], Field(min_length=1)]
+    evaluation: str = TOP1
+    exports: tuple[str, ...] = ("encodings", ONNX)
+    onnx_for: tuple[str, ...] | None = None
+    output: str = "qtk-output"
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Recipe:
+        models = [model.name for model in self.models]
+        settings = [setting.name for setting in self.settings]
+        for key, names in (("models", models), ("settings", settings)):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{key}: the name {twice!r} appears twice; results are told apart by it")
+        if FLOAT in settings:
+            raise ValueError(f"settings: {FLOAT!r} is the model in float, always measured; choose another name")
+        for name in self.onnx_for or ():
+            if name not in settings:
+                raise ValueError(f"onnx_for: no setting is called {name!r}; {nearest(name, settings)}")
+        return self
+
+    def scheme_of(self, setting: Setting) -> str:
+        return setting.scheme or self.scheme
+
+    def config_of(self, setting: Setting) -> QuantConfig:
+        """The checked configuration of a setting. Raises: ConfigError."""
+        return load_config(self.config if setting.config is None else setting.config)
+
+    def formats_of(self, setting: Setting) -> tuple[str, ...]:
+        """What is written for a setting, by canonical names."""
+        formats = dict.fromkeys(map(EXPORTERS.canonical, self.exports))
+        if self.onnx_for is not None and setting.name not in self.onnx_for:
+            formats.pop(ONNX, None)
+        return tuple(formats)
+
+    def check(self) -> None:
+        """Everything that can be known before the first model is built. Raises: ConfigError."""
+        for setting in self.settings:
+            SCHEMES.canonical(self.scheme_of(setting))
+            self.formats_of(setting)
+            config = self.config_of(setting)
+            check_op_names(config, OP_NAMES)
+            check_methods(config, SCHEMES)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """The recipe in a YAML file, checked; files it names are looked for beside it first.
+
+    Raises: ConfigError with file and path of each mistake.
+    """
+    if not path.is_file():
+        raise ConfigError(f"recipe {path} does not exist; give the path of a YAML file, or none for the digits")
+    recipe = validate(Recipe, read_file(path), source=str(path))
+    recipe = recipe.model_copy(update={
+        "config": _beside(path, recipe.config),
+        "models": tuple(
+            model if model.weights in (None, PRETRAINED)
+            else model.model_copy(update={"weights": _beside(path, model.weights)}) for model in recipe.models
+        ),
+        "settings": tuple(
+            setting.model_copy(update={"config": _beside(path, setting.config)}) for setting in recipe.settings
+        ),
+    })
+    try:
+        recipe.check()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return recipe
+
+
+def _beside(recipe: Path, file: str | dict[str, object] | None) -> str | dict[str, object] | None:
+    """The file in the recipe's folder if it is there, else as it is written."""
+    if isinstance(file, str) and (found := recipe.parent / file).is_file():
+        return str(found)
+    return file

@@ -1,0 +1,77 @@
+"""``qtk::observe``: shows a tensor to an observer from inside a compiled graph.
+
+An observer is a Python object that decides on what it sees, and no compiler can look through it. The op is opaque to
+them: it finds its listener by number in an address book, and counts its calls in ``ticket``, so that no compiler thinks
+it does nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from qtk.errors import CalibrationError
+
+
+class Observes(Protocol):
+    """Anything that takes tensors in."""
+
+    def observe(self, x: Tensor) -> None: ...
+
+
+ObservesT = TypeVar("ObservesT", bound=Observes)
+
+
+class Listener(Generic[ObservesT]):
+    """Holds the observer of one place in a model and makes it reachable from compiled code.
+
+    A copy has a number of its own and a copy of the observer.
+
+    Args:
+        place: name of the place, for messages.
+    """
+
+    def __init__(self, place: str, observer: ObservesT | None = None) -> None:
+        self.place = place
+        self.observer = observer
+        self.number = next(_NUMBERS)
+        self.ticket = torch.zeros(1, dtype=torch.int64, device="cpu")
+        _ADDRESSES[self.number] = self
+
+    def observe(self, x: Tensor) -> None:
+        """Shows ``x`` to the observer.
+
+        Raises: CalibrationError, with the place, if there is no observer or it refuses ``x``.
+        """
+        if self.observer is None:
+            raise CalibrationError(f"{self.place} is to observe but has no observer; set quantizer.observer first")
+        try:
+            self.observer.observe(x)
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.place}: {error}") from None
+
+    def observe_when_run(self, x: Tensor) -> None:
+        """``observe``, whenever the graph that is being compiled runs."""
+        torch.ops.qtk.observe.default(self.ticket, x.detach(), self.number)
+
+    def __reduce__(self) -> tuple[type[Listener[ObservesT]], tuple[str, ObservesT | None]]:
+        return Listener, (self.place, self.observer)
+
+
+_NUMBERS = itertools.count()
+_ADDRESSES: WeakValueDictionary[int, Listener[Any]] = WeakValueDictionary()
+
+torch.library.define("qtk::observe", "(Tensor(a!) ticket, Tensor input, int listener) -> ()")
+
+
+@torch.library.impl("qtk::observe", "CompositeExplicitAutograd")
+def _observe(ticket: Tensor, input: Tensor, listener: int) -> None:
+    _ADDRESSES[listener].observe(input)
+    ticket.add_(1)
+
+
+torch.library.register_fake("qtk::observe", lambda ticket, input, listener: None)

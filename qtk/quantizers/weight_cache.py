@@ -1,0 +1,64 @@
+"""The last fake-quantized weight, kept while nothing it was made from changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightCache:
+    """One remembered result, by identity and version of the tensors it was made from.
+
+    A change is seen by the tensor's version counter. Writes through ``tensor.data`` and by fused optimizers
+    (``AdamW(fused=True)``) leave that counter alone; so the owner clears the cache whenever it runs with grad and
+    whenever the model goes to ``train()`` or ``eval()``, as happens around every training step. Code that writes
+    through ``.data`` between two calls without grad must clear it itself.
+
+    A copy or pickle of a cache is empty.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._weight: Tensor | None = None
+        self._result: Tensor | None = None
+
+    def clear(self) -> None:
+        self._key, self._weight, self._result = (), None, None
+
+    def get(
+        self, simulate: Callable[[Tensor], Tensor], weight: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> Tensor:
+        """``simulate(weight)``, from memory if weight, scale and zero point are those of the last call."""
+        sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)
+        if not all(_is_plain(source) for source in sources) or _is_traced():
+            return simulate(weight)
+        key = tuple(_state(source) for source in sources)
+        if self._result is None or (*key, self._result._version) != self._key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._result = simulate(weight)
+            # the weight is held so that no other tensor can come to lie at its address
+            self._key, self._weight = (*key, self._result._version), weight.detach()
+        return self._result
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        return WeightCache, ()
+
+
+def _state(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor has memory and a version: no fake, functional or other subclass, no inference tensor."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_inference()
+
+
+def _is_traced() -> bool:
+    """Whether a tracer or a function transform (make_fx, vmap, jit) watches the calls, so that none may be skipped."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )

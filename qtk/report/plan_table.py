@@ -1,0 +1,53 @@
+"""A plan as tables: what is quantized how, and what is left in float and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.report.table import Column, Table
+
+
+def plan_table(plan: QuantPlan) -> Table:
+    """Every quantized site in graph order."""
+    rows = tuple(
+        (site.name, decided.spec.dtype.name, _shape_of(decided), _source(decided), decided.reason)
+        for site, decided in plan.items()
+    )
+    columns = ("site", "dtype", "granularity", "range", "reason")
+    return Table(f"{len(rows)} quantized values", tuple(map(Column, columns)), rows)
+
+
+def unquantized_table(plan: QuantPlan) -> Table:
+    """Every real value left in float, with the reason."""
+    rows = tuple((site.name, reason) for site, reason in plan.unquantized.items())
+    return Table(f"{len(rows)} values in float", (Column("site"), Column("reason")), rows)
+
+
+def plan_summary(plan: QuantPlan) -> str:
+    """One line: how many quantizers of which format.
+
+    >>> plan_summary(QuantPlan({}))
+    'no quantizers'
+    """
+    leaders = [decided.spec for decided in plan.values() if decided.leader is None]
+    counts = Counter(f"{spec.dtype} {'symmetric' if spec.symmetric else 'asymmetric'}" for spec in leaders)
+    if not counts:
+        return "no quantizers"
+    shared = len(plan) - len(leaders)
+    return (f"{len(leaders)} quantizers: " + ", ".join(f"{count} × {name}" for name, count in counts.items())
+            + (f"; {shared} values share one" if shared else ""))
+
+
+def _shape_of(decided: SitePlan) -> str:
+    spec = decided.spec
+    words = [str(spec.granularity), "symmetric" if spec.symmetric else "asymmetric"]
+    return " ".join(words + ["narrow"] * spec.narrow_range)
+
+
+def _source(decided: SitePlan) -> str:
+    if decided.leader is not None:
+        return f"as {decided.leader}"
+    if decided.range is not None:
+        return "{:g} … {:g}".format(*decided.range)
+    return decided.method

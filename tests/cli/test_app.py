@@ -1,0 +1,130 @@
+"""The command as users type it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qtk.cli.app import app
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_recipe_prints_its_table_and_writes_its_results(project, tmp_path):
+    result = invoke("quantize", project.recipe())
+    assert result.exit_code == 0, result.output
+    assert "accuracy, error and size" in result.stdout
+    assert "W8A8" in result.stdout
+    assert f"written to {tmp_path / 'results'}" in result.stdout
+    assert "capturing" in result.stderr
+    assert (tmp_path / "results" / "summary.json").is_file()
+
+
+def test_the_output_option_goes_before_the_recipe(project, tmp_path):
+    assert invoke("quantize", project.recipe(), "--output", tmp_path / "other").exit_code == 0
+    assert (tmp_path / "other" / "summary.json").is_file()
+    assert not (tmp_path / "results").exists()
+
+
+def test_modules_beside_the_recipe_are_found_from_anywhere(project, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "qtk.cli.app", "export", project.recipe()],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(),
+    )
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "results" / "net" / "w8a8" / "encodings.json").is_file()
+
+
+def test_an_existing_directory_is_one_clean_message(project, tmp_path):
+    (tmp_path / "results").mkdir()
+    result = invoke("quantize", project.recipe())
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert "--force" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list((tmp_path / "results").iterdir()) == []
+    assert invoke("quantize", project.recipe(), "--force").exit_code == 0
+
+
+def test_a_mistake_in_the_recipe_is_one_clean_message_with_its_path(project):
+    result = invoke("quantize", project.recipe(settings=[{"name": "a", "weight_bits": 99, "activation_bits": 8}]))
+    assert result.exit_code == 1
+    assert "recipe.yaml: settings[0].weight_bits: got 99; must be at most 16" in result.stderr
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_traceback_is_there_for_those_who_ask(project):
+    result = invoke("quantize", project.recipe(scheme="x"), "--traceback")
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "error: " in result.stderr
+
+
+def test_wrong_usage_is_exit_code_2():
+    assert invoke("quantise").exit_code == 2
+    assert invoke("quantize", "--forse").exit_code == 2
+    assert invoke("inspect").exit_code == 2
+
+
+def test_inspect_prints_the_plan(project):
+    result = invoke("inspect", f"{project.module}:net", "--input-shape", "2,6", "--activation-bits", "0")
+    assert result.exit_code == 0, result.output
+    assert "first.weight" in result.stdout
+    assert "uint8" not in result.stdout
+
+
+def test_inspect_of_an_unknown_model_is_one_clean_message():
+    result = invoke("inspect", "demo:digits_cn")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: unknown demo model")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The command without arguments, run in an empty directory."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("onnxruntime")
+    folder = tmp_path_factory.mktemp("digits")
+    run = subprocess.run(
+        [sys.executable, "-m", "qtk.cli.app", "quantize"],
+        capture_output=True, text=True, check=False, cwd=folder, env=environment(),
+    )
+    assert run.returncode == 0, run.stderr
+    return folder / "qtk-output", run.stdout
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+
+def test_without_arguments_the_digits_keep_their_accuracy(digits):
+    models = json.loads((digits[0] / "summary.json").read_text())["models"]
+    assert {model: set(settings) for model, settings in models.items()} == {
+        model: {"fp32", "w8a8", "w4a8"} for model in ("digits_cnn", "digits_vit")
+    }
+    assert models["digits_cnn"]["fp32"]["top1"] >= 0.98
+    assert models["digits_vit"]["fp32"]["top1"] >= 0.95
+    for settings in models.values():
+        assert abs(settings["w8a8"]["top1"] - settings["fp32"]["top1"]) <= 0.005
+        assert settings["w8a8"]["sqnr_db"] > 30 > settings["w4a8"]["sqnr_db"] > 10
+        assert settings["fp32"]["size_bytes"] > 3 * settings["w8a8"]["size_bytes"] > 3 * settings["w4a8"]["size_bytes"]
+        for name in ("w8a8", "w4a8"):
+            assert settings[name]["onnxruntime_agreement"] >= 0.995
+            assert abs(settings[name]["onnxruntime_top1"] - settings[name]["top1"]) <= 0.005
+
+
+def test_without_arguments_table_and_files_are_there(digits):
+    folder, printed = digits
+    assert "ONNX Runtime top-1" in printed
+    for model in ("digits_cnn", "digits_vit"):
+        for setting in ("w8a8", "w4a8"):
+            assert (folder / model / setting / "model.onnx").is_file()
+            assert (folder / model / setting / "encodings.json").is_file()
+    assert (folder / "summary.txt").read_text().count("digits_vit") == 3

@@ -1,0 +1,33 @@
+"""Data that a recipe names."""
+
+import pytest
+
+from qtk.cli.batches import Batches
+from qtk.errors import ConfigError
+
+
+def test_every_pass_starts_anew(project):
+    batches = Batches(f"{project.module}:evaluation", "data.evaluation")
+    first, second = (list(batches.open()[0]) for _ in range(2))
+    assert len(first) == len(second) == 2
+    assert all((a[0] == b[0]).all() for a, b in zip(first, second, strict=True))
+
+
+def test_the_number_of_batches_is_known_if_the_source_tells(project):
+    assert Batches(f"{project.module}:calibration", "x").open()[1] == 3
+    assert Batches(f"{project.module}:evaluation", "x").open()[1] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "data.x: user_.*:nothing gave no batch"),
+        ("bare", r"data.x: batch 0 of user_.*:bare has type Tensor; must be a pair \(inputs, label\)"),
+        ("number", r"number\(\) returned a int; it must return an iterable"),
+        ("broken", "raised KeyError"),
+        ("VALUE", "is a int; it must be callable"),
+    ],
+)
+def test_what_is_no_data_is_answered_with_its_key(project, name, said):
+    with pytest.raises(ConfigError, match=said):
+        list(Batches(f"{project.module}:{name}", "data.x").open()[0])

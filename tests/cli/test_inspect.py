@@ -1,0 +1,67 @@
+"""What ``qtk inspect`` shows."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from qtk.cli.inspect import example_input, inspect, parse_shape
+from qtk.errors import ConfigError, QtkError
+
+
+def shown(*args, **kwargs):
+    file = io.StringIO()
+    inspect(*args, Console(file=file, width=200), **kwargs)
+    return file.getvalue()
+
+
+def test_report_plan_and_what_stays_in_float(project):
+    text = shown(f"{project.module}:net", input_shapes=["1,6"], weight_bits=4)
+    assert "captured by export" in text
+    assert "first.weight" in text
+    assert "int4" in text
+    assert "per_channel(axis=0) symmetric" in text
+    assert "inside supergroup linear → relu" in text
+    assert "quantizers:" in text
+
+
+def test_a_library_model_needs_no_shape():
+    assert "digits" not in shown("demo:digits_cnn", activation_bits=None)
+
+
+def test_a_users_model_does(project):
+    with pytest.raises(ConfigError, match="its input shape is not known; give --input-shape"):
+        shown(f"{project.module}:net")
+
+
+def test_a_rule_that_matches_nothing_is_told(project, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("version: 1\nrules:\n  - {match: {path: third}, weight: {bits: 4}}\n")
+    text = shown(f"{project.module}:net", input_shapes=["1,6"], config=str(config))
+    assert "rules[0] (path third) of the config matches nothing" in text
+
+
+def test_a_width_that_does_not_exist(project):
+    with pytest.raises(QtkError, match="bits must be 2 to 16, got 40"):
+        shown(f"{project.module}:net", input_shapes=["1,6"], weight_bits=40)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype"),
+    [
+        ("1,3,8,8", (1, 3, 8, 8), torch.float32),
+        ("1x3x8x8", (1, 3, 8, 8), torch.float32),
+        ("4,16:int64", (4, 16), torch.int64),
+        ("2:bfloat16", (2,), torch.bfloat16),
+    ],
+)
+def test_shapes(text, shape, dtype):
+    assert parse_shape(text) == (shape, dtype)
+    assert example_input(shape, dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("text", ["", "1,a", "1,0", "-1,3", "1,3:int65", "1,,3"])
+def test_wrong_shapes(text):
+    with pytest.raises(ConfigError, match="--input-shape: got"):
+        parse_shape(text)

@@ -1,0 +1,113 @@
+"""Where models and weights come from."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from qtk.cli.model_source import build_model, load_weights, usual_input_shape
+from qtk.errors import ConfigError
+
+
+def test_the_demo_models_are_trained_and_in_eval_mode():
+    model = build_model("demo:digits_cnn")
+    assert not model.training
+    shape = usual_input_shape("demo:digits_cnn", model)
+    assert model(torch.zeros(shape)).shape == (1, 10)
+
+
+def test_a_users_model_has_no_usual_shape(project):
+    model = build_model(f"{project.module}:net")
+    assert isinstance(model, nn.Module)
+    assert not model.training
+    assert usual_input_shape(f"{project.module}:net", model) is None
+
+
+def test_timm_and_torchvision_models_know_their_input():
+    pytest.importorskip("timm")
+    model = build_model("timm:test_resnet")
+    assert usual_input_shape("timm:test_resnet", model) == (1, 3, 160, 160)
+    pytest.importorskip("torchvision")
+    assert usual_input_shape("torchvision:inception_v3", nn.Identity()) == (1, 3, 299, 299)
+    assert isinstance(build_model("torchvision:squeezenet1_1"), nn.Module)
+
+
+def test_pretrained_weights_are_asked_of_the_library(monkeypatch):
+    timm = pytest.importorskip("timm")
+    asked = {}
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: asked.update(options) or nn.Identity())
+    build_model("timm:resnet18", weights="pretrained")
+    assert asked == {"pretrained": True}
+    build_model("timm:resnet18")
+    assert asked == {"pretrained": False}
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights", "said"),
+    [
+        ("timm:resnet81", None, "models.a: timm has no model 'resnet81'; did you mean 'resnet18'"),
+        ("torchvision:mobilenet_v4", None, "torchvision has no model 'mobilenet_v4'; did you mean 'mobilenet_v2'"),
+        ("demo:digits_cn", None, "unknown demo model 'digits_cn'; did you mean 'digits_cnn'"),
+        ("resnet18", None, "models.a: got 'resnet18'; must be module:callable"),
+        ("math:hypot", "pretrained", "weights: pretrained is for timm: and torchvision:"),
+        ("collections:OrderedDict", None, r"OrderedDict\(\) returned a OrderedDict; it must return an nn.Module"),
+    ],
+)
+def test_an_unknown_model_is_answered_with_the_nearest(spec, weights, said):
+    with pytest.raises(ConfigError, match=said):
+        build_model(spec, weights=weights, where="models.a")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "checkpoint"])
+def test_weights_are_loaded(project, tmp_path, kind):
+    path, state = project.weights()
+    if kind != "safetensors":
+        path = tmp_path / "weights.pth"
+        torch.save(state if kind == "pth" else {"state_dict": state, "epoch": 3}, path)
+    model = build_model(f"{project.module}:net", weights=str(path))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_of_another_model_are_listed(project):
+    path, _ = project.weights(**{"second.weight": (5, 16), "third.weight": (2, 2)})
+    with pytest.raises(ConfigError) as caught:
+        build_model(f"{project.module}:net", weights=str(path))
+    assert "second.weight: shape (5, 16) in the file, (4, 16) in the model" in str(caught.value)
+    assert "too much: third.weight" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"missing: 0\.weight"):
+        load_weights(nn.Sequential(nn.Linear(2, 2)), path)
+
+
+class Exploit:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def test_nothing_but_tensors_is_unpickled(tmp_path):
+    path = tmp_path / "evil.pth"
+    path.write_bytes(pickle.dumps(Exploit()))
+    with pytest.raises(ConfigError, match=r"evil\.pth: holds more than tensors, or is broken"):
+        load_weights(nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("w.bin", b"", "must be a .safetensors file"),
+        ("w.safetensors", b"abc", "not a safetensors file"),
+        ("w.safetensors", None, "cannot be read: No such file"),
+        ("w.pth", None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_hold_no_weights(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        load_weights(nn.Linear(2, 2), tmp_path / name)
+
+
+def test_a_file_without_a_state_dict(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="must hold a state_dict"):
+        load_weights(nn.Linear(2, 2), tmp_path / "w.pth")

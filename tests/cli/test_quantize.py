@@ -1,0 +1,151 @@
+"""Running recipes: what is measured, what is written, and what is left when it fails."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from qtk.cli import quantize as module
+from qtk.cli.quantize import export, quantize
+from qtk.cli.recipe import load_recipe
+from qtk.errors import CalibrationError, ConfigError, ExportError
+from qtk.export import encodings_json
+
+W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
+W4 = {"name": "w4", "weight_bits": 4, "activation_bits": None}
+
+
+def silent():
+    return Console(file=io.StringIO())
+
+
+def run(project, tmp_path, *, force=False, **changes):
+    recipe = load_recipe(project.recipe(**changes))
+    return quantize(recipe, tmp_path / "results", force=force, console=silent())
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_model_is_measured_in_every_setting(project, tmp_path):
+    models = [{"name": name, "model": f"{project.module}:net"} for name in ("one", "two")]
+    summary = run(project, tmp_path, models=models, settings=[W8A8, W4])
+    assert {model: list(scores) for model, scores in summary.models.items()} == {
+        "one": ["fp32", "w8a8", "w4"], "two": ["fp32", "w8a8", "w4"]
+    }
+    scores = summary.models["one"]
+    assert scores["fp32"].value == 1.0  # the labels are its own predictions
+    assert scores["fp32"].size_bytes == 4 * (6 * 16 + 16 + 16 * 4 + 4)
+    assert scores["w8a8"].sqnr_db > 25 > scores["w4"].sqnr_db > 5
+    assert scores["w4"].size_bytes == (96 + 64) // 2 + 4 * (16 + 4) + 4 * (16 + 4)
+    assert scores["w8a8"].onnxruntime_value is None
+    assert summary.models["two"] == scores
+
+
+def test_the_results_are_files(project, tmp_path):
+    summary = run(project, tmp_path, settings=[W8A8, W4])
+    folder = tmp_path / "results"
+    assert files_of(folder) == [
+        "net/w4/encodings.json", "net/w8a8/encodings.json", "summary.json", "summary.txt"
+    ]
+    assert json.loads((folder / "summary.json").read_text()) == summary.to_json()
+    assert "W8A8" in (folder / "summary.txt").read_text()
+    assert set(encodings_json.read(folder / "net/w4/encodings.json")) == {"first.weight", "second.weight"}
+
+
+def test_the_exported_file_is_measured_in_onnxruntime(project, tmp_path):
+    pytest.importorskip("onnxruntime")
+    summary = run(project, tmp_path, settings=[W8A8, W4], exports=["onnx"], onnx_for=["w8a8"])
+    score = summary.models["net"]["w8a8"]
+    assert score.onnxruntime_agreement == 1.0
+    assert score.onnxruntime_value == score.value
+    assert summary.models["net"]["w4"].onnxruntime_value is None
+    assert files_of(tmp_path / "results") == ["net/w8a8/model.onnx", "summary.json", "summary.txt"]
+
+
+def test_a_users_measure_and_weights(project, tmp_path):
+    path, _ = project.weights()
+    models = [{"name": "net", "model": f"{project.module}:net", "weights": str(path), "input_shape": [4, 6]}]
+    summary = run(project, tmp_path, models=models, evaluation=f"{project.module}:mean_confidence", exports=[])
+    assert summary.metric == "mean_confidence"
+    assert 0 < summary.models["net"]["fp32"].value < 1
+    assert files_of(tmp_path / "results") == ["summary.json", "summary.txt"]
+
+
+def test_results_are_the_same_on_every_run(project, tmp_path):
+    first = run(project, tmp_path)
+    assert run(project, tmp_path, force=True) == first
+
+
+def test_an_existing_directory_is_kept_unless_forced(project, tmp_path):
+    old = tmp_path / "results" / "old.txt"
+    old.parent.mkdir()
+    old.write_text("mine")
+    with pytest.raises(ExportError, match="exists already"):
+        run(project, tmp_path)
+    assert files_of(tmp_path / "results") == ["old.txt"]
+    run(project, tmp_path, force=True)
+    assert "summary.json" in files_of(tmp_path / "results")
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failed_run_leaves_everything_as_it_was(project, tmp_path, force, monkeypatch):
+    if force:
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results" / "old.txt").write_text("mine")
+    before = files_of(tmp_path)
+    monkeypatch.setattr(module, "outputs_sqnr_db", lambda *args: pytest.fail("stop"))
+    with pytest.raises(pytest.fail.Exception):
+        run(project, tmp_path, force=force)
+    assert set(files_of(tmp_path)) - set(before) <= {"project/recipe.yaml"} | {
+        name for name in files_of(tmp_path) if "__pycache__" in name
+    }
+
+
+def test_batches_that_differ_between_passes_are_refused(project, tmp_path):
+    data = {"calibration": f"{project.module}:calibration", "evaluation": f"{project.module}:shuffled"}
+    with pytest.raises(ConfigError, match="gives other batches on each pass; turn shuffling"):
+        run(project, tmp_path, data=data)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"evaluation": "missing"}, ConfigError, "evaluation: got 'missing'; must be module:callable"),
+        ({"evaluation": "MODULE:text_measure"}, ConfigError, "text_measure: returned a str"),
+        ({"data": {"calibration": "MODULE:calibration"}}, ConfigError, r"data\.evaluation: missing; .*qtk export"),
+        ({"data": {"calibration": "MODULE:nothing", "evaluation": "MODULE:evaluation"}}, ConfigError, "gave no batch"),
+        ({"data": {"calibration": "MODULE:bare", "evaluation": "MODULE:evaluation"}}, ConfigError, "must be a pair"),
+    ],
+)
+def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
+    text = json.dumps(changes).replace("MODULE", project.module)
+    with pytest.raises(error, match=said):
+        run(project, tmp_path, **json.loads(text))
+    assert not (tmp_path / "results").exists()
+
+
+def test_nan_in_the_calibration_data_names_the_batch(project, tmp_path):
+    (project.folder / f"{project.module}_nan.py").write_text(
+        "import torch\ndef batches():\n    return [(torch.zeros(2, 6), None), (torch.full((2, 6), torch.nan), None)]\n"
+    )
+    data = {"calibration": f"{project.module}_nan:batches", "evaluation": f"{project.module}:evaluation"}
+    with pytest.raises(CalibrationError, match="batch 1: .*NaN"):
+        run(project, tmp_path, data=data)
+
+
+def test_export_writes_the_same_files_without_measuring(project, tmp_path):
+    recipe = load_recipe(project.recipe(data={"calibration": f"{project.module}:calibration"}))
+    export(recipe, tmp_path / "results", force=False, console=silent())
+    assert files_of(tmp_path / "results") == ["net/w8a8/encodings.json"]
+    run(project, tmp_path, force=True)
+    assert files_of(tmp_path / "results")[0] == "net/w8a8/encodings.json"
+
+
+def test_an_export_of_nothing_is_an_error(project, tmp_path):
+    with pytest.raises(ConfigError, match="exports: is empty"):
+        export(load_recipe(project.recipe(exports=[])), tmp_path / "results", force=False, console=silent())

@@ -1,0 +1,48 @@
+"""Scores as JSON and as a table."""
+
+import json
+import math
+
+from qtk.report.summary import Score, Summary
+
+SCORES = {
+    "fp32": Score(0.99, None, 4000),
+    "w8a8": Score(0.98, 40.25, 1100, onnxruntime_value=0.975, onnxruntime_agreement=1.0),
+    "tuned": Score(0.5, math.inf, 1000),
+}
+
+
+def test_the_json_has_the_keys_that_scripts_read():
+    record = Summary("top1", {"cnn": SCORES}).to_json()
+    assert record["models"]["cnn"] == {
+        "fp32": {"top1": 0.99, "sqnr_db": None, "size_bytes": 4000},
+        "w8a8": {"top1": 0.98, "sqnr_db": 40.25, "size_bytes": 1100,
+                 "onnxruntime_top1": 0.975, "onnxruntime_agreement": 1.0},
+        "tuned": {"top1": 0.5, "sqnr_db": None, "size_bytes": 1000},
+    }
+    json.dumps(record, allow_nan=False)
+
+
+def test_another_metric_goes_by_its_name():
+    record = Summary("miou", {"net": SCORES}).to_json()
+    assert record["metric"] == "miou"
+    assert record["models"]["net"]["w8a8"]["onnxruntime_miou"] == 0.975
+
+
+def test_the_table_shows_shares_decibels_and_bytes():
+    table = Summary("top1", {"cnn": SCORES, "vit": SCORES}).table()
+    assert [column.heading for column in table.columns] == [
+        "model", "setting", "top-1", "SQNR dB", "bytes", "ONNX Runtime top-1", "agreement"
+    ]
+    assert table.rows[:3] == (
+        ("cnn", "fp32", "99.00%", "–", "4,000", "–", "–"),
+        ("cnn", "W8A8", "98.00%", "40.2", "1,100", "97.50%", "100.00%"),
+        ("cnn", "tuned", "50.00%", "∞", "1,000", "–", "–"),
+    )
+    assert table.sections == (3,)
+
+
+def test_a_value_that_is_no_share_is_not_shown_as_one():
+    table = Summary("loss", {"net": {"fp32": Score(12.5, None, 1)}}).table()
+    assert table.columns[2].heading == "loss"
+    assert table.rows[0][2] == "12.5"

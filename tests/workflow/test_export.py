@@ -1,0 +1,90 @@
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from qtk.errors import CheckError, ConfigError, ExportError
+from qtk.export import encodings_aimet, encodings_json, onnx_qdq
+from qtk.workflow.export import EXPORTERS, export
+from tests.export.simulated import encodings_of, simulate
+
+EXAMPLE = torch.randn(2, 8)
+
+
+@pytest.fixture(scope="module")
+def sim():
+    torch.manual_seed(0)
+    return simulate(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), EXAMPLE)
+
+
+def fit() -> None:
+    pass
+
+
+def test_all_formats_hold_the_same_encodings(sim, tmp_path):
+    encodings = encodings_of(sim)
+    export(sim, encodings, EXAMPLE, tmp_path / "out", check=fit)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", "model.onnx"
+    ]
+    specs = {site: encoding.spec for site, encoding in encodings.items()}
+    for back in (
+        encodings_json.read(tmp_path / "out" / "encodings.json"),
+        encodings_aimet.read(tmp_path / "out" / "encodings_aimet_1.0.0.json", specs),
+        encodings_aimet.read(tmp_path / "out" / "encodings_aimet_2.0.0.json", specs),
+        onnx_qdq.read(tmp_path / "out" / "model.onnx"),
+    ):
+        assert set(back) == set(encodings)
+        assert all(back[site].equals(encoding) for site, encoding in encodings.items())
+
+
+@pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_1.0.0", "encodings_aimet_2.0.0", "onnx"])
+def test_each_format_alone(name, sim, tmp_path):
+    export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
+    def failing(*args: object) -> None:
+        raise ExportError("disk gone")
+
+    monkeypatch.setattr(onnx_qdq, "export", failing)
+    with pytest.raises(ExportError, match="disk gone"):
+        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_check_runs_before_anything_is_written(sim, tmp_path):
+    def unfit() -> None:
+        raise CheckError("fc: saw no data")
+
+    with pytest.raises(CheckError, match="saw no data"):
+        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=unfit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_formats_are_refused_with_the_known_ones(sim, tmp_path):
+    with pytest.raises(ConfigError, match="unknown export format 'onx'; did you mean 'onnx'"):
+        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=("onx",))
+    with pytest.raises(ExportError, match="no formats to export; choose from encodings"):
+        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=())
+    assert "onnx" in EXPORTERS
+
+
+def test_nothing_is_overwritten_unasked(sim, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    arguments = (sim, encodings_of(sim), EXAMPLE, tmp_path / "out")
+    with pytest.raises(ExportError, match="exists already"):
+        export(*arguments, check=fit, formats=("encodings",))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    export(*arguments, check=fit, formats=("encodings_json",), force=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["encodings.json"]
+
+
+def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "qtk.export.onnx_qdq", None)
+    monkeypatch.delattr("qtk.export.onnx_qdq", raising=False)
+    with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
+        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=("onnx",))
