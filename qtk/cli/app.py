@@ -32,7 +32,7 @@ app = typer.Typer(
 
 RecipeFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[RECIPE.yaml]", help="What to run; without it: the embedded digits."),
+    typer.Argument(metavar="RECIPE.yaml", help="What to run; without it: the embedded digits."),
 ]
 Output = Annotated[
     Path | None,

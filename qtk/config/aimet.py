@@ -96,14 +96,21 @@ class _Reader:
         own = self._mapping(defaults, "params", PARAM_KEYS, "defaults")
         weight, bias = ({**own, **self._param(params, name, "")} for name in PARAM_NAMES)
         per_channel = self._flag(defaults, "per_channel_quantization", "defaults")
-        activation_setting = self._symmetry(ops, "defaults.ops", missing=False)
-        weight_setting = self._symmetry(weight, "params.weight", missing=False)
-        weight_setting["granularity"] = "per_channel" if per_channel else "per_tensor"
-        # An op type may turn on what is off here: the settings hold for it, the word does not.
-        rules.append({"match": {"path": "*"}, "weight": weight_setting, "output": activation_setting, "optional": True})
+        activation_setting: Json | str = self._symmetry(ops, "defaults.ops", missing=False)
+        weight_setting: Json | str = {
+            **self._symmetry(weight, "params.weight", missing=False),
+            "granularity": "per_channel" if per_channel else "per_tensor",
+        }
+        off: Json = {}  # settings that hold for what an op type turns on
+        if not self._flag(weight, "is_quantized", "params.weight"):
+            off["weight"], weight_setting = weight_setting, "float"
+        if not self._flag(ops, "is_output_quantized", "defaults.ops"):
+            off["output"], activation_setting = activation_setting, "float"
+        if off:
+            rules.append({"match": {"path": "*"}, **off, "optional": True})
         return {
-            "weight": weight_setting if self._flag(weight, "is_quantized", "params.weight") else "float",
-            "activation": activation_setting if self._flag(ops, "is_output_quantized", "defaults.ops") else "float",
+            "weight": weight_setting,
+            "activation": activation_setting,
             "bias": self._bias(bias, "params.bias") or "float",
         }
 

@@ -135,7 +135,7 @@ _row("clamp", "clamp clamp_min clamp_max clip", Role.COMPUTE, inputs=(0,))
 # Arithmetic on tensors.
 _row("maximum", "maximum max.other", Role.COMPUTE)
 _row("minimum", "minimum min.other", Role.COMPUTE)
-for _kind in ("sub rsub mul div pow fmod remainder atan2 hypot addcmul addcdiv lerp").split():
+for _kind in ("sub rsub mul div floor_divide pow fmod remainder atan2 hypot addcmul addcdiv lerp").split():
     _row(_kind, _kind, Role.COMPUTE)
 _row("add", "add", Role.COMPUTE)
 for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh "
@@ -143,7 +143,7 @@ for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt rsqrt square reciproca
               "var std var_mean std_mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
               "adaptive_avg_pool3d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "
               "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d lp_pool2d nan_to_num "
-              "cosine_similarity logit special_erf outer cross kron cdist im2col col2im count_nonzero").split():
+              "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():
     _family = ("avg_pool" if "avg_pool" in _kind else "interpolate" if "upsample" in _kind else
                "mean" if _kind == "mean" else _kind)
     _row(_kind, _kind, Role.COMPUTE, family=_family)

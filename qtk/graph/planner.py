@@ -104,6 +104,8 @@ class _Planner:
                 self.floats[node] = "io.inputs is float"
             elif operands:
                 self._decide(node, decided, "model input")
+            else:
+                self.floats[node] = "no op computes with it"
         elif row is None or row.role is Role.CREATE:
             if operands:
                 source = "constant" if row else f"op {op_name(_op_of(node))} is not in the op table"

@@ -134,7 +134,7 @@ def test_nan_in_the_calibration_data_names_the_batch(project, tmp_path):
         "import torch\ndef batches():\n    return [(torch.zeros(2, 6), None), (torch.full((2, 6), torch.nan), None)]\n"
     )
     data = {"calibration": f"{project.module}_nan:batches", "evaluation": f"{project.module}:evaluation"}
-    with pytest.raises(CalibrationError, match="batch 1: .*NaN"):
+    with pytest.raises(CalibrationError, match=r"batch 1: .*NaN"):
         run(project, tmp_path, data=data)
 
 

@@ -497,6 +497,30 @@ def test_one_value_under_two_quantizers(tmp_path):
     }
 
 
+def test_a_float_output_and_two_quantizers_read_one_value(tmp_path):
+    class Shared(nn.Module):
+        def forward(self, x):
+            middle = x.sigmoid()
+            return middle, middle * 2.0, middle * 3.0
+
+    sim = simulate(Shared(), torch.randn(2, 4))
+    (first,) = [node for node in quantizer_nodes(sim) if "sigmoid" in node.target]
+    (value,) = first.args
+    _, _, third = sim.graph.output_node().args[0]
+    with sim.graph.inserting_after(first):
+        second = sim.graph.call_module(first.target, (value,))
+    second.meta = {**first.meta, "custom": {"qtk_site": "mul_1:in[0]"}}
+    (multiplied,) = third.args
+    multiplied.replace_input_with(first, second)
+    sim.graph.output_node().replace_input_with(first, value)
+    sim.recompile()
+    path = tmp_path / "model.onnx"
+    export(sim, torch.randn(2, 4), path)
+    assert [each.name for each in onnx.load(path).graph.output] == ["output_0", "output_1", "output_2"]
+    entering = {node.input[0] for node in nodes(path, "QuantizeLinear")}
+    assert entering == set(read(path)) == {"x:input", "sigmoid:out", "mul_1:in[0]", "mul:out", "mul_1:out"}
+
+
 def test_quantizers_that_are_off_leave_their_value_in_float(linear, tmp_path):
     linear.get_submodule("qtk_quantizers.fc.weight").mode = Mode.BYPASS
     export(linear, torch.randn(2, 8), tmp_path / "model.onnx")

@@ -5,26 +5,32 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.config.load import load_config
 from qtk.core.granularity import PerChannel
 from qtk.errors import NotCalibratedError
+from qtk.graph.capture import split_inputs
 from qtk.graph.flow import Flow
 from qtk.graph.insert import insert, remove
 from qtk.graph.op_table import row_of
 from qtk.graph.planner import plan
 from qtk.graph.sites import is_float, value_site
 from qtk.quantizers.modes import in_mode
-from tests.zoo.models import ZOO, Case
+from tests.zoo.entry import Entry
+from tests.zoo.models import ZOO
 
 pytestmark = pytest.mark.parametrize("name", ZOO)
 
 
-def run(model: nn.Module, inputs) -> object:
-    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+OTHER = 3
+"""A batch size other than the captured one, where the model allows it."""
+
+
+def other_batch(entry: Entry) -> int:
+    return OTHER if entry.dynamic else 2
 
 
 def equal(a: object, b: object) -> bool:
@@ -33,16 +39,17 @@ def equal(a: object, b: object) -> bool:
     return left[1] == right[1] and all(same)
 
 
-def calibrated(case: Case, **options) -> qtk.QuantSim:
-    sim = qtk.QuantSim(prepared_once(case.name), case.example(), **options)
-    sim.compute_encodings([case.example(seed) for seed in (1, 2)], progress=False)
+def calibrated(entry: Entry, **options) -> qtk.QuantSim:
+    sim = qtk.QuantSim(prepared_once(entry.name), entry.inputs(), **options)
+    sizes = (2, other_batch(entry))
+    sim.compute_encodings(sizes, forward=lambda model, size: entry.run(model, size), progress=False)
     return sim
 
 
 @functools.cache
 def prepared_once(name: str) -> qtk.PreparedModel:
     """Shared by tests that do not change it."""
-    return qtk.prepare_model(ZOO[name].model(), ZOO[name].example())
+    return qtk.prepare_model(ZOO[name].model(), ZOO[name].inputs())
 
 
 def plan_of(prepared):
@@ -54,43 +61,6 @@ def listing(model):
     nodes = [(n.name if n.op == "placeholder" else n.op, str(n.target), str(n.args), str(n.kwargs))
              for n in model.graph.nodes]
     return nodes, [name for name, _ in model.named_modules()]
-
-
-def test_preparing_keeps_function_names_and_gradients(name):
-    case = ZOO[name]
-    original, inputs = case.model(), case.example()
-    twin = copy.deepcopy(original)
-    prepared = qtk.prepare_model(original, inputs)
-    assert list(prepared.state_dict()) == list(twin.state_dict())
-    other = case.example(seed=5, batch=6)
-    with torch.no_grad():
-        assert equal(run(prepared, other), run(twin, other))  # another batch size than captured
-    gradients = []
-    for model in (prepared, twin):
-        model.zero_grad()
-        sum(t.float().sum() for t in pytree.tree_leaves(run(model, inputs)) if isinstance(t, Tensor)).backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][key])
-
-
-def test_train_mode_is_the_originals(name):
-    case = ZOO[name]
-    original, inputs = case.model(), case.example()
-    prepared = qtk.prepare_model(copy.deepcopy(original), inputs)
-    assert not prepared.report.notes
-    for mode in (True, False, True):
-        original.train(mode)
-        prepared.train(mode)
-        outputs = []
-        for model in (original, prepared):
-            torch.manual_seed(3)
-            outputs.append(run(model, inputs))
-        for a, b in zip(*map(pytree.tree_leaves, outputs), strict=True):
-            torch.testing.assert_close(a, b)
-    for key, value in original.state_dict().items():
-        torch.testing.assert_close(prepared.state_dict()[key], value)
 
 
 def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
@@ -107,14 +77,14 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
 
 
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
-    case = ZOO[name]
-    original, inputs = case.model(), case.example()
-    sim = qtk.QuantSim(prepared_once(name), inputs)
+    entry = ZOO[name]
+    prepared = prepared_once(name)
+    sim = qtk.QuantSim(prepared, entry.inputs())
     with torch.no_grad():
         with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
-            assert equal(run(sim.model, inputs), run(original, inputs))
+            assert equal(entry.run(sim.model, other_batch(entry)), entry.run(prepared, other_batch(entry)))
         with pytest.raises(NotCalibratedError):
-            run(sim.model, inputs)
+            entry.run(sim.model)
 
 
 def test_every_float_value_has_a_site_or_a_reason(name):
@@ -130,32 +100,28 @@ def test_every_float_value_has_a_site_or_a_reason(name):
 
 
 def test_per_channel_weights_reach_every_weighted_op(name):
-    case = ZOO[name]
-    sim = qtk.QuantSim(prepared_once(name), case.example())
-    flow, seen = Flow(sim.model.graph), 0
+    entry = ZOO[name]
+    sim = qtk.QuantSim(prepared_once(name), entry.inputs())
+    flow = Flow(sim.model.graph)
     for node in sim.model.graph.nodes:
         row = row_of(node)
-        if row is None or row.weight_axes is None:
+        if row is None or row.weight_axes is None or flow.is_static(node):
             continue
-        for port in [p for p in flow.weight_ports(node) if flow.is_static(p.value)]:
-            seen += 1
+        for port in flow.weight_ports(node):
             # between the parameter and the op sits a per-channel quantizer
             value = port.value
             while not (value.op == "call_module" and "qtk_quantizers" in str(value.target)):
                 value = value.all_input_nodes[0]
             spec = sim.model.get_submodule(str(value.target)).spec
             assert isinstance(spec.granularity, PerChannel), f"{value.target} of {node}"
-    weighted = sum(isinstance(m, (nn.Linear, nn.Embedding)) or ("Conv" in type(m).__name__ and hasattr(m, "stride"))
-                   for m in case.model().modules())
-    assert seen >= weighted
 
 
 def test_the_simulation_is_close_to_float_at_16_bits(name):
-    case = ZOO[name]
-    sim = calibrated(case, weight_bits=16, activation_bits=16)
+    entry = ZOO[name]
+    sim = calibrated(entry, weight_bits=16, activation_bits=16)
     with torch.no_grad():
-        expected = pytree.tree_leaves(run(case.model(), case.example()))
-        found = pytree.tree_leaves(run(sim.model, case.example()))
+        expected = pytree.tree_leaves(entry.run(entry.model()))
+        found = pytree.tree_leaves(entry.run(sim.model))
     for a, b in zip(expected, found, strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
             noise, signal = float((a - b).double().square().sum()), float(a.double().square().sum())
@@ -163,13 +129,13 @@ def test_the_simulation_is_close_to_float_at_16_bits(name):
 
 
 def test_codes_are_integers_in_range_at_every_site(name):
-    case = ZOO[name]
-    sim = calibrated(case)
+    entry = ZOO[name]
+    sim = calibrated(entry)
     values: dict[str, Tensor] = {}
     for site, quantizer in sim.quantizers.items():
         quantizer.register_forward_hook(lambda module, args, out, site=site: values.__setitem__(site, out))
     with torch.no_grad():
-        run(sim.model, case.example(seed=9))
+        entry.run(sim.model, other_batch(entry))
     for site, encoding in sim.encodings().items():
         spec, scale, zero = encoding.spec, encoding.scale.double(), encoding.zero_point
         channels = spec.granularity.block_size(values[site].ndim)
@@ -182,25 +148,31 @@ def test_codes_are_integers_in_range_at_every_site(name):
 
 
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
-    case = ZOO[name]
-    sim, inputs = calibrated(case, weight_bits=4), case.example(seed=9)
+    entry = ZOO[name]
+    sim = calibrated(entry, weight_bits=4)
     with torch.no_grad():
-        expected = run(sim.model, inputs)
-        assert equal(run(copy.deepcopy(sim.model), inputs), expected)
+        expected = entry.run(sim.model)
+        assert equal(entry.run(copy.deepcopy(sim.model)), expected)
         sim.save(tmp_path / "sim")
-        loaded = qtk.QuantSim.load(tmp_path / "sim", prepared_once(name), case.example())
-        assert equal(run(loaded.model, inputs), expected)
+        loaded = qtk.QuantSim.load(tmp_path / "sim", prepared_once(name), entry.inputs())
+        assert equal(entry.run(loaded.model), expected)
 
 
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
-    case = ZOO[name]
-    sim, inputs = calibrated(case), case.example(batch=4)
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    entry = ZOO[name]
+    sim = calibrated(entry)
+    args, kwargs = split_inputs(entry.inputs())
     program = torch.export.export(sim.model, args, kwargs, strict=False)
     with torch.no_grad():
-        assert equal(program.module()(*args, **kwargs), run(sim.model, inputs))
-    outputs = pytree.tree_leaves(run(sim.model, inputs))
-    sum(t.sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad).backward()
-    read = {str(node.target) for node in sim.model.graph.nodes if node.op == "get_attr"}
-    missing = [key for key, parameter in sim.model.named_parameters() if key in read and parameter.grad is None]
-    assert missing == []
+        assert equal(program.module()(*args, **kwargs), entry.run(sim.model))
+    reached = []
+    for model in (prepared_once(name), sim.model):
+        outputs = pytree.tree_leaves(entry.run(model))
+        try:
+            sum(t.sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad).backward()
+        except RuntimeError as error:
+            if model is not sim.model and "not implemented" in str(error):
+                pytest.skip(f"the float model has no gradient: {error}")
+            raise
+        reached.append({key for key, parameter in model.named_parameters() if parameter.grad is not None})
+    assert reached[0] <= reached[1]

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from qtk.calibrators.min_max import MinMax
+from qtk.core.dtypes import dtype
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
+
+SPECS = [
+    QuantSpec(dtype("int8"), PerTensor(), symmetric=True),
+    QuantSpec(dtype("uint8"), PerTensor()),
+    QuantSpec(dtype("int4"), PerChannel(0), symmetric=True, narrow_range=True),
+    QuantSpec(dtype("int16"), PerBlock((1, 4))),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_range_seen_just_fits(spec):
+    x = torch.randn(3, 8)
+    calibrator = MinMax()
+    observer = calibrator.observer(spec.granularity)
+    for half in x.chunk(2, 1) if spec.granularity == PerTensor() else (x,):
+        observer.observe(half)
+    encoding = calibrator.encoding(observer, spec)
+    assert encoding.spec == spec
+    groups = {PerTensor(): x.reshape(1, -1), PerChannel(0): x, PerBlock((1, 4)): x.reshape(6, 4)}[spec.granularity]
+    low, high = groups.amin(1).clamp(max=0).double(), groups.amax(1).clamp(min=0).double()
+    span = torch.maximum(high / spec.qmax, low / spec.qmin) if spec.symmetric else (high - low) / (spec.qmax - spec.qmin)
+    torch.testing.assert_close(encoding.scale.flatten().double(), span, rtol=1e-6, atol=0)
+
+
+def test_no_data_is_an_error():
+    calibrator = MinMax()
+    observer = calibrator.observer(PerTensor())
+    for nothing in (torch.empty(0), torch.full((2,), -torch.inf)):
+        observer.observe(nothing)
+        with pytest.raises(CalibrationError, match="no data was observed"):
+            calibrator.encoding(observer, SPECS[1])
+
+
+def test_a_channel_without_data_is_an_error_with_its_place():
+    calibrator = MinMax()
+    observer = calibrator.observer(PerChannel(0))
+    observer.observe(torch.tensor([[1.0], [-torch.inf], [2.0]]))
+    with pytest.raises(CalibrationError, match=r"1 of 3 scales.*\(1,\)"):
+        calibrator.encoding(observer, SPECS[2])

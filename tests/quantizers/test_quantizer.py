@@ -1,0 +1,403 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from qtk.core.dtypes import dtype
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError, EncodingError, NotCalibratedError
+from qtk.numerics.affine import fake_quantize
+from qtk.observers.min_max import MinMax
+from qtk.quantizers.quantizer import Mode, Quantizer
+
+WEIGHT = QuantSpec(dtype("int4"), PerChannel(0), symmetric=True)
+OUTPUT = QuantSpec(dtype("uint8"))
+BLOCKS = QuantSpec(dtype("int8"), PerBlock((1, 4)))
+
+
+def encoding_of(spec, seed=0):
+    shape = {WEIGHT: (3,), OUTPUT: (1,), BLOCKS: (3, 2)}[spec]
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(shape, generator=generator) * 0.1 + 0.1
+    return Encoding(spec, scale, None if spec.symmetric else torch.randint(0, 9, shape, generator=generator).int())
+
+
+def calibrated(spec, *, mode=Mode.SIMULATE, cache=False, seed=0):
+    quantizer = Quantizer(spec, site="fc:out", cache=cache)
+    quantizer.load_encoding(encoding_of(spec, seed))
+    quantizer.mode = mode
+    return quantizer
+
+
+def reference(x, spec, seed=0):
+    encoding = encoding_of(spec, seed)
+    return fake_quantize(
+        x, encoding.scale, encoding.zero_point, spec.granularity.block_size(x.ndim), spec.qmin, spec.qmax
+    )
+
+
+class Net(nn.Module):
+    """A linear whose weight and output are quantized."""
+
+    def __init__(self, mode=Mode.SIMULATE):
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.of_weight, self.of_output = calibrated(WEIGHT, cache=True), calibrated(OUTPUT)
+        self.set_mode(mode)
+
+    def set_mode(self, mode):
+        for quantizer in (self.of_weight, self.of_output):
+            quantizer.mode = mode
+            quantizer.observer = MinMax(quantizer.spec.granularity) if mode is Mode.OBSERVE else None
+
+    def forward(self, x):
+        return self.of_output(nn.functional.linear(x, self.of_weight(self.linear.weight), self.linear.bias))
+
+
+# --- modes
+
+
+def test_bypass_and_observe_pass_the_very_tensor():
+    x = torch.randn(3, 8)
+    for spec in (WEIGHT, OUTPUT):
+        quantizer = Quantizer(spec, site="fc:out")
+        assert quantizer(x) is x
+        quantizer.mode, quantizer.observer = Mode.OBSERVE, MinMax(spec.granularity)
+        assert quantizer(x) is x
+        assert quantizer.observer.count == 24
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("spec", [WEIGHT, OUTPUT, BLOCKS], ids=str)
+def test_simulate_is_the_reference(spec, grad, cache):
+    x = torch.randn(3, 8)
+    quantizer = calibrated(spec, cache=cache)
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(quantizer(x), reference(x, spec))
+        assert torch.equal(quantizer(x), reference(x, spec))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_simulate_without_an_encoding_names_the_site(grad):
+    quantizer = Quantizer(OUTPUT, site="blocks.0.fc:out", cache=True)
+    quantizer.mode = Mode.SIMULATE
+    with torch.set_grad_enabled(grad), pytest.raises(NotCalibratedError, match=r"blocks\.0\.fc:out"):
+        quantizer(torch.zeros(3))
+
+
+def test_observe_without_an_observer_and_broken_data_name_the_site():
+    quantizer = Quantizer(OUTPUT, site="fc:out")
+    quantizer.mode = Mode.OBSERVE
+    with pytest.raises(CalibrationError, match="fc:out"):
+        quantizer(torch.zeros(3))
+    quantizer.observer = MinMax(PerTensor())
+    with pytest.raises(CalibrationError, match="fc:out: 1 NaN"):
+        quantizer(torch.tensor([torch.nan]))
+
+
+# --- encodings
+
+
+def test_what_is_loaded_is_what_is_given_back():
+    for spec in (WEIGHT, OUTPUT, BLOCKS):
+        assert Quantizer(spec, site="x").encoding is None
+        assert calibrated(spec).encoding.equals(encoding_of(spec))
+
+
+def test_an_encoding_is_copied_in_and_out():
+    given = encoding_of(OUTPUT)
+    quantizer = Quantizer(OUTPUT, site="fc:out")
+    quantizer.load_encoding(given)
+    taken = quantizer.encoding
+    given.scale.mul_(2)
+    taken.scale.mul_(3)
+    taken.zero_point.add_(1)
+    assert quantizer.encoding.equals(encoding_of(OUTPUT))
+
+
+def test_an_encoding_of_another_spec_is_refused():
+    quantizer = Quantizer(OUTPUT, site="fc:out")
+    with pytest.raises(EncodingError, match="fc:out is uint8.*the encoding is int4"):
+        quantizer.load_encoding(encoding_of(WEIGHT))
+    assert quantizer.encoding is None
+
+
+def test_a_frozen_quantizer_keeps_its_encoding():
+    quantizer = calibrated(OUTPUT)
+    quantizer.frozen = True
+    for change in (lambda: quantizer.load_encoding(encoding_of(OUTPUT, 1)), quantizer.learn_range):
+        with pytest.raises(EncodingError, match="fc:out is frozen"):
+            change()
+    assert quantizer.encoding.equals(encoding_of(OUTPUT))
+
+
+def test_an_encoding_loaded_in_inference_mode_can_be_trained_with():
+    with torch.inference_mode():
+        quantizer = Quantizer(OUTPUT, site="fc:out")
+        quantizer.load_encoding(encoding_of(OUTPUT))
+    quantizer.mode = Mode.SIMULATE
+    quantizer(torch.randn(3, requires_grad=True)).sum().backward()
+    quantizer.learn_range()
+
+
+# --- state_dict
+
+
+def test_the_state_holds_numbers_only_when_there_are_some():
+    assert Quantizer(OUTPUT, site="x").state_dict() == {}
+    assert set(calibrated(OUTPUT).state_dict()) == {"scale", "zero_point"}
+    assert set(calibrated(WEIGHT, cache=True).state_dict()) == {"scale"}
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("spec", [WEIGHT, OUTPUT, BLOCKS], ids=str)
+def test_a_fresh_and_a_calibrated_quantizer_load_a_state(spec, fresh, assign):
+    quantizer = Quantizer(spec, site="x") if fresh else calibrated(spec, seed=1)
+    state = calibrated(spec).state_dict()
+    quantizer.load_state_dict(state, assign=assign)
+    assert quantizer.encoding.equals(encoding_of(spec))
+    assert list(quantizer.state_dict()) == list(state)
+    if not assign:
+        state["scale"].mul_(2)
+        assert quantizer.encoding.equals(encoding_of(spec))
+
+
+def test_a_model_loads_strictly_and_says_what_is_missing_or_too_much():
+    net, state = Net(), Net().state_dict()
+    assert "of_output.zero_point" in state
+    net.load_state_dict(state)
+    fresh = Net()
+    fresh.of_output = Quantizer(OUTPUT, site="fc:out")
+    fresh.load_state_dict(state)
+    assert fresh.of_output.encoding.equals(net.of_output.encoding)
+    with pytest.raises(RuntimeError, match=r"Missing key.*of_output\.scale"):
+        net.load_state_dict({key: value for key, value in state.items() if key != "of_output.scale"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*of_output\.bogus"):
+        net.load_state_dict({**state, "of_output.bogus": torch.ones(1)})
+    del state["of_output.scale"], state["of_output.zero_point"]
+    Net().load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize(("of", "into"), [(OUTPUT, WEIGHT), (WEIGHT, OUTPUT), (BLOCKS, OUTPUT)])
+def test_a_state_of_another_spec_is_refused(of, into):
+    quantizer = Quantizer(into, site="fc:out")
+    with pytest.raises(RuntimeError, match="fc:out is"):
+        quantizer.load_state_dict(calibrated(of).state_dict())
+    assert quantizer.encoding is None
+
+
+def test_a_state_of_another_shape_is_refused():
+    state = {"scale": torch.ones(5)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        calibrated(WEIGHT).load_state_dict(state)
+
+
+def test_a_learned_state_loads_as_what_it_acts_as():
+    learned = calibrated(OUTPUT)
+    learned.learn_range()
+    with torch.no_grad():
+        learned.zero_point.fill_(2.5)
+    plain = Quantizer(OUTPUT, site="x")
+    plain.load_state_dict(learned.state_dict())
+    assert plain.zero_point.dtype == torch.int32
+    assert plain.encoding.equals(learned.encoding)
+    again = calibrated(OUTPUT)
+    again.learn_range()
+    again.load_state_dict(learned.state_dict())
+    assert again.zero_point.item() == 2.5
+    again.load_state_dict(plain.state_dict())
+    assert again.zero_point.item() == 2.0
+    assert again.learns_range
+
+
+# --- moving
+
+
+@pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double], ids=lambda move: move.__name__)
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_change_of_dtype_never_touches_the_numbers(move, learned):
+    net = Net()
+    if learned:
+        net.of_output.learn_range()
+    move(net)
+    assert net.linear.weight.dtype != torch.float32
+    assert net.of_output.scale.dtype == torch.float32
+    assert net.of_output.encoding.equals(encoding_of(OUTPUT))
+    assert net.of_weight.encoding.equals(encoding_of(WEIGHT))
+    x = torch.randn(2, 8, dtype=net.linear.weight.dtype)
+    assert net(x).dtype == x.dtype
+
+
+def test_devices_follow():
+    moved = Net().to("meta", torch.bfloat16)
+    assert moved.of_output.scale.device.type == "meta"
+    assert moved.of_output.scale.dtype == torch.float32
+    assert moved.of_output.zero_point.device.type == "meta"
+
+
+# --- the cache
+
+
+def test_a_cached_weight_follows_weight_encoding_and_training():
+    quantizer, weight = calibrated(WEIGHT, cache=True), nn.Parameter(torch.randn(3, 8))
+    with torch.no_grad():
+        first = quantizer(weight)
+        assert quantizer(weight) is first
+        weight.mul_(1.5)
+        assert torch.equal(quantizer(weight), reference(weight, WEIGHT))
+        quantizer.load_encoding(encoding_of(WEIGHT, 1))
+        assert torch.equal(quantizer(weight), reference(weight, WEIGHT, 1))
+    for options in ({}, {"foreach": True}, {"fused": True}):  # a fused step leaves the version counter alone
+        optimizer = torch.optim.AdamW([weight], lr=0.5, **options)
+        quantizer(weight).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(quantizer(weight), reference(weight, WEIGHT, 1))
+
+
+def test_going_to_eval_forgets_what_was_written_behind_its_back():
+    net = Net().eval()
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        net(x)
+        net.linear.weight.data.mul_(2)
+        net.eval()
+        expected = Net().eval()
+        expected.load_state_dict(net.state_dict())
+        assert torch.equal(net(x), expected(x))
+
+
+def test_only_a_quantizer_that_is_asked_to_caches():
+    quantizer, x = calibrated(OUTPUT), torch.randn(4)
+    with torch.no_grad():
+        assert quantizer(x) is not quantizer(x)
+
+
+# --- learned ranges
+
+
+def test_learned_ranges_are_parameters_that_act_as_they_will_be_exported():
+    quantizer, x = calibrated(OUTPUT), torch.randn(64)
+    quantizer.learn_range()
+    quantizer.learn_range()
+    assert {name for name, _ in quantizer.named_parameters()} == {"scale", "zero_point"}
+    assert torch.equal(quantizer(x), reference(x, OUTPUT))
+    for scale, zero_point in ((0.3, 2.5), (-0.3, 300.0), (0.0, -7.0)):
+        with torch.no_grad():
+            quantizer.scale.fill_(scale)
+            quantizer.zero_point.fill_(zero_point)
+        encoding = quantizer.encoding
+        assert torch.equal(quantizer(x), fake_quantize(x, encoding.scale, encoding.zero_point, (), 0, 255))
+
+
+def test_learned_ranges_train():
+    quantizer, x = calibrated(OUTPUT), torch.linspace(-3, 9, 200)
+    quantizer.learn_range()
+    with torch.no_grad():
+        quantizer.scale.mul_(0.1)
+    optimizer = torch.optim.Adam(quantizer.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(200):
+        loss = (quantizer(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_fixed_range_is_a_valid_encoding_in_buffers():
+    quantizer = calibrated(OUTPUT)
+    quantizer.learn_range()
+    with torch.no_grad():
+        quantizer.scale.fill_(-0.25)
+        quantizer.zero_point.fill_(3.5)
+    before = quantizer.encoding
+    quantizer.fix_range()
+    assert not list(quantizer.parameters())
+    assert quantizer.encoding.equals(before)
+    assert (quantizer.scale.item(), quantizer.zero_point.item()) == (0.25, 4)
+    assert set(dict(quantizer.named_buffers())) == {"scale", "zero_point"}
+
+
+def test_there_is_nothing_to_learn_from_without_an_encoding():
+    with pytest.raises(NotCalibratedError, match="fc:out"):
+        Quantizer(OUTPUT, site="fc:out").learn_range()
+
+
+def test_loading_into_a_learned_range_fixes_it():
+    quantizer = calibrated(OUTPUT)
+    quantizer.learn_range()
+    quantizer.load_encoding(encoding_of(OUTPUT, 1))
+    assert not quantizer.learns_range
+    assert quantizer.encoding.equals(encoding_of(OUTPUT, 1))
+
+
+# --- the module as a part of others
+
+
+@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+def test_a_copy_is_the_same_and_independent(mode, copied):
+    net, x = Net(mode), torch.randn(2, 8)
+    with torch.no_grad():
+        expected = net(x)
+        other = copied(net)
+        assert torch.equal(other(x), expected)
+    if mode is Mode.OBSERVE:
+        assert other.of_output.observer.count == 2 * net.of_output.observer.count
+    other.of_output.load_encoding(encoding_of(OUTPUT, 1))
+    assert net.of_output.encoding.equals(encoding_of(OUTPUT))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
+def test_compiled_without_a_break_it_is_the_same(mode, grad):
+    torch._dynamo.reset()
+    net, x = Net(mode), torch.randn(2, 8)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(grad):
+        expected = net(x)
+        assert torch.equal(compiled(x), expected)
+        if mode is Mode.OBSERVE:
+            eager, both = MinMax(PerTensor()), net.of_output.observer
+            eager.observe(expected)
+            assert both.count == 2 * eager.count
+            assert torch.equal(both.minimum, eager.minimum)
+            compiled(x + 1)
+            assert both.count == 3 * eager.count
+
+
+def test_compiled_code_follows_a_new_encoding_and_mode():
+    torch._dynamo.reset()
+    net, x = Net(), torch.randn(2, 8)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(x)
+        net.of_output.load_encoding(encoding_of(OUTPUT, 1))
+        assert torch.equal(compiled(x), net(x))
+        net.set_mode(Mode.BYPASS)
+        assert torch.equal(compiled(x), net.linear(x))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
+def test_exported_it_is_the_same_at_any_batch_size(mode, learned):
+    net = Net(mode).eval()
+    if learned:
+        net.of_output.learn_range()
+    program = torch.export.export(net, (torch.randn(2, 8),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    x = torch.randn(5, 8)
+    assert torch.equal(program.module()(x), net(x))
+    count = sum(node.target is torch.ops.qtk.fake_quantize.default for node in program.graph.nodes)
+    assert count == (2 if mode is Mode.SIMULATE else 0)
+
+
+def test_its_line_in_a_printed_model_says_site_spec_and_mode():
+    assert repr(calibrated(OUTPUT)) == "Quantizer(fc:out: uint8 per_tensor asymmetric, simulate)"
