@@ -164,7 +164,10 @@ class Quantizer(nn.Module):
         assert self.scale is not None
         if not self.learns_range:
             return self.scale, self.zero_point
-        zero_point = None if self.zero_point is None else self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        zero_point = self.zero_point
+        if zero_point is not None:
+            # the gradient passes straight through: one that is clamped may come back
+            zero_point = zero_point + (zero_point.clamp(self.spec.qmin, self.spec.qmax) - zero_point).detach()
         return self.scale.abs().clamp(min=SMALLEST_SCALE), zero_point
 
     def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:

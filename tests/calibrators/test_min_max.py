@@ -26,8 +26,10 @@ def test_the_range_seen_just_fits(spec):
     assert encoding.spec == spec
     groups = {PerTensor(): x.reshape(1, -1), PerChannel(0): x, PerBlock((1, 4)): x.reshape(6, 4)}[spec.granularity]
     low, high = groups.amin(1).clamp(max=0).double(), groups.amax(1).clamp(min=0).double()
-    span = torch.maximum(high / spec.qmax, low / spec.qmin) if spec.symmetric else (high - low) / (spec.qmax - spec.qmin)
-    torch.testing.assert_close(encoding.scale.flatten().double(), span, rtol=1e-6, atol=0)
+    step = torch.maximum(high / spec.qmax, low / spec.qmin)
+    if not spec.symmetric:
+        step = (high - low) / (spec.qmax - spec.qmin)
+    torch.testing.assert_close(encoding.scale.flatten().double(), step, rtol=1e-6, atol=0)
 
 
 def test_no_data_is_an_error():

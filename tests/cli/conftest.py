@@ -24,6 +24,9 @@ class Net(nn.Module):
 def net():
     return Net()
 
+def random_net():
+    return nn.Linear(6, 4)
+
 def dict_net():
     class DictNet(Net):
         def forward(self, x):
@@ -60,6 +63,9 @@ def nothing():
 
 def bare():
     return [torch.zeros(2, 6)]
+
+def triples():
+    return [(torch.zeros(2, 6), torch.zeros(2), "extra")]
 
 def number():
     return 3

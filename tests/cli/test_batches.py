@@ -23,6 +23,7 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
     [
         ("nothing", "data.x: user_.*:nothing gave no batch"),
         ("bare", r"data.x: batch 0 of user_.*:bare has type Tensor; must be a pair \(inputs, label\)"),
+        ("triples", r"batch 0 of user_.*:triples has 3 elements; must be a pair"),
         ("number", r"number\(\) returned a int; it must return an iterable"),
         ("broken", "raised KeyError"),
         ("VALUE", "is a int; it must be callable"),

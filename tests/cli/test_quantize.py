@@ -79,6 +79,15 @@ def test_results_are_the_same_on_every_run(project, tmp_path):
     assert run(project, tmp_path, force=True) == first
 
 
+def test_the_seed_decides_random_weights(project, tmp_path):
+    changes = {"models": [{"name": "net", "model": f"{project.module}:random_net"}],
+               "evaluation": f"{project.module}:mean_confidence", "exports": []}
+    values = [
+        run(project, tmp_path, force=True, seed=seed, **changes).models["net"]["fp32"].value for seed in (3, 4, 3)
+    ]
+    assert values[0] == values[2] != values[1]
+
+
 def test_an_existing_directory_is_kept_unless_forced(project, tmp_path):
     old = tmp_path / "results" / "old.txt"
     old.parent.mkdir()

@@ -580,6 +580,17 @@ def test_an_op_that_onnx_lacks_is_an_export_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("limit", [0, 2**20], ids=["with data beside", "one file"])
+def test_a_graph_that_the_checker_rejects_is_not_left_behind(limit, linear, tmp_path, monkeypatch):
+    def reject(*args: object, **options: object) -> None:
+        raise onnx.checker.ValidationError("node is wrong")
+
+    monkeypatch.setattr(onnx.checker, "check_model", reject)
+    with pytest.raises(ExportError, match="not valid ONNX: node is wrong"):
+        export(linear, torch.randn(2, 8), tmp_path / "model.onnx", embedded_limit_bytes=limit)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unwritable_path(linear, tmp_path):
     with pytest.raises(ExportError, match="cannot write"):
         export(linear, torch.randn(2, 8), tmp_path / "missing" / "model.onnx")

@@ -34,7 +34,7 @@ def owner(index, granularity, shape):
         case PerChannel(axis):
             return (index[axis % len(shape)],)
         case PerBlock(sizes):
-            return tuple(i // (length if size == -1 else size) for i, size, length in zip(index, sizes, shape, strict=True))
+            return tuple(0 if size == -1 else i // size for i, size in zip(index, sizes, strict=True))
 
 
 @pytest.mark.parametrize(("granularity", "shape"), SHAPES, ids=str)
@@ -92,7 +92,10 @@ def test_align_copies_nothing():
 
 @pytest.mark.parametrize(
     ("values", "shape", "block_size"),
-    [((2,), (3,), ()), ((3,), (8, 5), (1, -1)), ((8, 3), (8, 16), (1, 4)), ((8, 4), (8, 18), (1, 4)), ((1,), (4, 4), (1,))],
+    [
+        ((2,), (3,), ()), ((3,), (8, 5), (1, -1)), ((8, 3), (8, 16), (1, 4)), ((8, 4), (8, 18), (1, 4)),
+        ((1,), (4, 4), (1,)), ((8,), (8, 16), (1, 4)),
+    ],
 )
 def test_scales_that_do_not_fit_are_refused_with_both_shapes(values, shape, block_size):
     with pytest.raises(SpecError) as caught:

@@ -74,7 +74,10 @@ def test_narrow_range_leaves_the_lowest_code_out():
 
 @pytest.mark.parametrize(
     ("low", "high", "step", "zero"),
-    [(0.0, 255.0, 1.0, 0), (-255.0, 0.0, 1.0, 255), (-1.0, 254.0, 1.0, 1), (5.0, 255.0, 1.0, 0), (-255.0, -3.0, 1.0, 255)],
+    [
+        (0.0, 255.0, 1.0, 0), (-255.0, 0.0, 1.0, 255), (-1.0, 254.0, 1.0, 1), (5.0, 255.0, 1.0, 0),
+        (-255.0, -3.0, 1.0, 255),
+    ],
 )
 def test_asymmetric_holds_zero(low, high, step, zero):
     scale, zero_point = chosen(low, high, QuantSpec(dtype("uint8")))

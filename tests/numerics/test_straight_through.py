@@ -98,9 +98,9 @@ def test_infinities_and_nan_give_no_gradient_to_x_and_none_leaks_into_the_scale(
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(kind):
-    x = torch.full((4096,), 100.0, dtype=kind)
+    x, grad = torch.full((4096,), 100.0, dtype=kind), torch.full((4096,), 0.01, dtype=kind)
     dx, dscale, _ = fake_quantize_backward(
-        torch.full((4096,), 0.01, dtype=kind), x, torch.ones(1), None, (), -8, 7, wants_scale=True, wants_zero_point=False
+        grad, x, torch.ones(1), None, (), -8, 7, wants_scale=True, wants_zero_point=False
     )
     assert dx.dtype == kind
     assert dscale.dtype == torch.float32

@@ -137,9 +137,8 @@ def test_make_fx_sees_the_op_with_and_without_grad():
     for grad in (True, False):
         x, scale = torch.randn(3, 4, requires_grad=grad), torch.rand(3) + 0.1
         graph = make_fx(Net())(x, scale).graph
-        assert [node.target for node in graph.nodes if node.op == "call_function"][0] is (
-            torch.ops.qtk.fake_quantize.default
-        )
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        assert first.target is torch.ops.qtk.fake_quantize.default
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])

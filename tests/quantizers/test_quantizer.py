@@ -122,7 +122,7 @@ def test_an_encoding_is_copied_in_and_out():
 
 def test_an_encoding_of_another_spec_is_refused():
     quantizer = Quantizer(OUTPUT, site="fc:out")
-    with pytest.raises(EncodingError, match="fc:out is uint8.*the encoding is int4"):
+    with pytest.raises(EncodingError, match=r"fc:out is uint8.*the encoding is int4"):
         quantizer.load_encoding(encoding_of(WEIGHT))
     assert quantizer.encoding is None
 
@@ -296,12 +296,16 @@ def test_learned_ranges_are_parameters_that_act_as_they_will_be_exported():
         assert torch.equal(quantizer(x), fake_quantize(x, encoding.scale, encoding.zero_point, (), 0, 255))
 
 
-def test_learned_ranges_train():
+@pytest.mark.parametrize("start", [-20.0, 0.0, 9.0])
+def test_learned_ranges_train_from_anywhere(start):
     quantizer, x = calibrated(OUTPUT), torch.linspace(-3, 9, 200)
     quantizer.learn_range()
     with torch.no_grad():
         quantizer.scale.mul_(0.1)
-    optimizer = torch.optim.Adam(quantizer.parameters(), lr=1e-3)
+        quantizer.zero_point.fill_(start)
+    # a zero point counts in codes, a scale in units of the tensor
+    steps = [{"params": [quantizer.scale], "lr": 1e-3}, {"params": [quantizer.zero_point], "lr": 0.5}]
+    optimizer = torch.optim.Adam(steps)
     losses = []
     for _ in range(200):
         loss = (quantizer(x) - x).square().mean()

@@ -1,0 +1,66 @@
+import dataclasses
+import json
+
+import pytest
+
+from qtk.core.dtypes import dtype
+from qtk.core.granularity import PerBlock, PerChannel
+from qtk.core.spec import QuantSpec
+from qtk.errors import SpecError
+
+SPECS = [
+    QuantSpec(dtype("int8")),
+    QuantSpec(dtype("uint16")),
+    QuantSpec(dtype("int4"), PerChannel(-1), symmetric=True),
+    QuantSpec(dtype("int2"), PerBlock((1, -1, 32)), symmetric=True, narrow_range=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow", "bounds"),
+    [("int8", False, (-128, 127)), ("int8", True, (-127, 127)), ("uint4", False, (0, 15)), ("uint4", True, (1, 15))],
+)
+def test_codes(name, narrow, bounds):
+    spec = QuantSpec(dtype(name), narrow_range=narrow)
+    assert (spec.qmin, spec.qmax) == bounds
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_json_and_back(spec):
+    assert QuantSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": 8}, {"dtype": "int99"}, {"granularity": "per_row"}, {"granularity": {"per_block": [1, "2"]}},
+        {"granularity": {"per_channel": "0"}}, {"symmetric": 1}, {"narrow_range": None}, {"extra": 1},
+    ],
+    ids=str,
+)
+def test_a_malformed_record_is_refused(change):
+    with pytest.raises(SpecError):
+        QuantSpec.from_json(SPECS[0].to_json() | change)
+
+
+def test_a_missing_field_is_refused():
+    for field in SPECS[0].to_json():
+        with pytest.raises(SpecError, match="not a quantization spec"):
+            QuantSpec.from_json({key: value for key, value in SPECS[0].to_json().items() if key != field})
+
+
+def test_symmetric_needs_a_signed_dtype():
+    with pytest.raises(SpecError, match="got uint8; use int8"):
+        QuantSpec(dtype("uint8"), symmetric=True)
+
+
+def test_dynamic_is_refused_until_it_is_built():
+    with pytest.raises(SpecError, match="not built yet"):
+        QuantSpec(dtype("int8"), dynamic=True)
+
+
+def test_it_is_frozen_and_a_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SPECS[0].symmetric = True
+    assert len({*SPECS, *map(dataclasses.replace, SPECS)}) == len(SPECS)
+    assert str(SPECS[3]) == "int2 per_block(1, -1, 32) symmetric narrow"
