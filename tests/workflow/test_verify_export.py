@@ -3,6 +3,7 @@ import math
 import sys
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -62,6 +63,20 @@ def test_the_exported_file_agrees(written):
     assert "optimizations on" in result.optimized.runtime
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.exact = None
+
+
+def test_one_session_runs_as_written_and_one_as_it_comes(written, monkeypatch):
+    levels = []
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, path, options, **rest):
+            levels.append(options.graph_optimization_level)
+            super().__init__(path, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    verify_export(*written, batches(1))
+    level = onnxruntime.GraphOptimizationLevel
+    assert levels == [level.ORT_DISABLE_ALL, level.ORT_ENABLE_ALL]
 
 
 def test_it_prints_what_it_found(written):
