@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError
+from qtk.graph.inputs import is_free
 
 ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -23,12 +28,23 @@ DynamicShapes: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """An exported program and how it was reached."""
+    """An exported program and how it was reached.
+
+    Args:
+        program: the program, in eval mode.
+        rung: ``export`` or ``fx + export``.
+        dynamic: some input's sizes may vary.
+        reasons: why a better rung, or a dynamic batch, was not reached.
+        args: positional arguments it was captured on; a batch of one has become two.
+        kwargs: keyword arguments likewise.
+    """
 
     program: ExportedProgram
     rung: str
     dynamic: bool
     reasons: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -48,25 +64,44 @@ def capture(
 ) -> Capture:
     """Exports ``model``, which must be in eval mode; the first rung that holds wins.
 
+    With ``dynamic_shapes="batch"`` each rung is tried with a free batch, then with a fixed one.
+
     Raises: CaptureError with the reason of every rung.
     """
+    attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
+    if dynamic_shapes == "batch":
+        doubled = _with_batch_of_two(model, args, kwargs)
+        attempts.append(("dynamic batch", *doubled, _batch_shapes(*doubled)))
+    if dynamic_shapes is None or attempts:
+        attempts.append(("static shapes", args, kwargs, None))
+    else:
+        attempts.append(("the given dynamic_shapes", args, kwargs, dynamic_shapes))
+    rungs: dict[str, Callable[[], nn.Module]] = {
+        "export": lambda: model,
+        "fx + export": lambda: _trace(model, args, kwargs),
+    }
     reasons: list[str] = []
-    for rung in ("export", "fx + export"):
+    for rung, source_of in rungs.items():
         try:
-            source = model if rung == "export" else fx.symbolic_trace(model)
+            source = source_of()
         except Exception as error:
             reasons.append(f"{rung}: {first_line(error)}")
             continue
-        for dynamic in (True, False) if dynamic_shapes is not None else (False,):
+        for label, some_args, some_kwargs, shapes in attempts:
             try:
-                program = _export(source, args, kwargs, dynamic_shapes if dynamic else None)
+                program = _export(source, some_args, some_kwargs, shapes)
             except Exception as error:
-                reasons.append(f"{rung}, {'dynamic' if dynamic else 'static'} shapes: {first_line(error)}")
+                reasons.append(f"{rung}, {label}: {first_line(error)}")
                 continue
-            really = dynamic and _is_dynamic(program)
-            if dynamic and not really:
-                reasons.append(f"{rung}: the model fixes its batch size")
-            return Capture(program, rung, really, tuple(reasons))
+            inputs = _tensor_inputs(program)
+            dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
+            if label == "dynamic batch":
+                reasons += [
+                    f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
+                    for name, value in inputs.items()
+                    if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
+                ]
+            return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
     raise CaptureError("the model could not be captured:\n  " + "\n  ".join(reasons))
 
 
@@ -79,42 +114,57 @@ def first_line(error: BaseException) -> str:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
-    if dynamic_shapes == "batch":
-        args, kwargs = _with_batch_of_two(model, args, kwargs)
-        dynamic_shapes = pytree.tree_map(_batch_dimension, (args, kwargs), is_leaf=lambda leaf: leaf is None)
-        names = kwargs if not args else None
-        dynamic_shapes = dynamic_shapes[1] if names else (*dynamic_shapes[0], *dynamic_shapes[1].values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # a failed rung goes into the report, not to the screen: torch prints the graph
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    finally:
+        logging.disable(level)
 
 
-def _batch_dimension(value: object) -> object:
-    return {0: Dim.AUTO} if isinstance(value, Tensor) and value.ndim else None
+def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """A symbolic trace in which arguments without tensors, defaults included, are constants."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    constants = {
+        name: value
+        for name, value in bound.arguments.items()
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) and value not in ((), {})
+    }
+    return fx.symbolic_trace(model, concrete_args=constants or None)
 
 
 def _with_batch_of_two(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch of 1 is a constant to export; double it, if the model runs on two."""
+    """A batch of 1 is a constant to export: doubles it, if the model runs on two."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not tensors or any(tensor.shape[0] != 1 for tensor in tensors):
+    if all(tensor.shape[0] != 1 for tensor in tensors):
         return args, kwargs
-    doubled = pytree.tree_map(
-        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim else leaf, (args, kwargs)
+    doubled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf,
+        (args, kwargs),
     )
     try:
         with torch.no_grad():
             model(*doubled[0], **doubled[1])
     except Exception:
         return args, kwargs
-    return doubled  # type: ignore[no-any-return]
+    return doubled
 
 
-def _is_dynamic(program: ExportedProgram) -> bool:
-    return any(
-        isinstance(size, torch.SymInt)
-        for node in program.graph.nodes
-        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)
-        for size in node.meta["val"].shape
+def _batch_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicShapes:
+    """Axis 0 of every tensor may vary."""
+    positional, named = pytree.tree_map(
+        lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, (args, kwargs)
     )
+    return named if kwargs else positional
+
+
+def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:
+    """The tensors a program takes, by name, as they were captured."""
+    names = set(program.graph_signature.user_inputs)
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    return {name: value for name, value in values.items() if name in names and isinstance(value, Tensor)}

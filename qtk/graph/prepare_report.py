@@ -16,6 +16,7 @@ class PrepareReport:
         dynamic: the batch dimension may vary.
         swaps: modules recovered from the graph, by kind.
         unknown_ops: ops the op table does not know.
+        opaque_parts: parts whose inside the graph does not show.
         eval_difference: max |prepared - original| on the example inputs in eval mode; ``None``: not compared.
         train_difference: likewise in train mode with dropout off.
         notes: what a user should know.
@@ -30,6 +31,7 @@ class PrepareReport:
     unknown_ops: tuple[str, ...] = ()
     eval_difference: float | None = None
     train_difference: float | None = None
+    opaque_parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
 
@@ -42,4 +44,5 @@ class PrepareReport:
             if difference is not None
         ]
         lines += [f"not quantizable, no row in the op table: {name}" for name in self.unknown_ops]
+        lines += [f"opaque, its inside is not quantized: {name}" for name in self.opaque_parts]
         return "\n".join([*lines, *self.reasons, *self.notes])

@@ -17,15 +17,21 @@ class Dropout(nn.Module):
         kind: the torch function: ``dropout`` zeroes elements, ``feature_dropout`` channels; ``alpha_…`` keep mean and
             variance.
         p: probability of an element or channel to be dropped.
+        always: on in eval mode too, as in Monte Carlo dropout.
+
+    >>> Dropout("dropout", 0.5).eval()(torch.ones(2))
+    tensor([1., 1.])
     """
 
-    def __init__(self, kind: Kind, p: float) -> None:
+    def __init__(self, kind: Kind, p: float, *, always: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind: Kind = kind
         self.p = p
+        self.always = always
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
+        """Shape: any; ``feature_…`` drop along axis 1. Result as ``x``."""
+        if not (self.training or self.always):
             return x
         match self.kind:
             case "dropout":
@@ -38,4 +44,4 @@ class Dropout(nn.Module):
                 return torch.feature_alpha_dropout(x, self.p, True)
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, p={self.p}"
+        return f"{self.kind}, p={self.p}{', always on' if self.always else ''}"

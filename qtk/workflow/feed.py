@@ -96,7 +96,8 @@ def run_all(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, each module's own training flag restored afterwards."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:  # a model in eval mode is left alone: switching drops cached weights
+        model.eval()
     try:
         yield
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from qtk.errors import CaptureError
+from qtk.errors import CaptureError, VerificationError
 from qtk.graph.canonicalize import canonicalize
 from qtk.graph.capture import DynamicShapes, ExampleInputs, capture, first_line, split_inputs
 from qtk.graph.planner import unknown_ops
 from qtk.graph.prepare_report import PrepareReport
-from qtk.graph.prepared_model import PreparedModel
+from qtk.graph.prepared_model import REPORT, PreparedModel
 from qtk.graph.sites import EXCLUDED, annotate
 from qtk.registry import nearest
-from qtk.workflow.feed import evaluating
-from qtk.workflow.verify_prepared import eval_difference, failure, train_difference
+from qtk.workflow.untouched import untouched
+from qtk.workflow.verify_prepared import eval_difference, failure, hidden_drops, train_difference
 
 __all__ = ["ExampleInputs", "prepare_model"]
+
+ORIGINAL = "qtk_original"
+"""Key of ``meta``: the model behind a trace that is still to be captured."""
 
 
 def prepare_model(
@@ -43,7 +47,8 @@ def prepare_model(
     'export'
 
     Args:
-        model: any module that runs on ``example_inputs``; left as it is, its parameters shared with the result.
+        model: any module that runs on ``example_inputs``; left as it is, its parameters shared with the result. A
+            prepared model is returned as it is; one prepared without inputs is captured now.
         example_inputs: a tensor, tuple or dict. Without them only a symbolic trace is made, and ``QuantSim``, which
             has inputs, finishes it.
         dynamic_shapes: ``"batch"`` lets dimension 0 of every tensor vary, ``None`` fixes all; else as ``torch.export``.
@@ -51,37 +56,49 @@ def prepare_model(
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
     Raises: CaptureError if the model does not run, changes its inputs, or no capture succeeds; VerificationError if
-        the result computes something else.
+        the result computes something else in eval mode.
     """
     started = time.perf_counter()
+    if isinstance(model, PreparedModel):
+        if model.report.complete:
+            if modules_to_exclude:
+                raise CaptureError("the model is prepared already; name modules_to_exclude when preparing it first")
+            return model
+        model = model.meta[ORIGINAL]
+    excluded = _paths(model, modules_to_exclude)
     if example_inputs is None:
         return _traced(model, started)
     args, kwargs = split_inputs(example_inputs)
-    excluded = _paths(model, modules_to_exclude)
-    flags = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
-    with evaluating(model):
-        _refuse_unrunnable(model, args, kwargs)
-        captured = capture(model, args, kwargs, dynamic_shapes)
-        prepared, swaps = canonicalize(captured.program, model)
-        prepared.eval()
-        _exclude(prepared.graph, excluded)
-        report = PrepareReport(
-            captured.rung, True, captured.dynamic, captured.reasons, swaps, unknown_ops(prepared.graph)
-        )
-        if verify:
-            report = replace(report, eval_difference=eval_difference(model, prepared, args, kwargs))
-            try:
-                report = replace(report, train_difference=train_difference(model, prepared, args, kwargs))
-            except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
-                report = replace(report, notes=(failure(error),))
-    _restore(prepared, flags)
-    prepared.meta["report"] = replace(report, elapsed_s=time.perf_counter() - started)
+    notes = [*_register_dataclasses((args, kwargs))]
+    with untouched(model):
+        notes += _register_dataclasses(_run_once(model.eval(), args, kwargs))
+    with untouched(model):
+        captured = capture(model.eval(), args, kwargs, dynamic_shapes)
+    prepared, swaps = canonicalize(captured.program, model)
+    _exclude(prepared.graph, excluded)
+    notes += [f"modules_to_exclude: {path} runs no op" for path in sorted(excluded - _owners(prepared.graph))]
+    report = PrepareReport(captured.rung, True, captured.dynamic, captured.reasons, swaps, unknown_ops(prepared.graph))
+    if verify:
+        report = replace(report, eval_difference=eval_difference(model, prepared, args, kwargs))
+        notes += hidden_drops(model)
+        try:
+            difference = train_difference(model, prepared, captured.args, captured.kwargs)
+            report = replace(report, train_difference=difference)
+        except VerificationError as error:
+            notes.append(failure(error))
+        except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
+            notes.append(f"train mode could not be compared: {first_line(error)}")
+    _restore(prepared, {path: module.training for path, module in model.named_modules(remove_duplicate=False)})
+    opaque = tuple(str(node.target) for node in prepared.graph.nodes if _is_nested(node))
+    elapsed_s = time.perf_counter() - started
+    prepared.meta[REPORT] = replace(report, opaque_parts=opaque, notes=tuple(notes), elapsed_s=elapsed_s)
     return prepared
 
 
 def _traced(model: nn.Module, started: float) -> PreparedModel:
     try:
-        traced = fx.symbolic_trace(model)
+        with untouched(model):
+            traced = fx.symbolic_trace(model)
     except Exception as error:
         raise CaptureError(
             f"without example_inputs only a symbolic trace is possible, and it failed: {first_line(error)}; "
@@ -89,15 +106,17 @@ def _traced(model: nn.Module, started: float) -> PreparedModel:
         ) from error
     prepared = PreparedModel(traced, traced.graph)
     notes = ("traced without inputs: QuantSim captures and verifies it when it has them",)
-    prepared.meta["report"] = PrepareReport("fx", False, True, notes=notes, elapsed_s=time.perf_counter() - started)
+    prepared.meta[REPORT] = PrepareReport("fx", False, True, notes=notes, elapsed_s=time.perf_counter() - started)
+    prepared.meta[ORIGINAL] = model
     return prepared
 
 
-def _refuse_unrunnable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """The output. Raises: CaptureError if there is none, or if an input is not what it was."""
     before = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     try:
         with torch.no_grad():
-            model(*args, **kwargs)
+            output = model(*args, **kwargs)
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         raise CaptureError(
@@ -107,30 +126,56 @@ def _refuse_unrunnable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     old, new = pytree.tree_leaves(before), pytree.tree_leaves((args, kwargs))
     for index, (a, b) in enumerate(zip(old, new, strict=True)):
         if isinstance(a, Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-            b.copy_(a)
+            b.data.copy_(a)
             raise CaptureError(
                 f"the forward of {type(model).__name__} changes its input {index} in place; let it work on a clone"
             )
+    return output
+
+
+def _register_dataclasses(tree: object) -> Iterator[str]:
+    """Lets ``torch.export`` look into the dataclasses of ``tree``. Yields: a note for each type."""
+    for leaf in pytree.tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+            yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
+            yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _paths(model: nn.Module, modules: Collection[nn.Module | str]) -> set[str]:
-    names = {module: path for path, module in model.named_modules()}
-    known = set(names.values())
+    """Every name of every excluded module."""
+    known = dict(model.named_modules(remove_duplicate=False))
     paths = set()
     for module in modules:
-        path = names.get(module) if isinstance(module, nn.Module) else module
-        if path is None or path not in known:
-            what = repr(module) if isinstance(module, str) else type(module).__name__
-            raise CaptureError(f"modules_to_exclude: {what} is no submodule of the model; {nearest(str(path), known)}")
-        paths.add(path)
+        wanted = module if isinstance(module, nn.Module) else known.get(module)
+        found = {path for path, other in known.items() if other is wanted}
+        if not found:
+            what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+            hint = f"; {nearest(module, known)}" if isinstance(module, str) else ""
+            raise CaptureError(f"modules_to_exclude: {what} is no submodule of {type(model).__name__}{hint}")
+        paths |= found
     return paths
 
 
 def _exclude(graph: fx.Graph, paths: set[str]) -> None:
     for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        if any(value[0].partition("@")[0] in paths for value in stack.values()):
+        if not paths.isdisjoint(_stack(node)):
             annotate(node, **{EXCLUDED: "1"})
+
+
+def _owners(graph: fx.Graph) -> set[str]:
+    return {path for node in graph.nodes for path in _stack(node)}
+
+
+def _stack(node: fx.Node) -> Iterator[str]:
+    """The paths of the modules around ``node``; those a symbolic trace has dissolved are prefixes of what is left."""
+    for value in (node.meta.get("nn_module_stack") or {}).values():
+        parts = value[0].partition("@")[0].split(".")
+        yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def _is_nested(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _restore(prepared: PreparedModel, flags: dict[str, bool]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,18 +15,23 @@ from torch.utils import _pytree as pytree
 
 from qtk.errors import VerificationError
 from qtk.graph.capture import first_line
+from qtk.workflow.untouched import untouched
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest output, that reordered float32 sums may make."""
 
 
 def eval_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Largest absolute difference over all outputs in eval mode.
+    """Largest absolute difference over all outputs and buffers after a run in eval mode; both are left as they were.
 
-    Raises: VerificationError naming the first output that differs by more than ``TOLERANCE``.
+    Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    with torch.no_grad():
-        return _difference(_run(original, args, kwargs), _run(prepared, args, kwargs))
+    both = []
+    for model in (original, prepared):
+        with untouched(model), torch.no_grad():
+            output = _run(model.eval(), args, kwargs)
+            both.append((output, {name: buffer.clone() for name, buffer in model.named_buffers()}))
+    return _both_differences(*both)
 
 
 def train_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -38,24 +44,61 @@ def train_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, 
     both = []
     for model in (original, prepared):
         twin = copy.deepcopy(model).train()
+        for module, name in _attributes_that_drop(twin):
+            setattr(module, name, 0.0)
         with torch.no_grad(), _WithoutDropout():
             both.append((_run(twin, args, kwargs), dict(twin.named_buffers())))
-    (expected, wanted), (found, updated) = both
-    return max(
-        _difference(expected, found),
-        _difference(wanted, {name: buffer for name, buffer in updated.items() if name in wanted}),
-    )
+    return _both_differences(*both)
+
+
+def hidden_drops(model: nn.Module) -> list[str]:
+    """Notes about modules that drop at random in train mode but leave no trace in eval mode, which is captured."""
+    counts = Counter(type(module).__name__ for module, _ in _attributes_that_drop(model))
+    return [
+        f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
+        for name, count in counts.items()
+    ]
+
+
+def _attributes_that_drop(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        for name in HIDDEN.get(type(module).__name__, ()):
+            probability = getattr(module, name, None)
+            if isinstance(probability, float) and probability > 0:
+                yield module, name
+
+
+HIDDEN = {
+    "DropPath": ("drop_prob",),  # timm
+    "StochasticDepth": ("p",),  # torchvision
+    "DropBlock2d": ("drop_prob", "p"),
+    "DropBlock3d": ("p",),
+    "MultiheadAttention": ("dropout",),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), ("dropout",)),
+}
+"""Class → attributes with the probability of a drop that is no dropout op of its own."""
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Every dropout function returns its input."""
+    """Every dropout function returns its input, and attention keeps all of its weights."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if "dropout" in getattr(func, "__name__", ""):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return func(**{**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0})
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def _both_differences(expected: tuple[object, dict[str, Tensor]], found: tuple[object, dict[str, Tensor]]) -> float:
+    """Of outputs, and of the buffers of the original; a prepared model has constants besides."""
+    buffers = {name: buffer for name, buffer in found[1].items() if name in expected[1]}
+    return max(_difference(expected[0], found[0]), _difference(expected[1], buffers, what="buffer "))
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -65,7 +108,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         return model(*args, **kwargs)
 
 
-def _difference(expected: object, found: object) -> float:
+def _difference(expected: object, found: object, *, what: str = "output") -> float:
     wanted, structure = pytree.tree_flatten_with_path(expected)
     got, other = pytree.tree_flatten_with_path(found)
     if structure != other:
@@ -74,9 +117,9 @@ def _difference(expected: object, found: object) -> float:
     for (path, a), (_, b) in zip(wanted, got, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is not type(b) or a != b:
-                raise VerificationError(f"output{pytree.keystr(path)} is {b!r}, was {a!r}")
+                raise VerificationError(f"{what}{pytree.keystr(path)} is {b!r}, was {a!r}")
             continue
-        worst = max(worst, _tensor_difference(f"output{pytree.keystr(path)}", a, b))
+        worst = max(worst, _tensor_difference(f"{what}{pytree.keystr(path)}", a, b))
     return worst
 
 

@@ -86,7 +86,7 @@ class Exploit:
 
 def test_nothing_but_tensors_is_unpickled(tmp_path):
     path = tmp_path / "evil.pth"
-    path.write_bytes(pickle.dumps(Exploit()))
+    path.write_bytes(pickle.dumps(Exploit(), protocol=2))
     with pytest.raises(ConfigError, match=r"evil\.pth: holds more than tensors, or is broken"):
         load_weights(nn.Linear(2, 2), path)
 

@@ -1,0 +1,83 @@
+"""The tree of plain modules that holds a model's parameters and buffers under their original names."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from qtk.errors import CaptureError
+
+RESERVED = {*dir(fx.GraphModule), "meta", "report", "_graph", "_code", "_in_spec", "_out_spec"} - {*dir(nn.Module)}
+"""Attributes of a prepared model that a child of the same name would hide, or be hidden by."""
+
+
+def hold(original: nn.Module) -> nn.Module:
+    """A tree with the names, order and very tensors of ``original``; a module with two names is one holder.
+
+    Raises: CaptureError if a name at the top is one a prepared model needs for itself.
+    """
+    clash = sorted(RESERVED & {*original._modules, *original._parameters, *original._buffers})
+    if clash:
+        raise CaptureError(
+            f"{type(original).__name__} has members called {', '.join(clash)}, which a prepared model uses itself; "
+            "rename them, or wrap the model in a module of one child"
+        )
+    root = nn.Module()
+    holders = {original: root}
+    for module in original.modules():
+        holders.setdefault(module, nn.Module())
+    for module, own in holders.items():
+        for name, child in module._modules.items():
+            own.add_module(name, None if child is None else holders[child])
+        for name, parameter in module._parameters.items():
+            own.register_parameter(name, parameter)
+        for name, buffer in module._buffers.items():
+            own.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    return root
+
+
+def hold_constants(root: nn.Module, captured: fx.GraphModule) -> None:
+    """Adds what the graph of ``captured`` reads and the original did not register: tensors out of its code.
+
+    They become buffers outside the state_dict.
+    """
+    for node in captured.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        owner, _, leaf = str(node.target).rpartition(".")
+        own = holder(root, owner)
+        if not hasattr(own, leaf):
+            value = attribute(captured, str(node.target))
+            if isinstance(value, nn.Parameter):
+                own.register_parameter(leaf, value)
+            elif isinstance(value, torch.Tensor):
+                own.register_buffer(leaf, value, persistent=False)
+            else:
+                setattr(own, leaf, value)
+
+
+def holder(root: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, made if it is missing."""
+    for name in filter(None, path.split(".")):
+        child = root._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            root.add_module(name, child)
+        root = child
+    return root
+
+
+def attribute(root: nn.Module, path: str) -> object:
+    """The tensor or module at ``path``."""
+    owner, _, leaf = path.rpartition(".")
+    return getattr(root.get_submodule(owner), leaf)
+
+
+def free_name(root: nn.Module, path: str) -> str:
+    """``path``, or the first of ``path_1``, ``path_2``, … that names nothing in ``root``."""
+    owner, _, leaf = path.rpartition(".")
+    own, name, ordinal = holder(root, owner), leaf, 0
+    while hasattr(own, name):
+        ordinal += 1
+        name = f"{leaf}_{ordinal}"
+    return f"{owner}.{name}" if owner else name
