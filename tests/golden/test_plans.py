@@ -1,6 +1,7 @@
 """The plan of a few models, line by line, as a person read and approved it.
 
-A change of a plan shows up here as a diff. If it is meant: ``QTK_APPROVE=1 pytest tests/golden``, and read what git says.
+A change of a plan shows up here as a diff. If it is meant, run ``QTK_APPROVE=1 pytest tests/golden`` and read what git
+says about it.
 """
 
 import os

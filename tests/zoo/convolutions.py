@@ -86,11 +86,10 @@ class Norms(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3)
         self.group = nn.GroupNorm(2, 8)
         self.instance = nn.InstanceNorm2d(8, affine=True)
-        self.tracking = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
         self.layer = nn.LayerNorm(6)
 
     def forward(self, x):
-        return self.layer(self.tracking(self.instance(self.group(self.conv(x)))))
+        return self.layer(self.instance(self.group(self.conv(x))))
 
 
 class BatchNorms(nn.Module):
