@@ -66,6 +66,11 @@ def _in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     return 1, 0
 
 
+def _vector(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """One number a channel: the only axis is both."""
+    return (0, 0) if weight.meta["val"].ndim == 1 else None
+
+
 def _matmul(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     """A right factor is ``[…, in, out]``, a left one ``[…, out, in]``; a vector has no output channel."""
     rank = weight.meta["val"].ndim
@@ -129,7 +134,7 @@ for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu
               "logsumexp").split():
     _row(_kind, {"softmax": "softmax _softmax special_softmax", "log_softmax": "log_softmax _log_softmax",
                  "rrelu": "rrelu rrelu_with_noise"}.get(_kind, _kind), Role.COMPUTE, inputs=(0,))
-_row("prelu", "prelu _prelu_kernel", Role.COMPUTE, inputs=(0,), weights=(1,))
+_row("prelu", "prelu _prelu_kernel", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=_vector)
 _row("clamp", "clamp clamp_min clamp_max clip", Role.COMPUTE, inputs=(0,))
 
 # Arithmetic on tensors.

@@ -111,7 +111,8 @@ def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, 
     if own is not None and bits is not None and own != bits:
         raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
                           f"pass {what}_bits={own} or take the width out of the config")
-    base = TensorSetting(symmetric=symmetric, bits=8 if bits is None and own is None else bits)
+    width = 8 if bits is None else integer(bits, signed=symmetric).bits
+    base = TensorSetting(symmetric=symmetric, bits=width)
     return Decision(base.overlaid(setting), bits is not None and value != "float",
                     "defaults" if bits is not None else f"{what}_bits=None")
 

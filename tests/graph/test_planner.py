@@ -350,6 +350,17 @@ def test_config_and_arguments_must_not_contradict_each_other():
         plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=4)
 
 
+@pytest.mark.parametrize("bits", [0, 1, 17, 40])
+def test_widths_without_a_dtype_are_refused(bits):
+    with pytest.raises(SpecError, match=f"bits must be 2 to 16, got {bits}"):
+        plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), weight_bits=bits)
+
+
+def test_prelu_has_a_slope_a_channel():
+    decided = by_name(plan_of(nn.Sequential(nn.PReLU(5)), torch.randn(2, 5), PER_CHANNEL))
+    assert decided["0.weight"].spec.granularity == PerChannel(0)
+
+
 def test_planning_is_pure():
     prepared = prepare_model(ConvReluConv().eval(), torch.randn(2, 3, 9, 9))
     before = str(prepared.graph)

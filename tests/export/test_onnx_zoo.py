@@ -1,0 +1,44 @@
+"""The whole way, from a float model to ONNX Runtime, over models of the zoo."""
+
+import onnx
+import pytest
+import torch
+
+import qtk
+from qtk.export.onnx_qdq import read
+from qtk.graph.insert import quantizer_nodes
+from qtk.numerics.affine import quantize
+from tests.zoo.models import ZOO
+
+NAMES = (
+    "all_convolutions", "all_transposed", "concatenated", "dict_output", "functional", "keyword_input", "masked_fill",
+    "nested_input", "reused_block", "stacks_and_scatters", "tied", "vit", "weight_standardised",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_holds_and_computes_what_the_simulation_does(name, tmp_path):
+    entry = ZOO[name]
+    sim = qtk.QuantSim(entry.model(), entry.inputs(), weight_bits=4)
+    sim.compute_encodings([entry.inputs(2), entry.inputs(3)], progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    path = tmp_path / "out" / "model.onnx"
+
+    encodings, back = sim.encodings(), read(path)
+    assert set(back) == set(encodings)
+    assert all(back[site].equals(encoding) for site, encoding in encodings.items())
+
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    weights = [node for node in quantizer_nodes(sim.model) if node.args[0].op == "get_attr"]
+    assert weights or name == "stacks_and_scatters"
+    for node in weights:
+        encoding = sim.model.get_submodule(node.target).encoding
+        site, value = node.meta["custom"]["qtk_site"], sim.model.state_dict()[node.args[0].target]
+        sizes = encoding.spec.granularity.block_size(value.ndim)
+        codes = quantize(value, encoding.scale, encoding.zero_point, sizes, encoding.spec.qmin, encoding.spec.qmax)
+        assert torch.equal(torch.from_numpy(stored[site].astype("int32")), codes), site
+
+    exact = sim.verify_export(tmp_path / "out", [entry.inputs(2), entry.inputs(5)]).exact
+    assert exact.differing <= 0.02
+    if exact.max_difference_scales is not None:
+        assert exact.max_difference_scales <= 1.001
