@@ -30,7 +30,8 @@ def test_the_file_holds_and_computes_what_the_simulation_does(name, tmp_path):
 
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     weights = [node for node in quantizer_nodes(sim.model) if node.args[0].op == "get_attr"]
-    values = dict(sim.model.named_parameters()) | dict(sim.model.named_buffers())
+    model = sim.model
+    values = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     assert weights or name in ("stacks_and_scatters", "weight_standardised")
     for node in weights:
         encoding = sim.model.get_submodule(node.target).encoding

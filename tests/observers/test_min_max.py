@@ -62,9 +62,10 @@ def test_a_state_that_saw_nothing_says_so():
     assert state(observer) == (None, 0, 3)
 
 
-def test_a_scale_that_saw_only_marks_is_nan_until_it_sees_more():
+@pytest.mark.parametrize("mark", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_scale_that_saw_only_marks_is_nan_until_it_sees_more(mark):
     observer = MinMax(PerChannel(0))
-    observer.observe(torch.tensor([[1.0, 2.0], [-torch.inf, -torch.inf]]))
+    observer.observe(torch.tensor([[1.0, 2.0], [mark, mark]]))
     assert observer.minimum[0] == 1.0
     assert observer.minimum[1].isnan()
     assert observer.maximum[1].isnan()

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError
+from qtk.workflow.calibrate import known_encoding
+
+
+@pytest.mark.parametrize(
+    ("name", "symmetric", "bounds", "low", "high"),
+    [
+        ("uint8", False, (0.0, 1.0), 0.0, 1.0),
+        ("uint16", False, (0.0, 1.0), 0.0, 1.0),
+        ("int8", True, (-1.0, 1.0), -128 / 127, 1.0),
+    ],
+)
+def test_known_ranges_become_the_encoding_that_just_holds_them(name, symmetric, bounds, low, high):
+    spec = qtk.QuantSpec(qtk.dtype(name), symmetric=symmetric)
+    encoding = known_encoding(spec, bounds, torch.device("cpu"))
+    assert float(encoding.minimum) == pytest.approx(low, rel=1e-6)
+    assert float(encoding.maximum) == pytest.approx(high, rel=1e-6)
+
+
+def test_fixed_ranges_need_no_data_and_ignore_it():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).eval()
+    sim = qtk.QuantSim(net, torch.randn(2, 4))
+    sim.compute_encodings([torch.zeros(2, 4)], progress=False)
+    assert float(sim.encodings()["1:out"].maximum) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_shared_sites_observe_everything_they_share():
+    class Net(nn.Module):
+        def forward(self, x, y):
+            return torch.cat([x, y], 1)
+
+    x, y = torch.linspace(-1, 3, 8).reshape(2, 4), torch.linspace(-5, 2, 8).reshape(2, 4)
+    sim = qtk.QuantSim(Net(), (x, y))
+    sim.compute_encodings([(x, y)], progress=False)
+    encodings = sim.encodings()
+    assert encodings["x:input"].equals(encodings["concat:out"])
+    assert float(encodings["y:input"].minimum) == pytest.approx(-5, abs=8 / 255)
+    assert float(encodings["y:input"].maximum) == pytest.approx(3, abs=8 / 255)
+
+
+def test_activations_are_observed_in_float_not_behind_other_quantizers():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    x = torch.randn(64, 8)
+    sim = qtk.QuantSim(net, x, weight_bits=2, activation_bits=8)
+    sim.compute_encodings([x], progress=False)
+    with torch.no_grad():
+        expected = net(x)
+    encoding = sim.encodings()["1:out"]
+    assert float(encoding.maximum) == pytest.approx(float(expected.max()), abs=float(encoding.scale))
+
+
+def test_broken_weights_name_their_site():
+    net = nn.Sequential(nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        net[0].weight[1, 2] = float("nan")
+    sim = qtk.QuantSim(net, torch.randn(2, 4))
+    with pytest.raises(CalibrationError, match=r"0\.weight: .*NaN"):
+        sim.compute_encodings([torch.randn(2, 4)], progress=False)
+
+
+def test_sites_that_no_data_reached_are_named():
+    class Ragged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x)
+
+    sim = qtk.QuantSim(Ragged().eval(), torch.randn(2, 4))
+    with pytest.raises(CalibrationError, match=r"no data reached 2 sites: x:input, a:out"):
+        sim.compute_encodings(lambda model: None, progress=False)
