@@ -126,11 +126,10 @@ _row("instance_norm", "instance_norm", Role.COMPUTE, inputs=(0,), weights=(1,), 
 _row("layer_norm", "layer_norm native_layer_norm", Role.COMPUTE, inputs=(0,), weights=(2,), bias=3)
 _row("group_norm", "group_norm", Role.COMPUTE, inputs=(0,), weights=(2,), bias=3)
 _row("rms_norm", "rms_norm", Role.COMPUTE, inputs=(0,), weights=(2,))
-_row("local_response_norm", "local_response_norm", Role.COMPUTE)
 
 # Activations.
 for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu leaky_relu mish sigmoid tanh softplus "
-              "softsign threshold glu log_sigmoid softmin rrelu hardshrink softshrink tanhshrink softmax log_softmax "
+              "threshold glu log_sigmoid rrelu hardshrink softshrink softmax log_softmax "
               "logsumexp").split():
     _row(_kind, {"softmax": "softmax _softmax special_softmax", "log_softmax": "log_softmax _log_softmax",
                  "rrelu": "rrelu rrelu_with_noise"}.get(_kind, _kind), Role.COMPUTE, inputs=(0,))
@@ -147,7 +146,7 @@ for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt rsqrt square reciproca
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm mean sum prod cumsum cumprod "
               "var std var_mean std_mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
               "adaptive_avg_pool3d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "
-              "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d lp_pool2d nan_to_num "
+              "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():
     _family = ("avg_pool" if "avg_pool" in _kind else "interpolate" if "upsample" in _kind else
                "mean" if _kind == "mean" else _kind)
