@@ -15,6 +15,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_methods, check_op_names
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
+from qtk.errors import CaptureError
 from qtk.graph.insert import insert
 from qtk.graph.op_table import OP_NAMES
 from qtk.graph.planner import plan
@@ -45,8 +46,8 @@ class QuantSim:
         model: a float model, or one from ``prepare_model``.
         example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
         scheme: how ranges are found; a name from ``qtk.SCHEMES``.
-        weight_bits: width of weights, ``None`` to leave them in float.
-        activation_bits: width of activations, ``None`` for a weight-only simulation.
+        weight_bits: width of weights, ``None`` to leave them in float; 8 gives way to a width in the config's defaults.
+        activation_bits: width of activations likewise, ``None`` for a weight-only simulation.
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
 
@@ -65,6 +66,11 @@ class QuantSim:
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"model must be a torch.nn.Module, got {model!r}; wrap a function in a module, "
+                               "and pass an instance, not the class")
+        if example_inputs is None:
+            raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
         self.scheme = SCHEMES.canonical(scheme)
         self.weight_bits = weight_bits
         self.activation_bits = activation_bits

@@ -45,6 +45,8 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def canonical(self, name: str) -> str:
         """The registered name behind ``name``. Raises: ConfigError if unknown."""
+        if not isinstance(name, str):
+            raise ConfigError(f"a {self.what} is given by name, got {name!r}; known: {', '.join(self._values)}")
         name = self._aliases.get(name, name)
         if name not in self._values:
             raise ConfigError(f"unknown {self.what} {name!r}; {nearest(name, [*self._values, *self._aliases])}")

@@ -122,6 +122,34 @@ def test_simulating_before_calibrating_is_an_error(net, batches):
         sim.check()
 
 
+@pytest.mark.parametrize("model", [lambda x: x, Net])
+def test_only_modules_are_simulated(model, batches):
+    with pytest.raises(CaptureError, match=r"model must be a torch\.nn\.Module"):
+        qtk.QuantSim(model, batches[0])
+
+
+def test_example_inputs_are_needed(net):
+    with pytest.raises(CaptureError, match="needs example_inputs"):
+        qtk.QuantSim(net, None)
+
+
+def test_comparing_without_data_is_an_error(sim):
+    with pytest.raises(CalibrationError, match="no batches"):
+        sim.compare([], progress=False)
+
+
+def test_calibrating_in_train_mode_observes_eval_mode_and_changes_no_statistics(net, batches):
+    net.train()
+    training = qtk.QuantSim(net, batches[0])
+    training.compute_encodings(batches, progress=False)
+    assert training.model.training
+    assert torch.equal(training.model.bn.running_mean, torch.zeros(6))
+    evaluating = qtk.QuantSim(net.eval(), batches[0])
+    evaluating.compute_encodings(batches, progress=False)
+    expected = evaluating.encodings()
+    assert all(encoding.equals(expected[site]) for site, encoding in training.encodings().items())
+
+
 def test_an_unknown_scheme_names_the_nearest(net, batches):
     with pytest.raises(ConfigError, match="did you mean 'min_max'"):
         qtk.QuantSim(net, batches[0], scheme="minmax")

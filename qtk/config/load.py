@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qtk.config.aimet import from_aimet, is_aimet
 from qtk.config.files import read_file
-from qtk.config.schema import QuantConfig
+from qtk.config.schema import QuantConfig, TensorSetting
 from qtk.config.shipped import shipped, shipped_names
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
@@ -19,7 +19,8 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
 
     Args:
         source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (told
-            apart by its keys), the mapping such a file holds, or a ``QuantConfig``, returned as it is.
+            apart by its keys), the mapping such a file holds, or a ``QuantConfig``, returned as it is. A file or
+            mapping stands for itself; with ``extends: default`` it adds to a shipped target, or to another file.
 
     Raises: ConfigError with file, line or path of each mistake; for an unknown name the nearest.
 
@@ -39,7 +40,27 @@ dtype, granularity, method, narrow_range, range, symmetric
 def _from_value(value: object, name: str) -> QuantConfig:
     if isinstance(value, Mapping) and is_aimet(value):
         value = from_aimet(value, source=name)
+    if isinstance(value, Mapping) and "extends" in value:
+        base = load_config(value["extends"])
+        own = validate(QuantConfig, {key: item for key, item in value.items() if key != "extends"}, source=name)
+        return _extended(base, own)
     return validate(QuantConfig, value, source=name)
+
+
+def _extended(base: QuantConfig, own: QuantConfig) -> QuantConfig:
+    """``own`` over ``base``: settings field by field, its rules after the base's, supergroups of both."""
+    defaults = {}
+    for name in own.defaults.model_fields_set:
+        below, above = getattr(base.defaults, name), getattr(own.defaults, name)
+        both = isinstance(below, TensorSetting) and isinstance(above, TensorSetting)
+        defaults[name] = below.overlaid(above) if both else above
+    return QuantConfig(
+        version=own.version,
+        defaults=base.defaults.model_copy(update=defaults),
+        rules=(*base.rules, *own.rules),
+        supergroups=tuple(dict.fromkeys((*base.supergroups, *own.supergroups))),
+        io=base.io.model_copy(update={name: getattr(own.io, name) for name in own.io.model_fields_set}),
+    )
 
 
 def _path_of(source: str | Path) -> Path:

@@ -49,6 +49,6 @@ def dtype(name: str) -> QDtype:
 
 def integer(bits: int, *, signed: bool) -> QDtype:
     """The integer format of this width. Raises: SpecError outside 2…16 bits."""
-    if bits not in BITS:
-        raise SpecError(f"bits must be {BITS.start} to {BITS.stop - 1}, got {bits}")
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
+        raise SpecError(f"bits must be an int from {BITS.start} to {BITS.stop - 1}, got {bits!r}")
     return DTYPES[f"{'int' if signed else 'uint'}{bits}"]

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from qtk.errors import ExportError
 
+MARKER = ".written-by-qtk"
+"""An empty file in every directory made here: what holds it may be replaced."""
+
 
 @contextlib.contextmanager
 def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> Iterator[Path]:
@@ -21,9 +24,10 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
 
     Args:
         target: the directory to create; missing parents are created too.
-        force: replace an existing directory, with everything in it.
+        force: replace a directory that an earlier call made, with everything in it.
 
-    Raises: ExportError if ``target`` exists and ``force`` is off, is not a directory, or its parent takes no files.
+    Raises: ExportError if ``target`` exists and ``force`` is off or it is none of ours, is not a directory, or its
+        parent takes no files.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent, staged_directory(f"{parent}/out") as folder:
@@ -40,6 +44,7 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
         except OSError as error:
             raise _unwritable(target, error) from error
         yield stage
+        (stage / MARKER).touch()
         _flush(stage)
         _refuse_unless_free(target, force=force)
         _swap(stage, target)
@@ -57,6 +62,11 @@ def _refuse_unless_free(target: Path, *, force: bool) -> None:
     if target.exists() and not force:
         raise ExportError(f"{target} exists already and nothing is overwritten unasked; "
                           "choose another directory, or pass force=True (--force)")
+    if target.exists() and not (target / MARKER).is_file() and any(target.iterdir()):
+        raise ExportError(f"{target} holds files that qtk did not write (it has no {MARKER}), and force replaces only "
+                          "what qtk wrote; choose another directory, or empty this one")
+    if Path.cwd().is_relative_to(target):
+        raise ExportError(f"{target} is or holds the working directory; choose another directory")
 
 
 def _unwritable(target: Path, error: OSError) -> ExportError:

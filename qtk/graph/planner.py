@@ -83,7 +83,11 @@ class _Planner:
         for node in self.graph.nodes:
             self._plan_edges(node)
         if self.misfits:
-            raise SpecError("block sizes that do not fit:\n  " + "\n  ".join(self.misfits))
+            raise SpecError(
+                "\n  ".join(["block sizes that do not fit:", *self.misfits])
+                + "\ngive these sites another block_size or granularity by a rule, e.g. {match: {path: …}, weight: "
+                "{granularity: per_channel}}"
+            )
         return QuantPlan(self._in_order(), self._left_out(), self.rules.unmatched())
 
     # Rules 1, 2, 3, 6: the value at its producer.
@@ -105,7 +109,7 @@ class _Planner:
             elif operands:
                 self._decide(node, decided, "model input")
             else:
-                self.floats[node] = "no op computes with it"
+                self.floats[node] = self._read_by_unknown(readers) or "no op computes with it"
         elif row is None or row.role is Role.CREATE:
             if operands:
                 source = "constant" if row else f"op {op_name(_op_of(node))} is not in the op table"
@@ -242,7 +246,17 @@ class _Planner:
                 ordered[value_site(node)] = self.values[node]
         return ordered
 
+    def _read_by_unknown(self, readers: list[Port]) -> str | None:
+        """The reason of a value that ops without a row read."""
+        names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
+        return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
+
     def _left_out(self) -> dict[Site, str]:
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and is_float(node) and node not in self.values:
+                reason = self._read_by_unknown(list(self.flow.readers(node)))
+                if reason is not None:
+                    self.floats.setdefault(node, reason)
         return {value_site(node): self.floats[node] for node in self.graph.nodes if node in self.floats}
 
 

@@ -16,6 +16,9 @@ from qtk.errors import ConfigError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import OWNER, note, value_site
 
+DEFAULT_BITS = 8
+"""What a constructor that was given no width says; a config that names one is right against it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -108,10 +111,10 @@ def _bits(setting: TensorSetting) -> int:
 def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, symmetric: bool) -> Decision:
     setting = value if isinstance(value, TensorSetting) else TensorSetting()
     own = setting.bits if setting.dtype is None else dtype(setting.dtype).bits
-    if own is not None and bits is not None and own != bits:
+    if own is not None and bits not in (None, DEFAULT_BITS, own):
         raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
                           f"pass {what}_bits={own} or take the width out of the config")
-    width = 8 if bits is None else integer(bits, signed=symmetric).bits
+    width = DEFAULT_BITS if bits is None else integer(bits, signed=symmetric).bits
     base = TensorSetting(symmetric=symmetric, bits=width)
     return Decision(base.overlaid(setting), bits is not None and value != "float",
                     "defaults" if bits is not None else f"{what}_bits=None")

@@ -48,31 +48,31 @@ def fake_quantize_backward(
         (x, grad, grad_x), (scale, zero_point, grad_scale, grad_zero_point), block_size
     ):
         assert step is not None
-        slope = slope.to(torch.float32)
         steps = torch.div(part.to(torch.float32), step)
-        code = steps.round()
+        code = steps.round_() if of_scale is None else steps.round()
         if zero is not None:
             code.add_(zero)
-        straight = _inside(slope, code, qmin, qmax)
-        out.copy_(straight)
+        straight = out if out.dtype == torch.float32 else torch.empty_like(code)
+        _inside(slope, code, qmin, qmax, out=straight)
+        if straight is not out:
+            out.copy_(straight)
         if of_zero is not None:
             of_zero.sub_(_sum(slope - straight, x.shape, block_size) * step)
         if of_scale is not None:
-            steps = _inside(steps, code, qmin, qmax)
+            _inside(steps, code, qmin, qmax, out=steps)
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
             of_scale.add_(_sum(real.sub_(steps).mul_(slope), x.shape, block_size))
     return grad_x, grad_scale, grad_zero_point
 
 
-def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int) -> Tensor:
-    """``values`` where the unclamped code is one of the codes, 0 elsewhere and at NaN."""
+def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:
+    """Writes ``values`` where the unclamped code is one of the codes, 0 elsewhere and at NaN."""
     # On whole numbers the open interval of hardtanh's gradient is the closed one that is meant. It is one vectorized
     # pass; comparing and selecting by a boolean mask takes ten times as long on the CPU.
-    inside: Tensor = torch.ops.aten.hardtanh_backward.default(
-        values, code.nan_to_num_(torch.inf), qmin - 1, qmax + 1
+    torch.ops.aten.hardtanh_backward.grad_input(
+        values, code.nan_to_num_(torch.inf), qmin - 1, qmax + 1, grad_input=out
     )
-    return inside
 
 
 def _sum(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:

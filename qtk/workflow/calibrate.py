@@ -50,7 +50,11 @@ def calibrate(
     masked: dict[Site, str] = {}
     if observed:
         if data is None:
-            raise CalibrationError(f"{len(observed)} activation sites need calibration data, none was given")
+            names = ", ".join(site.name for site in list(observed)[:3])
+            raise CalibrationError(
+                f"{len(observed)} activation sites need calibration data, the first of them {names}; "
+                "pass batches, or make a weight-only sim with activation_bits=None"
+            )
         seen, masked = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
         encodings |= seen
     for site, encoding in encodings.items():

@@ -31,7 +31,7 @@ def check(model: fx.GraphModule, plan: QuantPlan, quantizers: Mapping[str, Quant
         if problem:
             findings.append(f"{site}: {problem}")
     if findings:
-        raise CheckError(f"{len(findings)} findings:\n  " + "\n  ".join(findings))
+        raise CheckError(f"{len(findings)} finding{'s' * (len(findings) > 1)}:\n  " + "\n  ".join(findings))
 
 
 def _problem(quantizer: Quantizer) -> str | None:

@@ -67,6 +67,8 @@ def export(
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, or a format cannot express the model; whatever ``check`` raises.
     """
+    if isinstance(formats, str):
+        formats = (formats,)
     if not formats:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]

@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, QtkError
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
@@ -51,18 +52,32 @@ def outputs(
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    Raises: CalibrationError naming the batch, if the model fails on it with a qtk error.
+    Raises: CalibrationError if there is no batch, or naming the batch that the model does not run on.
     """
+    if num_batches is not None and num_batches < 1:
+        raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    if not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"
+        )
     run = forward or run_batch
     total = min((len(data) if isinstance(data, Sized) else num_batches) or 0, num_batches or 2**62) or None
     batches = itertools.islice(data, num_batches)
+    seen = 0
     for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
         with evaluating(model), torch.no_grad():
             try:
                 output = run(model, batch)
-            except CalibrationError as error:
+            except QtkError as error:
                 raise CalibrationError(f"batch {index}: {error}") from None
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise CalibrationError(_refused(index, batch, error, forward)) from error
+        seen += 1
         yield output
+    if seen == 0:
+        raise CalibrationError(
+            f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})"
+        )
 
 
 def run_all(
@@ -76,20 +91,29 @@ def run_all(
 ) -> None:
     """Runs the model over all of ``data`` and drops what it returns.
 
-    Raises: CalibrationError if there is no batch, or as ``outputs``.
+    Raises: CalibrationError as ``outputs``.
     """
     if callable(data) and not isinstance(data, Iterable):
         with evaluating(model), torch.no_grad():
             data(model)
         return
-    assert isinstance(data, Iterable)
-    seen = 0
     for _ in outputs(model, data, forward=forward, num_batches=num_batches, label=label, progress=progress):
-        seen += 1
-    if seen == 0:
-        raise CalibrationError(
-            f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})"
-        )
+        pass
+
+
+def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
+    """What to say when the model does not run on a batch."""
+    shown = [
+        f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
+        for leaf in pytree.tree_leaves(batch)
+    ]
+    passed = {Tensor: "model(batch)", dict: "model(**batch)"}.get(type(batch), "model(*batch)")
+    how = "your forward(model, batch)" if forward else passed
+    advice = "" if forward else "; for (image, label) loaders pass forward=lambda model, batch: model(batch[0])"
+    return (
+        f"batch {index} ({type(batch).__name__} of {', '.join(shown)}) does not run as {how}: "
+        f"{type(error).__name__}: {error}{advice}"
+    )
 
 
 @contextmanager

@@ -85,3 +85,29 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError, match=r"mine\.yaml: a mapping of keys is expected"):
         load_config(path)
+
+
+def test_a_config_extends_another_field_by_field():
+    base = load_config("default")
+    own = {
+        "version": 1,
+        "extends": "default",
+        "defaults": {"weight": {"narrow_range": True}, "bias": {"bits": 16}},
+        "rules": [{"match": {"path": "head"}, "weight": {"bits": 8}}],
+        "supergroups": [["conv", "relu"], ["mul", "add"]],
+        "io": {"outputs": "float"},
+    }
+    found = load_config(own)
+    assert found.defaults.weight.granularity == base.defaults.weight.granularity == "per_channel"
+    assert found.defaults.weight.narrow_range is True
+    assert found.defaults.activation == base.defaults.activation
+    assert found.defaults.bias.bits == 16
+    assert found.rules[:-1] == base.rules
+    assert found.rules[-1].match.path == ("head",)
+    assert found.supergroups == (*base.supergroups, ("mul", "add"))
+    assert (found.io.inputs, found.io.outputs) == ("quantized", "float")
+
+
+def test_extending_something_unknown_names_the_nearest():
+    with pytest.raises(ConfigError, match="default"):
+        load_config({"version": 1, "extends": "defalt"})

@@ -43,6 +43,27 @@ def test_existing_target_is_refused_without_force(tmp_path):
     assert listing(tmp_path) == {"out"}
 
 
+def test_force_replaces_only_what_was_written_here(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("ten years")
+    with pytest.raises(ExportError, match="did not write"), staged_directory(tmp_path / "home", force=True):
+        pass
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "ten years"
+    with staged_directory(tmp_path / "own"):
+        pass
+    monkeypatch.chdir(tmp_path / "own")
+    with pytest.raises(ExportError, match="working directory"), staged_directory(".", force=True):
+        pass
+    assert Path.cwd() == tmp_path / "own"
+
+
+def test_an_empty_directory_may_be_filled_by_force(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with staged_directory(tmp_path / "empty", force=True) as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "empty" / "a").exists()
+
+
 def test_force_replaces_the_whole_directory(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")

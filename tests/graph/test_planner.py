@@ -251,6 +251,8 @@ def test_an_op_without_a_row_is_listed_and_its_value_quantized_where_it_is_read(
     decided = plan(prepared.graph, load_config(BARE), weight_bits=8, activation_bits=8, scheme="min_max")
     read = [site.name for site, p in decided.items() if "lstm" in p.reason]
     assert read == ["rnn.lstm:out[0]"]
+    left = {site.name for site, why in decided.unquantized.items() if why == "read by aten.lstm.input, not in the op table"}
+    assert left == {"x:input", "rnn.weight_ih_l0", "rnn.weight_hh_l0", "rnn.bias_ih_l0", "rnn.bias_hh_l0"}
 
 
 def test_a_parameter_added_to_activations_is_a_constant_operand():
@@ -345,14 +347,16 @@ def test_a_fixed_range_is_taken_from_the_rule():
 
 
 def test_config_and_arguments_must_not_contradict_each_other():
-    config = {"version": 1, "defaults": {"weight": {"bits": 8}}}
-    with pytest.raises(ConfigError, match=r"8 bits.*weight_bits=4"):
+    config = {"version": 1, "defaults": {"weight": {"bits": 6}}}
+    decided = by_name(plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=8))
+    assert decided["conv1.weight"].spec.dtype.bits == 6  # 8 is what a caller who said nothing passes
+    with pytest.raises(ConfigError, match=r"6 bits.*weight_bits=4"):
         plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=4)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 17, 40])
 def test_widths_without_a_dtype_are_refused(bits):
-    with pytest.raises(SpecError, match=f"bits must be 2 to 16, got {bits}"):
+    with pytest.raises(SpecError, match=f"bits must be an int from 2 to 16, got {bits}"):
         plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), weight_bits=bits)
 
 

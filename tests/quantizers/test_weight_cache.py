@@ -69,14 +69,15 @@ def test_no_other_weight_can_come_to_lie_at_the_address_of_a_computed_one(settin
     cache, double, _, scale, zero = setting
     weight = torch.randn(1000, 1000)  # so large that the allocator gives its memory straight to the next
     with torch.no_grad():
-        computed = weight * 3
-        address = computed.data_ptr()
-        cache.get(double, computed, scale, zero)
-        del computed
-        others = [weight * 4 for _ in range(3)]
-        assert address not in {other.data_ptr() for other in others}
-        for other in others:
-            assert torch.equal(cache.get(double, other, scale, zero), weight * 8)
+        for _ in range(3):
+            computed = weight * 3
+            address = computed.data_ptr()
+            cache.get(double, computed, scale, zero)
+            del computed
+            others = [weight * 4 for _ in range(3)]
+            assert address not in {other.data_ptr() for other in others}
+            for other in others:
+                assert torch.equal(cache.get(double, other, scale, zero), weight * 8)
 
 
 def test_a_result_that_somebody_wrote_into_is_not_given_out_again(setting):
