@@ -69,7 +69,7 @@ def outputs(
             try:
                 output = run(model, batch)
             except QtkError as error:
-                raise CalibrationError(f"batch {index}: {error}") from None
+                raise type(error)(f"batch {index}: {error}") from None
             except (TypeError, ValueError, RuntimeError) as error:
                 raise CalibrationError(_refused(index, batch, error, forward)) from error
         seen += 1

@@ -11,6 +11,7 @@ from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
 from qtk.errors import CalibrationError, ConfigError, ExportError
 from qtk.export import encodings_json
+from qtk.export.atomic import MARKER, staged_directory
 
 W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
 W4 = {"name": "w4", "weight_bits": 4, "activation_bits": None}
@@ -26,7 +27,8 @@ def run(project, tmp_path, *, force=False, **changes):
 
 
 def files_of(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
+                  if path.is_file() and path.name != MARKER)
 
 
 def test_every_model_is_measured_in_every_setting(project, tmp_path):
@@ -90,8 +92,8 @@ def test_the_seed_decides_random_weights(project, tmp_path):
 
 def test_an_existing_directory_is_kept_unless_forced(project, tmp_path):
     old = tmp_path / "results" / "old.txt"
-    old.parent.mkdir()
-    old.write_text("mine")
+    with staged_directory(old.parent) as folder:
+        (folder / old.name).write_text("mine")
     with pytest.raises(ExportError, match="exists already"):
         run(project, tmp_path)
     assert files_of(tmp_path / "results") == ["old.txt"]
@@ -103,8 +105,8 @@ def test_an_existing_directory_is_kept_unless_forced(project, tmp_path):
 @pytest.mark.parametrize("force", [False, True])
 def test_a_failed_run_leaves_everything_as_it_was(project, tmp_path, force, monkeypatch):
     if force:
-        (tmp_path / "results").mkdir()
-        (tmp_path / "results" / "old.txt").write_text("mine")
+        with staged_directory(tmp_path / "results") as folder:
+            (folder / "old.txt").write_text("mine")
     before = files_of(tmp_path)
     monkeypatch.setattr(module, "outputs_sqnr_db", lambda *args: pytest.fail("stop"))
     with pytest.raises(pytest.fail.Exception):

@@ -3,11 +3,16 @@ from pathlib import Path
 import pytest
 
 from qtk.errors import ExportError
-from qtk.export.atomic import staged_directory
+from qtk.export.atomic import MARKER, staged_directory
 
 
 def listing(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*")}
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.name != MARKER}
+
+
+def made_before(target: Path) -> None:
+    with staged_directory(target) as folder:
+        (folder / "old").write_text("old")
 
 
 def write_half(target: Path, error: type[BaseException]) -> None:
@@ -65,16 +70,14 @@ def test_an_empty_directory_may_be_filled_by_force(tmp_path):
 
 
 def test_force_replaces_the_whole_directory(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    made_before(tmp_path / "out")
     with staged_directory(tmp_path / "out", force=True) as folder:
         (folder / "new").write_text("new")
     assert listing(tmp_path) == {"out", "out/new"}
 
 
 def test_old_target_survives_a_failed_replacement(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    made_before(tmp_path / "out")
     with pytest.raises(RuntimeError):
         write_half(tmp_path / "out", RuntimeError)
     assert listing(tmp_path) == {"out", "out/old"}
@@ -82,8 +85,7 @@ def test_old_target_survives_a_failed_replacement(tmp_path):
 
 
 def test_old_target_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    made_before(tmp_path / "out")
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:

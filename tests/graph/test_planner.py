@@ -251,7 +251,8 @@ def test_an_op_without_a_row_is_listed_and_its_value_quantized_where_it_is_read(
     decided = plan(prepared.graph, load_config(BARE), weight_bits=8, activation_bits=8, scheme="min_max")
     read = [site.name for site, p in decided.items() if "lstm" in p.reason]
     assert read == ["rnn.lstm:out[0]"]
-    left = {site.name for site, why in decided.unquantized.items() if why == "read by aten.lstm.input, not in the op table"}
+    reason = "read by aten.lstm.input, not in the op table"
+    left = {site.name for site, why in decided.unquantized.items() if why == reason}
     assert left == {"x:input", "rnn.weight_ih_l0", "rnn.weight_hh_l0", "rnn.bias_ih_l0", "rnn.bias_hh_l0"}
 
 

@@ -50,4 +50,4 @@ def test_widths_come_from_the_constructor_unless_the_config_agrees():
     config = load_config({"version": 1, "defaults": {"activation": {"dtype": "int16"}}})
     assert Rules(config, weight_bits=8, activation_bits=16).activation.setting.dtype == "int16"
     with pytest.raises(ConfigError, match="pass activation_bits=16"):
-        Rules(config, weight_bits=8, activation_bits=8)
+        Rules(config, weight_bits=8, activation_bits=4)

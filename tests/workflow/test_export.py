@@ -6,6 +6,7 @@ from torch import nn
 
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json, onnx_qdq
+from qtk.export.atomic import MARKER, staged_directory
 from qtk.workflow.export import EXPORTERS, export
 from tests.export.simulated import encodings_of, simulate
 
@@ -22,10 +23,14 @@ def fit() -> None:
     pass
 
 
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != MARKER)
+
+
 def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     encodings = encodings_of(sim)
     export(sim, encodings, EXAMPLE, tmp_path / "out", check=fit)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+    assert names(tmp_path / "out") == [
         "encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", "model.onnx"
     ]
     specs = {site: encoding.spec for site, encoding in encodings.items()}
@@ -42,7 +47,7 @@ def test_all_formats_hold_the_same_encodings(sim, tmp_path):
 @pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_1.0.0", "encodings_aimet_2.0.0", "onnx"])
 def test_each_format_alone(name, sim, tmp_path):
     export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
-    assert len(list((tmp_path / "out").iterdir())) == 1
+    assert len(names(tmp_path / "out")) == 1
 
 
 def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
@@ -73,14 +78,14 @@ def test_unknown_formats_are_refused_with_the_known_ones(sim, tmp_path):
 
 
 def test_nothing_is_overwritten_unasked(sim, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
+    with staged_directory(tmp_path / "out") as folder:
+        (folder / "mine").write_text("mine")
     arguments = (sim, encodings_of(sim), EXAMPLE, tmp_path / "out")
     with pytest.raises(ExportError, match="exists already"):
         export(*arguments, check=fit, formats=("encodings",))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    assert names(tmp_path / "out") == ["mine"]
     export(*arguments, check=fit, formats=("encodings_json",), force=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["encodings.json"]
+    assert names(tmp_path / "out") == ["encodings.json"]
 
 
 def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):

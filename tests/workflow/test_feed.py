@@ -45,10 +45,10 @@ def test_no_batches_is_an_error():
     [
         (7, {}, "data must be an iterable of batches.*got int"),
         ([ONE], {"num_batches": 0}, "num_batches must be at least 1"),
-        ([(ONE, TWO, ONE)], {}, r"batch 0 \(tuple of float32 \[2\], .*does not run as model\(\*batch\): TypeError.*pass forward="),
+        ([(ONE, TWO, ONE)], {}, r"batch 0 \(tuple of float32 \[2\], .*as model\(\*batch\): TypeError.*pass forward="),
         ([{"b": ONE}], {}, r"batch 0 \(dict of .*model\(\*\*batch\).*pass forward="),
-        ([ONE], {"forward": lambda model, batch: model(batch, batch, batch)}, r"batch 0 .*your forward\(model, batch\)"),
-        ([ONE, torch.ones(3), ONE], {"forward": lambda model, batch: model(batch, TWO)}, r"batch 1 \(Tensor of float32 \[3\]"),
+        ([ONE], {"forward": lambda model, batch: model(*[batch] * 3)}, r"batch 0 .*your forward\(model, batch\)"),
+        ([ONE, torch.ones(3)], {"forward": lambda model, batch: model(batch, TWO)}, r"batch 1 \(Tensor of float32"),
     ],
 )
 def test_what_does_not_run_is_named_with_a_way_out(data, options, message):
