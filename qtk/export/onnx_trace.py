@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
 from qtk.export.signature import input_leaves, input_names, output_nodes
-from qtk.export.simulated_sites import SimulatedSite, evaluating
+from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.capture import ExampleInputs, first_line, split_inputs
 from qtk.graph.insert import quantizer_nodes
+from qtk.nn.eval_mode import evaluating
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
 

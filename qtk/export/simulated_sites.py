@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, note
+from qtk.nn.eval_mode import evaluating
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
@@ -62,19 +62,6 @@ def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
             assert isinstance(source, fx.Node)
             sites[name] = SimulatedSite(name, node, encoding, _constant(model, source, nodes))
     return list(sites.values())
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, each module's own training flag restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.Node]) -> Tensor | None:

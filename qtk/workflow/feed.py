@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from qtk.errors import CalibrationError, QtkError
+from qtk.nn.eval_mode import evaluating
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
@@ -114,16 +114,3 @@ def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None
         f"batch {index} ({type(batch).__name__} of {', '.join(shown)}) does not run as {how}: "
         f"{type(error).__name__}: {error}{advice}"
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, each module's own training flag restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    if training:  # a model in eval mode is left alone: switching drops cached weights
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from qtk.errors import CalibrationError
-from qtk.workflow.feed import evaluating, outputs, run_all, run_batch
+from qtk.workflow.feed import outputs, run_all, run_batch
 
 
 class Add(nn.Module):
@@ -75,13 +75,6 @@ def test_data_runs_in_eval_without_grad_and_training_flags_return():
     run_all(model, [ONE], forward=forward)
     assert states == [(False, [False, False, False])]
     assert [m.training for m in model.modules()] == [True, True, False]
-
-
-def test_flags_return_after_an_error():
-    model = nn.Linear(2, 2)
-    with pytest.raises(KeyError), evaluating(model):
-        raise KeyError
-    assert model.training
 
 
 def test_a_calibration_error_names_its_batch():

@@ -1,0 +1,24 @@
+"""Running a model in eval mode without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, each module's own training flag restored afterwards.
+
+    Flags are set one by one: ``train()`` and ``eval()`` drop cached weights, and what runs here leaves weights alone.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
