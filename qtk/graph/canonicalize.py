@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -9,27 +10,26 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtk.graph.holders import hold, hold_constants
-from qtk.graph.markers import mark
 from qtk.graph.prepared_model import PreparedModel
 from qtk.graph.recover import recover
 from qtk.graph.sites import name_sites
 
-CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter.default
 
 
 def canonicalize(program: ExportedProgram, original: nn.Module) -> tuple[PreparedModel, tuple[tuple[str, int], ...]]:
-    """The prepared model of an exported ``original``, and the modules recovered in it by kind.
+    """The prepared model of a captured ``original``, and the modules recovered in it by kind.
 
-    Functionalizes (in-place ops become pure), gives dropout and batch norm back their train mode, drops shape guards
-    and unused reads, and names every site.
+    Gives dropout and batch norm back their train mode, drops shape guards and unused reads, and names every site.
 
     Raises: CaptureError if a member of the model has a name a prepared model needs for itself.
     """
     root = hold(original)
-    mark(program.graph_module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        captured = program.run_decompositions({}).module()
+        captured = program.module(check_guards=False)
     assert isinstance(captured, fx.GraphModule)
     hold_constants(root, captured)
     graph = captured.graph
@@ -38,12 +38,25 @@ def canonicalize(program: ExportedProgram, original: nn.Module) -> tuple[Prepare
             graph.erase_node(node)
         elif node.target is torch.ops.aten.copy.default:
             _replace_copy(node)
+        elif _takes_all(node):  # x[:]
+            node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
+            graph.erase_node(node)
     swaps = recover(root, graph, original)
     prepared = PreparedModel(root, graph)
     prepared.graph.eliminate_dead_code()
     prepared.recompile()
     name_sites(prepared.graph)
     return prepared, swaps
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a slice, or a write into one, spans its whole axis, as the first of ``x[:, 1]`` does."""
+    if node.target not in (SLICE, SLICE_SCATTER):
+        return False
+    defaults: tuple[fx.node.Argument, ...] = (0, None, None, 1)
+    given = node.args[1 if node.target is SLICE else 2 :]
+    bounds = (*given, *defaults[len(given) :])[1:]
+    return bounds in ((0, sys.maxsize, 1), (None, None, 1), (0, None, 1), (None, sys.maxsize, 1)) and not node.kwargs
 
 
 def _replace_copy(node: fx.Node) -> None:

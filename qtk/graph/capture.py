@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError
 from qtk.graph.inputs import is_free
+from qtk.graph.markers import mark
 
 ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -25,13 +26,15 @@ ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 DynamicShapes: TypeAlias = Any
 """``"batch"``: dimension 0 of every tensor may vary; ``None``: nothing may; or what ``torch.export`` takes."""
 
+GIVEN = "the given dynamic_shapes"
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:
     """An exported program and how it was reached.
 
     Args:
-        program: the program, in eval mode.
+        program: the program, in eval mode, functional, with the stand-ins of ``markers``.
         rung: ``export`` or ``fx + export``.
         dynamic: some input's sizes may vary.
         reasons: why a better rung, or a dynamic batch, was not reached.
@@ -62,7 +65,7 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> Capture:
-    """Exports ``model``, which must be in eval mode; the first rung that holds wins.
+    """Exports and functionalizes ``model``, which must be in eval mode; the first rung that holds wins.
 
     With ``dynamic_shapes="batch"`` each rung is tried with a free batch, then with a fixed one.
 
@@ -71,11 +74,11 @@ def capture(
     attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
     if dynamic_shapes == "batch":
         doubled = _with_batch_of_two(model, args, kwargs)
-        attempts.append(("dynamic batch", *doubled, _batch_shapes(*doubled)))
+        attempts.append(("dynamic batch", *doubled, _batch_shapes(model, *doubled)))
     if dynamic_shapes is None or attempts:
         attempts.append(("static shapes", args, kwargs, None))
     else:
-        attempts.append(("the given dynamic_shapes", args, kwargs, dynamic_shapes))
+        attempts.append((GIVEN, args, kwargs, dynamic_shapes))
     rungs: dict[str, Callable[[], nn.Module]] = {
         "export": lambda: model,
         "fx + export": lambda: _trace(model, args, kwargs),
@@ -91,7 +94,7 @@ def capture(
             try:
                 program = _export(source, some_args, some_kwargs, shapes)
             except Exception as error:
-                reasons.append(f"{rung}, {label}: {first_line(error)}")
+                reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
                 continue
             inputs = _tensor_inputs(program)
             dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
@@ -115,25 +118,29 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
     level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # a failed rung goes into the report, not to the screen: torch prints the graph
+    logging.disable(logging.CRITICAL)  # a failed rung goes into the report, not to the screen: torch prints its graph
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            mark(program.graph_module)
+            program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
+            functional: ExportedProgram = program.run_decompositions({})
+            return functional
     finally:
         logging.disable(level)
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    """A symbolic trace in which arguments without tensors, defaults included, are constants."""
+    """A symbolic trace of the path that is taken with the defaults of all arguments not given.
+
+    With keyword arguments the defaults stay symbols: fx would mix up the order of what is left.
+    """
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    given = set(bound.arguments)
     bound.apply_defaults()
-    constants = {
-        name: value
-        for name, value in bound.arguments.items()
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) and value not in ((), {})
-    }
-    return fx.symbolic_trace(model, concrete_args=constants or None)
+    defaults = {name: value for name, value in bound.arguments.items() if name not in given and value not in ((), {})}
+    return fx.symbolic_trace(model, concrete_args=defaults if defaults and not kwargs else None)
 
 
 def _with_batch_of_two(
@@ -155,12 +162,10 @@ def _with_batch_of_two(
     return doubled
 
 
-def _batch_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicShapes:
-    """Axis 0 of every tensor may vary."""
-    positional, named = pytree.tree_map(
-        lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, (args, kwargs)
-    )
-    return named if kwargs else positional
+def _batch_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicShapes:
+    """Axis 0 of every tensor may vary; by name of the argument, ``*args`` and ``**kwargs`` nested as they bind."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return pytree.tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, bound)
 
 
 def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:

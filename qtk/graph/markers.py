@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from qtk.graph.in_place import purify
+
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
 torch.library.define(
     "qtk::captured_batch_norm",
@@ -59,6 +61,7 @@ MEAN = 3
 
 def mark(module: fx.GraphModule) -> None:
     """Points the nodes in question at the stand-ins, in nested graphs too; their names, which signatures use, stay."""
+    purify(module.graph)
     for node in list(module.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         name = schema.name.removeprefix("aten::").removesuffix("_") if schema is not None else ""

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtk.graph.flow import Flow
+from qtk.graph.op_table import ROWS
+
+MASKS = (ROWS["masked_fill"], ROWS["where"])
+"""Ops that may merely move their input and still have a name in patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class Supergroup:
 def match_supergroups(graph: fx.Graph, flow: Flow, patterns: Sequence[tuple[str, ...]]) -> list[Supergroup]:
     """Disjoint matches, the longest pattern first at each op, ops in graph order.
 
-    Between two ops of a match the value has one reader, so nobody misses it when it is not quantized.
+    Between two ops of a match the value has one reader, so nobody misses it when it is not quantized. Reshapes and
+    other data movement on the way do not break a chain.
     """
     longest_first = sorted(patterns, key=len, reverse=True)
     taken: set[fx.Node] = set()
@@ -46,10 +51,22 @@ def _chain(node: fx.Node, flow: Flow, pattern: tuple[str, ...]) -> tuple[fx.Node
         if row is None or name not in row.names:
             return ()
         if position + 1 < len(pattern):
-            readers = list(chain[-1].users)
-            if len(readers) != 1 or readers[0].op == "output":
+            following = _next(chain[-1], flow)
+            if following is None:
                 return ()
-            if not any(port.value is chain[-1] for port in flow.data_ports(readers[0])):
-                return ()
-            chain.append(readers[0])
+            chain.append(following)
     return tuple(chain)
+
+
+def _next(node: fx.Node, flow: Flow) -> fx.Node | None:
+    """The one op that computes with the value of ``node``, looking through data movement."""
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if not any(port.value is node for port in flow.data_ports(reader)):
+            return None
+        if flow.carried(reader) is not node:
+            return reader
+        if flow.row(reader) in MASKS:
+            return reader
+        node = reader
+    return None

@@ -2,6 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qtk
 from qtk.graph.flow import Flow
 from qtk.graph.sites import value_site
 from qtk.graph.supergroups import match_supergroups
@@ -46,3 +47,24 @@ def test_the_chain_must_continue_through_a_data_input():
     """The condition of a where is no value."""
     net = Reads(lambda y: torch.where(y > 0, 1.0, y.detach() * 0).softmax(-1))
     assert not matches(net, torch.randn(2, 4), ("linear", "where"))
+
+
+def test_data_movement_does_not_break_a_chain():
+    net = Reads(lambda y: F.relu(y.reshape(-1, 2, 2).transpose(1, 2)))
+    assert matches(net, torch.randn(2, 4), ("linear", "relu")) == [["fc:out", "relu:out"]]
+    tapped = Reads(lambda y: (F.relu(y.reshape(-1, 2, 2)), y.reshape(-1)))
+    assert not matches(tapped, torch.randn(2, 4), ("linear", "relu"))
+
+
+def test_l2_normalize_is_one_op_and_never_divides_by_a_rounded_zero():
+    net = Reads(lambda y: F.normalize(y, dim=-1)).eval()
+    x = torch.randn(64, 4) * torch.logspace(-4, 2, 64)[:, None]  # norms that 8 bits cannot hold side by side
+    with torch.no_grad():
+        net.fc.bias.zero_()
+    sim = qtk.QuantSim(net, x)
+    sim.compute_encodings([x], progress=False)
+    assert [name for name in sim.quantizers if name.endswith(":out")] == ["fc:out", "div:out"]
+    with torch.no_grad():
+        found = sim.model(x)
+    assert bool(found.isfinite().all())
+    assert float(found.abs().max()) <= 1.01

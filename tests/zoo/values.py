@@ -24,7 +24,7 @@ class InPlace(nn.Module):
         self.conv, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True)
 
     def forward(self, x):
-        y = self.relu(self.conv(x))
+        y = self.relu(self.conv(x)).clone()
         y[:, 0] = 1.0
         y[:, 1:3] *= 2
         y[:, 3].add_(x[:, 0])
@@ -69,7 +69,7 @@ class ScalarArithmetic(nn.Module):
 
     def forward(self, x):
         y = 2 * self.fc(x) - 1
-        return (1 - y / 3) ** 2 + self.scale * y.abs().sqrt() + y // 2
+        return (1 - y / 3) ** 2 + self.scale * y.abs().sqrt() + y.detach() // 2
 
 
 class FunctionalDropout(nn.Module):

@@ -1,0 +1,283 @@
+"""What ``prepare_model`` promises of every model, and what it says of bad ones."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import qtk
+from qtk.errors import CaptureError, VerificationError
+from qtk.graph.sites import EXCLUDED, note, value_site
+from qtk.workflow import prepare
+from qtk.workflow.prepare import prepare_model
+from tests.zoo.models import ZOO
+
+every_model = pytest.mark.parametrize("name", ZOO)
+X = torch.randn(4, 8)
+
+
+@functools.cache
+def pair(name):
+    """An original and its prepared model, in eval mode; shared by tests that leave them so."""
+    model = ZOO[name].model()
+    return model, prepare_model(model, ZOO[name].inputs())
+
+
+def tensors(tree):
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@every_model
+def test_computes_the_same_for_other_batches_too(name):
+    entry, (model, prepared) = ZOO[name], pair(name)
+    for batch in (2, 5, 1) if entry.dynamic else (2,):
+        with torch.enable_grad():  # torch's encoder layer takes another path without gradients
+            expected, found = entry.run(model, batch), entry.run(prepared, batch)
+        assert pytree.tree_structure(found) == pytree.tree_structure(expected)
+        assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(expected), strict=True))
+    assert prepared.report.dynamic == entry.dynamic
+    assert prepared.report.rung == "export"
+
+
+@every_model
+def test_keeps_names_tensors_and_flags(name):
+    model, prepared = pair(name)
+    assert list(prepared.state_dict()) == list(model.state_dict())
+    originals, own = dict(model.named_parameters()), dict(prepared.named_parameters())
+    assert list(own) == list(originals)
+    assert all(own[key] is originals[key] for key in own)
+    buffers = dict(prepared.named_buffers())
+    assert all(buffers[key] is buffer for key, buffer in model.named_buffers())
+
+
+@every_model
+def test_trains_the_same(name):
+    """Gradients in eval mode, bit for bit; the report on train mode is what the zoo says."""
+    entry, (model, prepared) = ZOO[name], pair(name)
+    gradients = []
+    for each in (model, prepared):
+        outputs = [out for out in tensors(entry.run(each)) if out.requires_grad]
+        loss = sum((out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in outputs)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients.append(torch.autograd.grad(loss, parameters, allow_unused=True) if outputs else ())
+    for expected, found in zip(*gradients, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    difference = prepared.report.train_difference
+    assert (difference is not None) == entry.trains
+    assert (difference or 0.0) < 1e-5
+
+
+@every_model
+def test_modes_toggle_every_module(name):
+    prepared = copy.deepcopy(pair(name)[1])
+    assert not any(module.training for module in prepared.modules())
+    assert all(module.training for module in prepared.train().modules())
+    assert not any(module.training for module in prepared.eval().modules())
+
+
+@every_model
+def test_a_copy_is_whole_and_apart(name):
+    entry, (model, prepared) = ZOO[name], pair(name)
+    twin = copy.deepcopy(prepared)
+    assert list(twin.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(tensors(entry.run(twin)), tensors(entry.run(prepared)), strict=True))
+    assert [node.name for node in twin.graph.nodes] == [node.name for node in prepared.graph.nodes]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert any(bool(p.any()) for p in prepared.parameters()) or not list(prepared.parameters())
+
+
+def test_the_original_is_left_as_it_was():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.bn, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.attention = None
+
+        def forward(self, x):
+            self.calls += 1
+            self.attention = self.fc(x)
+            return self.drop(self.bn(self.attention))
+
+    model = Net().train()
+    model.bn.eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    random, x = torch.get_rng_state(), X.clone()
+    prepared = prepare_model(model, x)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert model.attention is None
+    assert [model.training, model.bn.training, model.fc.training] == [True, False, True]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(x, X)
+    flags = [prepared.training, prepared.bn.batch_norm.training, prepared.get_submodule("drop.dropout").training]
+    assert flags == [True, False, True]
+
+
+def test_a_model_that_counts_in_eval_mode_still_counts():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    prepared = prepare_model(Counter(), X)
+    prepared(X)
+    assert torch.equal(prepared(X), X * 2)
+
+
+def test_a_batch_of_one_is_enough_also_for_batch_norm():
+    prepared = prepare_model(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), X[:1])
+    assert prepared.report.dynamic
+    assert prepared.report.notes == ()
+    assert prepared.eval()(X).shape == (4, 4)
+
+
+def test_excluded_modules_are_marked_under_every_name():
+    block = ZOO["reused_block"].model()
+    for name in ("first", "second", block.first):
+        prepared = prepare_model(block, ZOO["reused_block"].inputs(), modules_to_exclude=[name], verify=False)
+        marks = {str(node.target): note(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op}
+        assert marks.pop("aten.add.Tensor") is None
+        assert set(marks.values()) == {"1"}
+
+
+def test_an_excluded_block_takes_what_is_inside():
+    prepared = prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs(), modules_to_exclude=["blocks.1"])
+    for node in prepared.graph.nodes:
+        if node.op.startswith("call"):
+            inside = value_site(node).owner.startswith("blocks.1")
+            assert (note(node, EXCLUDED) == "1") == inside, node
+
+
+def test_an_excluded_block_is_found_in_a_symbolic_trace():
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2)
+
+        def forward(self, x):
+            if not isinstance(x, fx.Proxy) and bool(x.isnan().any()):
+                raise ValueError
+            return self.head(self.body(x))
+
+    prepared = prepare_model(Traced(), X, modules_to_exclude=["body"])
+    assert prepared.report.rung == "fx + export"
+    marks = [note(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op]
+    assert marks == ["1", "1", None]
+
+
+def test_an_unknown_exclusion_names_the_nearest():
+    with pytest.raises(CaptureError, match=r"'blocks.1.atn' is no submodule of TinyViT; did you mean 'blocks.1.attn'"):
+        prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs(), modules_to_exclude=["blocks.1.atn"])
+    with pytest.raises(CaptureError, match="a Linear is no submodule of TinyViT"):
+        prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs(), modules_to_exclude=[nn.Linear(1, 1)])
+
+
+def test_an_excluded_module_that_never_runs_is_a_note():
+    prepared = prepare_model(ZOO["tied"].model(), ZOO["tied"].inputs(), modules_to_exclude=["never"])
+    assert prepared.report.notes == ("modules_to_exclude: never runs no op",)
+
+
+def test_a_model_that_does_not_run_says_why():
+    with pytest.raises(CaptureError, match=r"Linear does not run on its example inputs \(tensors of shape "
+                       r"\[\(4, 8\)\]\): RuntimeError: .*mat1 and mat2 shapes"):
+        prepare_model(nn.Linear(7, 2), X)
+
+
+def test_a_model_that_changes_its_input_is_refused_and_the_input_restored():
+    class Mutating(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    x = X.clone()
+    with pytest.raises(CaptureError, match="forward of Mutating changes its input 0 in place"):
+        prepare_model(Mutating(), x)
+    assert torch.equal(x, X)
+
+
+def test_a_wrong_capture_is_refused(monkeypatch):
+    real = prepare.canonicalize
+
+    def wrong(program, original):
+        prepared, swaps = real(program, original)
+        node = next(node for node in prepared.graph.nodes if node.target is torch.ops.aten.relu.default)
+        node.target = torch.ops.aten.sigmoid.default
+        prepared.recompile()
+        return prepared, swaps
+
+    monkeypatch.setattr(prepare, "canonicalize", wrong)
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    with pytest.raises(VerificationError, match="output differs by"):
+        prepare_model(model, X)
+    assert prepare_model(model, X, verify=False).report.eval_difference is None
+
+
+def test_train_mode_that_is_not_in_the_graph_is_a_note():
+    (line,) = pair("branches_on_training")[1].report.notes
+    assert "branch on self.training" in line
+
+
+def test_stochastic_depth_is_a_note_and_the_rest_is_still_compared():
+    class DropPath(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop_prob = 0.5
+
+        def forward(self, x):
+            if self.drop_prob == 0.0 or not self.training:
+                return x
+            return x * (torch.rand(len(x), 1) > self.drop_prob)
+
+    prepared = prepare_model(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), DropPath()), X)
+    assert prepared.report.train_difference == 0.0
+    assert "1 × DropPath drop nothing" in str(prepared.report)
+
+
+def test_without_inputs_the_trace_waits_for_them():
+    model = ZOO["vit"].model()
+    waiting = prepare_model(model)
+    assert not waiting.report.complete
+    assert list(waiting.state_dict()) == list(model.state_dict())
+    assert torch.equal(waiting(ZOO["vit"].inputs()), model(ZOO["vit"].inputs()))
+    prepared = prepare_model(waiting, ZOO["vit"].inputs())
+    direct = pair("vit")[1]
+    assert prepared.report.complete
+    assert [node.name for node in prepared.graph.nodes] == [node.name for node in direct.graph.nodes]
+    assert prepared.head.weight is model.head.weight
+    sim = qtk.QuantSim(copy.deepcopy(waiting), ZOO["vit"].inputs())
+    assert "blocks.0.attn.qkv.weight" in sim.quantizers
+
+
+def test_without_inputs_an_untraceable_model_asks_for_them():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match="pass example_inputs"):
+        prepare_model(Branch())
+
+
+def test_a_prepared_model_is_returned_as_it_is():
+    prepared = pair("splits")[1]
+    assert prepare_model(prepared, ZOO["splits"].inputs()) is prepared
+    with pytest.raises(CaptureError, match="prepared already"):
+        prepare_model(prepared, ZOO["splits"].inputs(), modules_to_exclude=["fc"])
+
+
+def test_the_report_prints():
+    text = str(pair("batch_norms")[1].report)
+    assert "captured by export in" in text
+    assert "dynamic batch" in text
+    assert "7 × batch_norm recovered as modules" in text
+    assert "in eval mode: 0" in text
