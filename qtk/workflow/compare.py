@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
 from qtk.core.plan import QuantPlan
+from qtk.numerics.error import decibels
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.feed import Batch, Forward, outputs, run_batch
@@ -44,9 +44,7 @@ class _Sums:
 
     @property
     def sqnr_db(self) -> float:
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        return decibels(self.signal, self.noise)
 
 
 def compare(
