@@ -16,6 +16,7 @@ from torch import fx
 
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
+from qtk.nn.instance_norm import InstanceNorm
 
 
 class Role(enum.Enum):
@@ -210,6 +211,8 @@ def row_of(node: fx.Node) -> OpRow | None:
                 return ROWS["batch_norm"]
             case Dropout():
                 return ROWS["dropout"]
+            case InstanceNorm():
+                return ROWS["instance_norm"]
         return None
     if node.op != "call_function":
         return None

@@ -21,7 +21,7 @@ from qtk.graph.prepared_model import REPORT, PreparedModel
 from qtk.graph.sites import EXCLUDED, annotate
 from qtk.registry import nearest
 from qtk.workflow.untouched import untouched
-from qtk.workflow.verify_prepared import eval_difference, failure, hidden_drops, train_difference
+from qtk.workflow.verify_prepared import eval_difference, failure, train_difference
 
 __all__ = ["ExampleInputs", "prepare_model"]
 
@@ -80,10 +80,10 @@ def prepare_model(
     report = PrepareReport(captured.rung, True, captured.dynamic, captured.reasons, swaps, unknown_ops(prepared.graph))
     if verify:
         report = replace(report, eval_difference=eval_difference(model, prepared, args, kwargs))
-        notes += hidden_drops(model)
         try:
-            difference = train_difference(model, prepared, captured.args, captured.kwargs)
+            difference, hidden = train_difference(model, prepared, captured.args, captured.kwargs)
             report = replace(report, train_difference=difference)
+            notes += hidden
         except VerificationError as error:
             notes.append(failure(error))
         except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on

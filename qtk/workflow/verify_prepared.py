@@ -34,30 +34,32 @@ def eval_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, .
     return _both_differences(*both)
 
 
-def train_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def train_difference(
+    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, list[str]]:
     """Largest absolute difference of outputs and updated buffers after one step in train mode, dropout off.
 
     Both run as copies: no statistic of either model changes.
 
+    Returns: the difference, and notes about what drops at random in train mode but leaves no trace in eval mode, which
+        is captured.
+
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
+    hidden = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original))
     both = []
     for model in (original, prepared):
         twin = copy.deepcopy(model).train()
         for module, name in _attributes_that_drop(twin):
             setattr(module, name, 0.0)
-        with torch.no_grad(), _WithoutDropout():
+        with torch.no_grad(), _WithoutDropout() as mode:
             both.append((_run(twin, args, kwargs), dict(twin.named_buffers())))
-    return _both_differences(*both)
-
-
-def hidden_drops(model: nn.Module) -> list[str]:
-    """Notes about modules that drop at random in train mode but leave no trace in eval mode, which is captured."""
-    counts = Counter(type(module).__name__ for module, _ in _attributes_that_drop(model))
-    return [
+        hidden += mode.hidden if model is original else Counter()
+    notes = [
         f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
-        for name, count in counts.items()
+        for name, count in hidden.items()
     ]
+    return _both_differences(*both), notes
 
 
 def _attributes_that_drop(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -80,7 +82,11 @@ HIDDEN = {
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Every dropout function returns its input, and attention keeps all of its weights."""
+    """Every dropout function returns its input, and attention keeps all of its weights; those are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = Counter[str]()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +95,9 @@ class _WithoutDropout(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            return func(**{**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0})
+            bound = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.hidden[name] += bound.get("dropout_p", 0.0) > 0.0
+            return func(**{**bound, "dropout_p": 0.0})
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)

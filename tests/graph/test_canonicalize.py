@@ -81,6 +81,17 @@ def test_mixed_precision_regions_become_casts():
     assert not any("autocast" in target for target in targets(prepared))
 
 
+def test_a_write_over_everything_keeps_the_dtype():
+    class Net(nn.Module):
+        def forward(self, x):
+            y = torch.zeros_like(x, dtype=torch.float64)
+            y.copy_(x)
+            return y
+
+    x = torch.randn(3, 4)
+    assert canonical(Net(), x)(x).dtype is torch.float64
+
+
 def test_slices_that_take_all_are_gone():
     class Net(nn.Module):
         def forward(self, x):

@@ -32,6 +32,14 @@ def test_every_row_names_an_operator_that_exists(name):
 X = torch.randn(2, 4, 6)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_instance_norm_has_its_row_with_and_without_running_statistics(running):
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=running)
+    graph = prepare_model(nn.Sequential(norm).eval(), X).graph
+    rows = [row_of(node) for node in graph.nodes if node.op in ("call_function", "call_module")]
+    assert "instance_norm" in [row.kind for row in rows if row is not None]
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "role"),
     [

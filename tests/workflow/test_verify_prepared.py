@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qtk.errors import VerificationError
-from qtk.workflow.verify_prepared import eval_difference, hidden_drops, train_difference
+from qtk.workflow.verify_prepared import eval_difference, train_difference
 
 X = (torch.randn(4, 3),)
 
@@ -39,10 +39,23 @@ def changed(model, edit):
 
 
 def test_a_copy_differs_by_nothing_in_either_mode():
-    for model in (Net(), Attention()):
-        other = copy.deepcopy(model)
-        assert eval_difference(model, other, X, {}) == 0.0
-        assert train_difference(model, other, X, {}) == 0.0
+    model = Net()
+    other = copy.deepcopy(model)
+    assert eval_difference(model, other, X, {}) == 0.0
+    assert train_difference(model, other, X, {}) == (0.0, [])
+
+
+def test_dropout_inside_attention_is_switched_off_and_counted():
+    class Captured(Attention):
+        """Dropped when it was captured, in eval mode."""
+
+        def forward(self, x):
+            self.training = False
+            return super().forward(x)
+
+    difference, notes = train_difference(Attention(), Captured(), X, {})
+    assert difference == 0.0
+    assert [note.partition(" drop")[0] for note in notes] == ["in train mode 2 × scaled_dot_product_attention"]
 
 
 def test_a_difference_names_the_output():
@@ -130,8 +143,23 @@ def test_drops_without_a_trace_are_counted():
             super().__init__()
             self.drop_prob = drop_prob
 
-    model = nn.Sequential(DropPath(0.1), DropPath(0.2), DropPath(0.0), nn.MultiheadAttention(2, 1), nn.Dropout(0.5),
-                          nn.LSTM(2, 2, num_layers=2, dropout=0.1))
-    assert [note.partition(" drop")[0] for note in hidden_drops(model)] == [
-        "in train mode 2 × DropPath", "in train mode 1 × LSTM",
+        def forward(self, x):
+            return x * torch.bernoulli(torch.tensor(1 - self.drop_prob)) if self.training else x
+
+    class Blocks(nn.Sequential):
+        def __init__(self):
+            super().__init__(DropPath(0.9), DropPath(0.8), DropPath(0.0), nn.Dropout(0.5))
+            self.attention = nn.MultiheadAttention(3, 1, dropout=0.5)
+            self.lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
+
+        def forward(self, x):
+            for module in list(self)[:4]:
+                x = module(x)
+            return self.lstm(self.attention(x, x, x)[0])[0]
+
+    model = Blocks()
+    difference, notes = train_difference(model, copy.deepcopy(model), X, {})
+    assert difference == 0.0
+    assert [note.partition(" drop")[0] for note in notes] == [
+        "in train mode 2 × DropPath", "in train mode 1 × MultiheadAttention", "in train mode 1 × LSTM",
     ]
