@@ -13,12 +13,11 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
+from qtk.numerics.ranges import SMALLEST_SCALE
 from qtk.observers.observer import Observer
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.observe import Listener
 from qtk.quantizers.weight_cache import WeightCache
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Mode(enum.Enum):
