@@ -83,7 +83,7 @@ class QuantSim:
             prepared = prepare_model(model, example_inputs)
         self.model: PreparedModel = prepared if in_place else copy.deepcopy(prepared)
         self._plan = plan(
-            self.model.graph, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
+            self.model, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
         )
         self._quantizers = insert(self.model, self._plan)
         for quantizer in self._quantizers.values():

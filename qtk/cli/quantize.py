@@ -25,7 +25,7 @@ from qtk.graph.insert import QUANTIZERS
 from qtk.quantsim import QuantSim
 from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
-from qtk.workflow.export import ONNX_FILE
+from qtk.workflow.export import onnx_name
 from qtk.workflow.feed import Batch, outputs
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 
@@ -108,7 +108,7 @@ class _Run:
                 outputs_sqnr_db(reference.outputs, simulated.outputs),
                 quantized_size_bytes(_tensors(sim.model), sim.encodings()),
             )
-            file = folder / setting.name / ONNX_FILE
+            file = folder / setting.name / onnx_name("")
             if file.is_file():
                 runner = OnnxFile(file, sim.model)
                 run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)

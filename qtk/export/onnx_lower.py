@@ -12,6 +12,7 @@ What becomes of one marker:
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -39,12 +40,17 @@ def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None
     Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
     """
     graph = traced.model.graph
-    markers = {node.attributes["site"].as_string(): node for node in graph if node.domain == DOMAIN}
+    markers: dict[str, list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        if node.domain == DOMAIN:
+            markers[node.attributes["site"].as_string()].append(node)
     entries = {}
     for site in sites:
         if site.name not in markers:
             raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
-        entries[site.name] = _Lowering(graph, markers[site.name], site, opset).replace()
+        for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
+            name = f"{site.name}@{step}" if step else site.name
+            entries[name] = _Lowering(graph, marker, site, name, opset).replace()
     traced.model.opset_imports.pop(DOMAIN, None)
     RemoveUnusedNodesPass()(traced.model)
     OutputFixPass()(traced.model)
@@ -82,8 +88,9 @@ def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> N
 class _Lowering:
     """The nodes that take the place of one marker."""
 
-    def __init__(self, graph: ir.Graph, marker: ir.Node, site: SimulatedSite, opset: int) -> None:
+    def __init__(self, graph: ir.Graph, marker: ir.Node, site: SimulatedSite, name: str, opset: int) -> None:
         self.graph, self.marker, self.site, self.constant = graph, marker, site.name, site.constant
+        self.name = name
         self.encoding = site.encoding
         self.kind = container(site.spec.dtype, opset=opset)
         value = marker.inputs[0]
@@ -185,11 +192,13 @@ class _Lowering:
         self, op: str, inputs: Sequence[ir.Value | None], dtype: ir.DataType, attributes: dict[str, int]
     ) -> ir.Node:
         node = ir.node(op, inputs, attributes, outputs=[_value(dtype, self.shape)])
-        node.name = node.outputs[0].name = f"{self.site}/{op}.{dtype.name.lower()}"
+        node.name = node.outputs[0].name = f"{self.name}/{op}.{dtype.name.lower()}"
         self.graph.insert_before(self.marker, node)
         return node
 
     def _initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
+        if name in self.graph.initializers:
+            return self.graph.initializers[name]
         tensor = ir.tensor(array, name=name)
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
         self.graph.register_initializer(value)

@@ -23,6 +23,7 @@ from qtk.export.onnx_container import BASE_OPSET, opset_for
 from qtk.export.onnx_lower import SITE, SPEC, lower
 from qtk.export.onnx_trace import trace
 from qtk.export.simulated_sites import simulated_sites
+from qtk.graph.calls import Call
 from qtk.graph.capture import ExampleInputs
 
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
@@ -34,7 +35,7 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 
 def export(
     model: fx.GraphModule,
-    example_inputs: ExampleInputs,
+    example_inputs: ExampleInputs | Call,
     path: str | os.PathLike[str],
     *,
     opset: int | None = None,
@@ -44,7 +45,7 @@ def export(
 
     Args:
         model: the prepared model with its quantizers. It is exported in eval mode and left as it is.
-        example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
+        example_inputs: a tensor, tuple or dict the model runs on, or a call of it; its numbers do not matter.
         path: the file to write.
         opset: ONNX operator set; by default 21, or 25 if weights alone are quantized and some to 2
             bits; below 25, 2 bit codes are stored as 4 bit ones.

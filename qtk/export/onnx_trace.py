@@ -18,16 +18,20 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxscript import optimizer, values
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
 from qtk.export.signature import input_leaves, input_names, output_nodes
 from qtk.export.simulated_sites import SimulatedSite
+from qtk.graph.calls import Call
 from qtk.graph.capture import ExampleInputs, first_line, split_inputs
-from qtk.graph.insert import quantizer_nodes
+from qtk.graph.composites import Composite, composite_called
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.tap import Tap
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
 
@@ -60,7 +64,7 @@ class Traced:
 def trace(
     model: fx.GraphModule,
     sites: Iterable[SimulatedSite],
-    example_inputs: ExampleInputs,
+    example_inputs: ExampleInputs | Call,
     *,
     opset: int,
 ) -> Traced:
@@ -84,19 +88,52 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
-    twins = dict(zip(model.graph.nodes, graph.nodes, strict=True))
-    for call in quantizer_nodes(model):
+    _mark_sites(model, model.graph, graph, sites)
+    output = graph.output_node()
+    output.args = (tuple(value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)),)
+    flat = fx.GraphModule(model, graph)
+    for node in model.graph.nodes:
+        composite = composite_called(node)
+        if composite is not None:
+            flat.set_submodule(str(node.target), _marked_composite(composite, sites))
+    return flat
+
+
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
+    """A copy with markers inside; without any it runs, and so is exported, as one op."""
+    twin = copy.deepcopy(module)
+    awake = False
+    for before, after in zip(graphs(module).values(), graphs(twin).values(), strict=True):
+        awake |= _mark_sites(before, before.graph, after.graph, sites)
+        after.delete_submodule(QUANTIZERS)
+        after.recompile()
+    if awake:
+        twin.add_module("awake", _Awake())
+    return twin
+
+
+class _Awake(Tap):
+    """Keeps a composite from taking its fused kernel."""
+
+    idle = False
+
+
+def _mark_sites(
+    module: fx.GraphModule, original: fx.Graph, copied: fx.Graph, sites: Mapping[fx.Node, str]
+) -> bool:
+    """Replaces the quantizers in a copied graph by markers or, where switched off, nothing. Tells if there are any."""
+    twins = dict(zip(original.nodes, copied.nodes, strict=True))
+    calls = quantizer_nodes(module)
+    for call in calls:
         node = twins[call]
         (replacement,) = node.args
         assert isinstance(replacement, fx.Node)
         if call in sites:
-            with graph.inserting_before(node):
-                replacement = graph.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
+            with copied.inserting_before(node):
+                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
         node.replace_all_uses_with(replacement)
-        graph.erase_node(node)
-    output = graph.output_node()
-    output.args = (tuple(value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)),)
-    return fx.GraphModule(model, graph)
+        copied.erase_node(node)
+    return any(call in sites for call in calls)
 
 
 def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.ExportedProgram:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
+from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, note
 from qtk.nn.eval_mode import evaluating
@@ -23,7 +24,7 @@ class SimulatedSite:
 
     Args:
         name: the site.
-        node: the call in the model's graph.
+        node: the call in its graph.
         encoding: what it quantizes to.
         constant: the float value, for one made from parameters alone; ``None`` if it depends on the inputs.
     """
@@ -39,29 +40,34 @@ class SimulatedSite:
 
 
 def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
-    """The quantized values of ``model`` in graph order, with the values that parameters have now.
+    """The quantized values of ``model`` and the graphs in it, in order, with the values that parameters have now.
 
     A value that nothing reads is left out: it is in no exported graph.
 
     Raises: ExportError naming a site without an encoding.
     """
-    nodes = quantizer_nodes(model)
     sites: dict[str, SimulatedSite] = {}
     with evaluating(model), torch.no_grad():
-        for node in nodes:
-            quantizer = model.get_submodule(str(node.target))
-            assert isinstance(quantizer, Quantizer)
-            if quantizer.mode is not Mode.SIMULATE or not node.users:
-                continue
-            name = note(node, SITE)
-            assert name is not None, f"{node} does not tell its site"
-            encoding = quantizer.encoding
-            if encoding is None:
-                raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
-            (source,) = node.args
-            assert isinstance(source, fx.Node)
-            sites[name] = SimulatedSite(name, node, encoding, _constant(model, source, nodes))
+        for module in graphs(model).values():
+            sites |= {site.name: site for site in _simulated_in(module)}
     return list(sites.values())
+
+
+def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
+    nodes = quantizer_nodes(module)
+    for node in nodes:
+        quantizer = module.get_submodule(str(node.target))
+        assert isinstance(quantizer, Quantizer)
+        if quantizer.mode is not Mode.SIMULATE or not node.users:
+            continue
+        name = note(node, SITE)
+        assert name is not None, f"{node} does not tell its site"
+        encoding = quantizer.encoding
+        if encoding is None:
+            raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
+        (source,) = node.args
+        assert isinstance(source, fx.Node)
+        yield SimulatedSite(name, node, encoding, _constant(module, source, nodes))
 
 
 def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.Node]) -> Tensor | None:

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import TypeVar
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtk.graph.holders import hold, hold_constants
-from qtk.graph.prepared_model import PreparedModel
+from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.recover import recover
 from qtk.graph.sites import name_sites
 
+Captured = TypeVar("Captured", bound=CapturedGraph)
+
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Ops that demand the strides seen at capture; modules put into the graph later may return others."""
 
 SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter.default
 
 
-def canonicalize(program: ExportedProgram, original: nn.Module) -> tuple[PreparedModel, tuple[tuple[str, int], ...]]:
-    """The prepared model of a captured ``original``, and the modules recovered in it by kind.
+def canonicalize(
+    program: ExportedProgram, original: nn.Module, kind: type[Captured], *, place: str = ""
+) -> tuple[Captured, tuple[tuple[str, int], ...]]:
+    """The graph of a captured ``original``, and the modules recovered in it by name.
 
-    Gives dropout and batch norm back their train mode, drops shape guards and unused reads, and names every site.
+    Gives dropout and batch norm back their train mode, makes recurrent nets and attention modules of their own, drops
+    shape guards and unused reads, and names every site.
+
+    Args:
+        program: the capture.
+        original: what was captured.
+        kind: class of the graph.
+        place: module path of ``original`` in the model it is a part of.
 
     Raises: CaptureError if a member of the model has a name a prepared model needs for itself.
     """
@@ -36,17 +51,19 @@ def canonicalize(program: ExportedProgram, original: nn.Module) -> tuple[Prepare
     for node in list(graph.nodes):
         if any(name in str(node.target) for name in CHECKS) or (node.op == "get_attr" and not node.users):
             graph.erase_node(node)
+        elif node.target in VIEWS:
+            node.target = torch.ops.aten.reshape.default
         elif node.target is torch.ops.aten.copy.default:
             _replace_copy(node)
         elif _takes_all(node):  # x[:]
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
     swaps = recover(root, graph, original)
-    prepared = PreparedModel(root, graph)
-    prepared.graph.eliminate_dead_code()
-    prepared.recompile()
-    name_sites(prepared.graph)
-    return prepared, swaps
+    captured_graph = kind(root, graph)
+    captured_graph.graph.eliminate_dead_code()
+    captured_graph.recompile()
+    name_sites(captured_graph.graph, place)
+    return captured_graph, swaps
 
 
 def _takes_all(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError
+from qtk.graph.calls import Call
 from qtk.graph.inputs import is_free
 from qtk.graph.markers import mark
 
@@ -24,9 +25,12 @@ ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 DynamicShapes: TypeAlias = Any
-"""``"batch"``: dimension 0 of every tensor may vary; ``None``: nothing may; or what ``torch.export`` takes."""
+"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: nothing; or what ``torch.export`` takes.
+"""
 
 GIVEN = "the given dynamic_shapes"
+RUNGS = ("export", "fx + export")
+"""The ways to capture a module as one graph, the better first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Capture:
 
     Args:
         program: the program, in eval mode, functional, with the stand-ins of ``markers``.
-        rung: ``export`` or ``fx + export``.
+        rung: one of ``RUNGS``.
         dynamic: some input's sizes may vary.
         reasons: why a better rung, or a dynamic batch, was not reached.
         args: positional arguments it was captured on; a batch of one has become two.
@@ -50,9 +54,11 @@ class Capture:
     kwargs: dict[str, Any]
 
 
-def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_inputs(example_inputs: ExampleInputs | Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments. Raises: CaptureError for any other type."""
     match example_inputs:
+        case Call(args, kwargs):
+            return args, kwargs
         case Tensor():
             return (example_inputs,), {}
         case tuple() | list():
@@ -63,30 +69,34 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: DynamicShapes,
+    *,
+    rungs: Sequence[str] = RUNGS,
 ) -> Capture:
-    """Exports and functionalizes ``model``, which must be in eval mode; the first rung that holds wins.
+    """Exports and functionalizes ``model``, which must be in eval mode; the first of ``rungs`` that holds wins.
 
-    With ``dynamic_shapes="batch"`` each rung is tried with a free batch, then with a fixed one.
+    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
+    shapes; with ``"batch"`` from the second on.
 
     Raises: CaptureError with the reason of every rung.
     """
     attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
-    if dynamic_shapes == "batch":
-        doubled = _with_batch_of_two(model, args, kwargs)
-        attempts.append(("dynamic batch", *doubled, _batch_shapes(model, *doubled)))
+    if dynamic_shapes in ("all", "batch"):
+        doubled = with_batch_of_two(model, args, kwargs)
+        if dynamic_shapes == "all":
+            attempts.append(("dynamic shapes", *doubled, _free_shapes(model, *doubled, every_axis=True)))
+        attempts.append(("dynamic batch", *doubled, _free_shapes(model, *doubled)))
     if dynamic_shapes is None or attempts:
         attempts.append(("static shapes", args, kwargs, None))
     else:
         attempts.append((GIVEN, args, kwargs, dynamic_shapes))
-    rungs: dict[str, Callable[[], nn.Module]] = {
-        "export": lambda: model,
-        "fx + export": lambda: _trace(model, args, kwargs),
-    }
     reasons: list[str] = []
-    for rung, source_of in rungs.items():
+    for rung in rungs:
         try:
-            source = source_of()
+            source = model if rung == "export" else _trace(model, args, kwargs)
         except Exception as error:
             reasons.append(f"{rung}: {first_line(error)}")
             continue
@@ -105,7 +115,7 @@ def capture(
                     if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
                 ]
             return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
-    raise CaptureError("the model could not be captured:\n  " + "\n  ".join(reasons))
+    raise CaptureError("\n  ".join(reasons))
 
 
 def first_line(error: BaseException) -> str:
@@ -143,7 +153,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> f
     return fx.symbolic_trace(model, concrete_args=defaults if defaults and not kwargs else None)
 
 
-def _with_batch_of_two(
+def with_batch_of_two(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch of 1 is a constant to export: doubles it, if the model runs on two."""
@@ -162,10 +172,18 @@ def _with_batch_of_two(
     return doubled
 
 
-def _batch_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamicShapes:
-    """Axis 0 of every tensor may vary; by name of the argument, ``*args`` and ``**kwargs`` nested as they bind."""
+def _free_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
+) -> DynamicShapes:
+    """Axis 0 of every tensor, or each, may vary; by name of the argument, ``*args``, ``**kwargs`` nested as they bind."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return pytree.tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.ndim else None, bound)
+
+    def free(leaf: object) -> dict[int, Any] | None:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return None
+        return dict.fromkeys(range(leaf.ndim if every_axis else 1), Dim.AUTO)
+
+    return pytree.tree_map(free, bound)
 
 
 def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:

@@ -67,11 +67,11 @@ class Flow:
             return []
         return [p for p in ports(node) if p.arg in row.weights and is_float(p.value) and self._static[p.value]]
 
-    def bias_port(self, node: fx.Node) -> Port | None:
+    def bias_ports(self, node: fx.Node) -> list[Port]:
         row = self._rows[node]
         if row is None or row.bias is None or _maker(node) is not node:
-            return None
-        return next((p for p in ports(node) if p.arg == row.bias and is_float(p.value)), None)
+            return []
+        return [port for port in ports(node) if port.arg == row.bias and is_float(port.value)]
 
     def carried(self, node: fx.Node) -> fx.Node | None:
         """The value whose numbers ``node`` merely moves, ``None`` if it makes its own."""

@@ -5,66 +5,71 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import fx
+from torch import fx, nn
 
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
+from qtk.graph.graphs import graphs
 from qtk.graph.sites import SITE, Port, annotate, edge_site, ports, value_site
 from qtk.quantizers.quantizer import Quantizer
 
 QUANTIZERS = "qtk_quantizers"
-"""The submodule that holds every quantizer, each under its site's name."""
+"""The submodule of a graph that holds its quantizers, each under its site's name."""
 
 
 def quantizer_target(site: Site) -> str:
-    """The module path of the quantizer of ``site``."""
+    """The module path of the quantizer of ``site`` in its graph."""
     return f"{QUANTIZERS}.{site.name}"
 
 
-def insert(model: fx.GraphModule, plan: QuantPlan) -> dict[str, Quantizer]:
+def insert(model: nn.Module, plan: QuantPlan) -> dict[str, Quantizer]:
     """Adds one quantizer for every leader of ``plan`` and calls it at the leader and its followers.
 
-    Changes ``model``. Returns: site name → quantizer, in plan order; followers map to their leader's.
+    Changes ``model``, a prepared one. Returns: site name → quantizer, in plan order; followers map to their leader's.
 
-    Raises: EncodingError if the plan names a site the graph does not have.
+    Raises: EncodingError if the plan names a site the model does not have.
     """
-    values, edges = _locations(model.graph)
-    missing = [site.name for site in plan if site not in values and site not in edges]
+    located = [(module, *_locations(module.graph)) for module in graphs(model).values()]
+    missing = [site.name for site in plan if not any(site in values or site in edges for _, values, edges in located)]
     if missing:
         raise EncodingError(f"the plan belongs to another model: no such sites: {', '.join(missing[:5])}")
-    for site, decided in plan.items():
-        if decided.leader is None:
-            cache = decided.static and site in values
-            model.add_submodule(quantizer_target(site), Quantizer(decided.spec, site=site.name, cache=cache))
-    quantizers = {}
-    for site, decided in plan.items():
-        target = quantizer_target(decided.leader or site)
-        if site in values:
-            _after(values[site], target, site)
-        else:
-            _on_edge(edges[site], target, site)
-        quantizer = model.get_submodule(target)
-        assert isinstance(quantizer, Quantizer)
-        quantizers[site.name] = quantizer
-    model.recompile()
-    return quantizers
+    quantizers: dict[Site, Quantizer] = {}
+    for module, values, edges in located:
+        own = [site for site in plan if site in values or site in edges]
+        for site in own:
+            leader, decided = plan[site].leader or site, plan[plan[site].leader or site]
+            if leader not in quantizers:
+                cache = decided.static and leader in values
+                quantizers[leader] = Quantizer(decided.spec, site=leader.name, cache=cache)
+            target = quantizer_target(leader)
+            if leader == site or not _has(module, target):
+                module.add_submodule(target, quantizers[leader])
+        for site in own:
+            target = quantizer_target(plan[site].leader or site)
+            if site in values:
+                _after(values[site], target, site)
+            else:
+                _on_edge(edges[site], target, site)
+        module.recompile()
+    return {site.name: quantizers[decided.leader or site] for site, decided in plan.items()}
 
 
-def remove(model: fx.GraphModule) -> None:
+def remove(model: nn.Module) -> None:
     """Takes every quantizer out again. Changes ``model``, back to what it was before ``insert``."""
-    for node in quantizer_nodes(model):
-        (value,) = node.args
-        assert isinstance(value, fx.Node)
-        node.replace_all_uses_with(value)
-        model.graph.erase_node(node)
-    if hasattr(model, QUANTIZERS):
-        model.delete_submodule(QUANTIZERS)
-    model.recompile()
+    for module in graphs(model).values():
+        for node in quantizer_nodes(module):
+            (value,) = node.args
+            assert isinstance(value, fx.Node)
+            node.replace_all_uses_with(value)
+            module.graph.erase_node(node)
+        if hasattr(module, QUANTIZERS):
+            module.delete_submodule(QUANTIZERS)
+        module.recompile()
 
 
 def quantizer_nodes(model: fx.GraphModule) -> list[fx.Node]:
-    """The calls of quantizers, in graph order."""
+    """The calls of quantizers in one graph, in order."""
     return [
         node for node in model.graph.nodes
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), Quantizer)
@@ -112,7 +117,7 @@ def _on_edge(port: Port, target: str, site: Site) -> None:
         port.user.update_arg(port.arg, listed)
 
 
-def drop_sites(model: fx.GraphModule, plan: QuantPlan, reasons: Mapping[Site, str]) -> QuantPlan:
+def drop_sites(model: nn.Module, plan: QuantPlan, reasons: Mapping[Site, str]) -> QuantPlan:
     """Takes the quantizers of some sites, and of all sites they share with, out of model and plan.
 
     Changes ``model``. Returns: the plan without them, each listed as unquantized with its reason.
@@ -120,12 +125,22 @@ def drop_sites(model: fx.GraphModule, plan: QuantPlan, reasons: Mapping[Site, st
     leaders = {plan[site].leader or site: reason for site, reason in reasons.items()}
     gone = {site: leaders[leader] for site in plan if (leader := plan[site].leader or site) in leaders}
     targets = {quantizer_target(leader) for leader in leaders}
-    for node in quantizer_nodes(model):
-        if node.target in targets:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            model.graph.erase_node(node)
-    for target in targets:
-        model.delete_submodule(target)
-    model.recompile()
+    for module in graphs(model).values():
+        for node in quantizer_nodes(module):
+            if node.target in targets:
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                module.graph.erase_node(node)
+        for target in targets:
+            if _has(module, target):
+                module.delete_submodule(target)
+        module.recompile()
     kept = {site: decided for site, decided in plan.items() if site not in gone}
     return replace(plan, sites=kept, unquantized={**plan.unquantized, **gone})
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

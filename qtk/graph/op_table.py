@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.recurrent import Recurrent, RecurrentCell
 
 
 class Role(enum.Enum):
@@ -192,7 +194,18 @@ _row("index_put", "index_put masked_scatter", Role.MERGE, family="scatter", inpu
 _row("constant", "zeros ones full empty arange linspace eye scalar_tensor zeros_like ones_like full_like empty_like "
      "new_zeros new_ones new_full new_empty fill zero tril_indices triu_indices", Role.CREATE, inputs=())
 
-OP_NAMES = frozenset(name for row in ROWS.values() for name in row.names) | {"input"}
+# Modules with graphs inside, called as qtk.nn defines them: (x, states, weights, biases).
+RECURRENT = {
+    kind: OpRow(kind, "recurrent", Role.COMPUTE, inputs=(0, 1), weights=(2,), weight_axes=_out_in, bias=3)
+    for kind in ("lstm", "gru", "rnn")
+}
+INSIDE = {"lstm": "lstm_cell", "gru": "gru_cell", "rnn": "rnn_cell", "attention": "attention_core"}
+"""Kind of an op → the name that config rules have for all that is computed inside it."""
+
+OP_NAMES = (
+    frozenset(name for row in (*ROWS.values(), *RECURRENT.values()) for name in row.names)
+    | frozenset(INSIDE.values()) | {"input"}
+)
 """Every op name a config rule may use."""
 
 
@@ -213,6 +226,10 @@ def row_of(node: fx.Node) -> OpRow | None:
                 return ROWS["dropout"]
             case InstanceNorm():
                 return ROWS["instance_norm"]
+            case Attention():
+                return ROWS["scaled_dot_product_attention"]
+            case Recurrent(kind=kind) | RecurrentCell(kind=kind):
+                return RECURRENT[kind.partition("_")[0]]
         return None
     if node.op != "call_function":
         return None

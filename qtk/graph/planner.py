@@ -12,6 +12,8 @@ The rules, numbered as the code cites them:
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
+9. A composite (attention, a recurrent net) is planned inside, by the same rules; the values it hands out need nothing
+   more then. Its weights and inputs are quantized outside it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
-from torch import fx
+from torch import fx, nn
 
-from qtk.config.schema import QuantConfig
+from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs, nested_graphs, roots
 from qtk.graph.op_table import Role, op_name
 from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
@@ -34,45 +37,78 @@ from qtk.graph.supergroups import match_supergroups
 
 
 def plan(
-    graph: fx.Graph, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
+    model: nn.Module, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
 ) -> QuantPlan:
-    """Decides every site of ``graph``.
+    """Decides every site of a prepared model.
 
     Raises: SpecError listing every tensor that its block size does not divide; ConfigError if the config and the
     widths contradict each other.
     """
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
-    return _Planner(graph, rules, scheme).run()
+    found = roots(model)
+    io = config.io if list(found) == [""] else Io()  # what goes into an island comes from the model itself
+    planners = [_Planner(graph.graph, rules, scheme, io) for graph in found.values()]
+    for planner in planners:
+        planner.decide()
+    misfits = [line for planner in planners for line in planner.misfits]
+    if misfits:
+        raise SpecError(
+            "\n  ".join(["block sizes that do not fit:", *misfits])
+            + "\ngive these sites another block_size or granularity by a rule, e.g. {match: {path: …}, weight: "
+            "{granularity: per_channel}}"
+        )
+    sites: dict[Site, SitePlan] = {}
+    unquantized: dict[Site, str] = {}
+    for planner in planners:
+        sites |= planner.in_order()
+        unquantized |= planner.left_out()
+    return QuantPlan(sites, unquantized, rules.unmatched())
 
 
-def unknown_ops(graph: fx.Graph) -> tuple[str, ...]:
+def unknown_ops(model: nn.Module) -> tuple[str, ...]:
     """Ops with a real-valued result that the op table does not know, by name, in order of appearance."""
-    flow = Flow(graph)
-    makers = (
-        node for node in graph.nodes
-        if node.op in ("call_function", "call_module") and node.target is not operator.getitem
-        and flow.row(node) is None and not note(node, EXCLUDED) and _has_float(node)
-    )
-    return tuple(dict.fromkeys(op_name(node) for node in makers))
+    names: dict[str, None] = {}
+    for module in graphs(model).values():
+        flow = Flow(module.graph)
+        names |= {
+            op_name(node): None for node in module.graph.nodes
+            if node.op in ("call_function", "call_module") and node.target is not operator.getitem
+            and flow.row(node) is None and not note(node, EXCLUDED) and _has_float(node)
+        }
+    return tuple(names)
 
 
 class _Planner:
-    def __init__(self, graph: fx.Graph, rules: Rules, scheme: str) -> None:
+    """Plans one graph.
+
+    Args:
+        graph: the graph.
+        rules: the configuration.
+        scheme: method where no rule names one.
+        io: what happens at the graph's inputs and outputs; ``None``: the graph is the inside of an op, whose inputs are
+            quantized outside.
+    """
+
+    def __init__(self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None) -> None:
         self.graph = graph
         self.rules = rules
         self.scheme = scheme
+        self.io = io
         self.flow = Flow(graph)
         self.values: dict[fx.Node, SitePlan] = {}
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
+        self.inside: dict[fx.Node, list[_Planner]] = {}
         self.misfits: list[str] = []
 
-    def run(self) -> QuantPlan:
+    def decide(self) -> None:
         inner = {
             node: f"inside supergroup {group}"
             for group in match_supergroups(self.graph, self.flow, self.rules.config.supergroups)
             for node in group.nodes[:-1]
         }
+        for node in self.graph.nodes:
+            self._plan_inside(node)
         for node in self.graph.nodes:
             if is_float(node) and node.op != "get_attr" and self.flow.carried(node) is None:
                 self._plan_value(node, inner)
@@ -82,13 +118,24 @@ class _Planner:
             self._share_merge(node)
         for node in self.graph.nodes:
             self._plan_edges(node)
-        if self.misfits:
-            raise SpecError(
-                "\n  ".join(["block sizes that do not fit:", *self.misfits])
-                + "\ngive these sites another block_size or granularity by a rule, e.g. {match: {path: …}, weight: "
-                "{granularity: per_channel}}"
-            )
-        return QuantPlan(self._in_order(), self._left_out(), self.rules.unmatched())
+
+    # Rule 9: composites, before the values around them.
+
+    def _plan_inside(self, node: fx.Node) -> None:
+        if note(node, EXCLUDED):
+            return
+        for module in nested_graphs(node):
+            planner = _Planner(module.graph, self.rules, self.scheme, None)
+            planner.decide()
+            self.misfits += planner.misfits
+            self.inside.setdefault(node, []).append(planner)
+
+    def _made_inside(self, node: fx.Node) -> bool:
+        """Whether a composite hands out values that are quantized already, by the last of its parts."""
+        if node not in self.inside:
+            return False
+        last = self.inside[node][-1]
+        return all(last.flow.root(value) in last.values for value in last.graph.output_node().all_input_nodes)
 
     # Rules 1, 2, 3, 6: the value at its producer.
 
@@ -103,8 +150,12 @@ class _Planner:
             self.floats[node] = "computed from parameters"  # rule 4 decides where it is read
         elif node in inner:
             self.floats[node] = inner[node]
+        elif self._made_inside(_op_of(node)):
+            pass
         elif node.op == "placeholder":
-            if self.rules.config.io.inputs == "float":
+            if self.io is None:
+                pass
+            elif self.io.inputs == "float":
                 self.floats[node] = "io.inputs is float"
             elif operands:
                 self._decide(node, decided, "model input")
@@ -116,7 +167,7 @@ class _Planner:
                 self._decide(node, decided, f"{source}; read by {operands[0].user.name}")
             elif row is None:
                 self.floats[node] = f"op {op_name(_op_of(node))} is not in the op table"
-        elif self.rules.config.io.outputs == "float" and all(port.user.op == "output" for port in readers):
+        elif self.io is not None and self.io.outputs == "float" and all(port.user.op == "output" for port in readers):
             self.floats[node] = "io.outputs is float"
         else:
             self._decide(node, decided, row.kind)
@@ -148,9 +199,9 @@ class _Planner:
         for port in self.flow.weight_ports(node):
             axes = row.weight_axes(node, port.value) if row.weight_axes else None
             self._plan_parameter(port, decisions.weight, axes, f"weight of {row.kind}")
-        bias = self.flow.bias_port(node)
-        if bias is not None and self.flow.is_static(bias.value):
-            self._plan_parameter(bias, decisions.bias, None, f"bias of {row.kind}")
+        for port in self.flow.bias_ports(node):
+            if self.flow.is_static(port.value):
+                self._plan_parameter(port, decisions.bias, None, f"bias of {row.kind}")
         for port in self.flow.data_ports(node):
             if self.flow.is_static(port.value):
                 self._plan_parameter(port, self.rules.activation, None, f"constant operand of {row.kind}")
@@ -232,7 +283,7 @@ class _Planner:
 
     # The result, in graph order, parameters beside the op that reads them first.
 
-    def _in_order(self) -> dict[Site, SitePlan]:
+    def in_order(self) -> dict[Site, SitePlan]:
         ordered: dict[Site, SitePlan] = {}
         for node in self.graph.nodes:
             if node.op == "get_attr":
@@ -242,6 +293,8 @@ class _Planner:
                     ordered.setdefault(value_site(port.value), self.values[port.value])
                 if (site := edge_site(port)) in self.edges:
                     ordered[site] = self.edges[site]
+            for planner in self.inside.get(node, ()):
+                ordered |= planner.in_order()
             if node in self.values:
                 ordered[value_site(node)] = self.values[node]
         return ordered
@@ -251,13 +304,19 @@ class _Planner:
         names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
         return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
 
-    def _left_out(self) -> dict[Site, str]:
+    def left_out(self) -> dict[Site, str]:
         for node in self.graph.nodes:
             if node.op == "get_attr" and is_float(node) and node not in self.values:
                 reason = self._read_by_unknown(list(self.flow.readers(node)))
                 if reason is not None:
                     self.floats.setdefault(node, reason)
-        return {value_site(node): self.floats[node] for node in self.graph.nodes if node in self.floats}
+        found = {}
+        for node in self.graph.nodes:
+            for planner in self.inside.get(node, ()):
+                found |= planner.left_out()
+            if node in self.floats:
+                found[value_site(node)] = self.floats[node]
+        return found
 
 
 def _op_of(node: fx.Node) -> fx.Node:

@@ -6,11 +6,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A submodule that climbed the ladder by itself.
+
+    Args:
+        path: in the model; empty for the model itself.
+        type_name: its class.
+        rung: ``export``, ``fx + export``, ``python``, ``opaque``, ``excluded`` or ``not called``.
+        parameters: number of elements of all its parameters.
+        reason: why no better rung was reached.
+    """
+
+    path: str
+    type_name: str
+    rung: str
+    parameters: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareReport:
     """The account ``prepare_model`` gives; print it.
 
     Args:
-        rung: how the model was captured: ``export``, ``fx + export``, or ``fx`` (no inputs yet).
+        rung: how the model was captured: ``export``, ``fx + export``, ``python`` (islands in the model's own code), or
+            ``fx`` (no inputs yet).
         reasons: why a better rung or a dynamic batch was not reached.
         complete: the graph is in ATen; ``QuantSim`` finishes it otherwise.
         dynamic: the batch dimension may vary.
@@ -19,6 +39,8 @@ class PrepareReport:
         opaque_parts: parts whose inside the graph does not show.
         eval_difference: max |prepared - original| on the example inputs in eval mode; ``None``: not compared.
         train_difference: likewise in train mode with dropout off.
+        covered: share of the elements of all parameters that lie in graphs, 0 to 1.
+        parts: the model and its submodules as they climbed the ladder, if it is not one graph.
         notes: what a user should know.
         elapsed_s: seconds it took.
     """
@@ -32,11 +54,17 @@ class PrepareReport:
     eval_difference: float | None = None
     train_difference: float | None = None
     opaque_parts: tuple[str, ...] = ()
+    covered: float = 1.0
+    parts: tuple[Part, ...] = ()
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
 
     def __str__(self) -> str:
-        lines = [f"captured by {self.rung} in {self.elapsed_s:.1f} s, {'dynamic' if self.dynamic else 'static'} batch"]
+        size = "dynamic" if self.dynamic else "static"
+        lines = [f"captured by {self.rung} in {self.elapsed_s:.1f} s, {size} batch"]
+        if self.parts:
+            lines.append(f"graphs cover {self.covered:.1%} of the parameters")
+            lines += [self._line(part) for part in self.parts]
         lines += [f"{count} × {kind} recovered as modules" for kind, count in self.swaps]
         lines += [
             f"max |prepared - original| in {mode} mode: {difference:.3g}"
@@ -46,3 +74,8 @@ class PrepareReport:
         lines += [f"not quantizable, no row in the op table: {name}" for name in self.unknown_ops]
         lines += [f"opaque, its inside is not quantized: {name}" for name in self.opaque_parts]
         return "\n".join([*lines, *self.reasons, *self.notes])
+
+    def _line(self, part: Part) -> str:
+        share = part.parameters / self.parts[0].parameters if self.parts[0].parameters else 0.0
+        reason = f"  {part.reason}" if part.reason else ""
+        return f"  {part.path or '(the model)'} ({part.type_name}): {part.rung}, {share:.1%} of the parameters{reason}"

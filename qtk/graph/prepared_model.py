@@ -1,60 +1,27 @@
-"""A captured model: one ATen graph whose parameters are edges and keep their names."""
+"""What ``prepare_model`` returns: one captured graph, or the model's own Python around several."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from qtk.errors import CaptureError
+from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
 from qtk.graph.inputs import check_inputs
 from qtk.graph.prepare_report import PrepareReport
 
-REPORT, HOME = "report", "qtk_home"
-"""Keys of ``meta``: the report; where and in which dtype a model without tensors of its own is."""
-
-REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-
-Home: TypeAlias = tuple[torch.device, torch.dtype]
+REPORT = "report"
+"""Key of ``meta``: the account of the capture."""
 
 
-class PreparedModel(fx.GraphModule):
-    """What ``prepare_model`` returns: called, trained, moved and copied like the model it was made from.
+class PreparedModel(nn.Module):
+    """Called, trained, moved and copied like the model it was made from, and shows what may be quantized in it.
 
-    Parameters and buffers are the original's own objects: training or moving one moves the other; ``copy.deepcopy`` to
-    part them. Tensors that the captured code creates (``torch.arange`` and the like) follow ``.to()``: their device
-    always, their dtype if it is the floating dtype of the model.
-
-    Args:
-        root: holds every parameter and buffer, read by the graph or not.
-        graph: the captured code.
-
-    Raises: CaptureError when called with sizes or constants other than those it was captured for, or pickled.
+    Parameters and buffers are the original's own objects, under their names.
     """
 
-    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(root, graph)
-        self._adopt(root.__dict__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            check_inputs(self.graph, args, kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModel:
-        copied = super().__deepcopy__(memo)
-        assert isinstance(copied, PreparedModel)
-        copied._adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in REGISTRIES})
-        return copied
-
-    def __reduce__(self) -> NoReturn:
-        raise CaptureError(
-            "a prepared model cannot be pickled: its graph would lose the names of its sites; "
-            "save its state_dict (or QuantSim.save) and prepare the model again"
-        )
+    meta: dict[str, Any]
 
     @property
     def report(self) -> PrepareReport:
@@ -63,45 +30,46 @@ class PreparedModel(fx.GraphModule):
         assert isinstance(report, PrepareReport)
         return report
 
-    def _adopt(self, registries: Mapping[str, object]) -> None:
-        """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""
-        self.__dict__.update({name: registries[name] for name in REGISTRIES})
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreparedModel:
-        before = self._home()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._anchor() is None:  # nothing of its own shows what fn does
-            moved = fn(torch.empty(0, device=before[0], dtype=before[1]))
-            self.meta[HOME] = (moved.device, moved.dtype)
-        if self._home() != before:
-            self._retarget(before, self._home())
-        return self
+class PreparedGraph(CapturedGraph, PreparedModel):
+    """A model, or one island of it, as a single graph.
 
-    def _home(self) -> Home:
-        anchor = self._anchor()
-        if anchor is None:
-            home: Home = self.meta.get(HOME, (torch.device("cpu"), torch.float32))
-            return home
-        return anchor.device, anchor.dtype
+    Raises: CaptureError when called with sizes or constants other than those it was captured for.
+    """
 
-    def _anchor(self) -> Tensor | None:
-        tensors = [*self.parameters(), *self.buffers()]
-        return next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            check_inputs(self.graph, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
-    def _retarget(self, before: Home, after: Home) -> None:
-        """Rewrites device and dtype arguments baked into the graph."""
-        (_, old_dtype), (device, dtype) = before, after
-        changed = False
-        for node in self.graph.nodes:
-            if node.op != "call_function":
-                continue
-            kwargs = dict(node.kwargs)
-            if kwargs.get("device") is not None:
-                kwargs["device"] = device
-            if kwargs.get("dtype") == old_dtype and old_dtype.is_floating_point:
-                kwargs["dtype"] = dtype
-            if kwargs != node.kwargs:
-                node.kwargs = kwargs
-                changed = True
-        if changed:
-            self.recompile()
+
+class PreparedTree(PreparedModel):
+    """A model that stays Python, with captured graphs in place of some of its submodules.
+
+    Args:
+        parent: a copy of the model, its members the graphs and what stays Python too. Attributes and methods that are
+            asked of the tree are those of the parent.
+    """
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.meta = {}
+        self.training = parent.training
+        self.__dict__["_parent"] = parent  # no member: it is this module, as its own code sees it
+        self.__dict__.update({name: parent.__dict__[name] for name in REGISTRIES})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        self._parent.training = self.training
+        return self._parent(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_parent" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_parent"], name)
+
+    def __repr__(self) -> str:
+        return repr(self._parent)

@@ -1,7 +1,8 @@
-"""From the stand-ins of ``markers`` back to modules that train and evaluate as the original's do."""
+"""From the stand-ins of ``markers``, and ops that hide a layer, to modules that train and evaluate as the original's."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from qtk.graph.composites import composite_of
 from qtk.graph.holders import free_name, holder
 from qtk.graph.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM
 from qtk.nn.batch_norm import BatchNorm
@@ -17,7 +19,7 @@ from qtk.nn.instance_norm import InstanceNorm
 
 
 def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Replaces every stand-in in ``graph``; new modules are put into ``root``, beside the owner of the op.
+    """Replaces every stand-in and hidden layer in ``graph``; modules are put into ``root``, beside the op's owner.
 
     Returns: how many modules were recovered, by kind.
     """
@@ -32,6 +34,10 @@ def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tupl
             kind, (module, arguments) = "batch_norm", _batch_norm(node, root, original)
         elif node.target is INSTANCE_NORM:
             kind, (module, arguments) = "instance_norm", _instance_norm(node)
+        elif (composite := composite_of(node, _owner(node, original))) is not None:
+            kind, module, arguments = composite.name, composite.module, composite.arguments
+            if composite.single:
+                node = _element_of(node)
         else:
             continue
         recovered[kind] += 1
@@ -48,10 +54,7 @@ def _batch_norm(
     node: fx.Node, root: nn.Module, original: nn.Module
 ) -> tuple[nn.Module, Sequence[fx.node.Argument]]:
     x, weight, bias, mean, var, by_batch, momentum, eps, _ = node.args
-    try:
-        owner = original.get_submodule(_owner_path(node))
-    except AttributeError:
-        owner = original
+    owner = _owner(node, original)
     if isinstance(owner, _BatchNorm) and owner.momentum is None:
         momentum = None  # a cumulative average, of which export shows a weight of 0
     module = BatchNorm(momentum, eps, always_batch_statistics=bool(by_batch))  # type: ignore[arg-type]
@@ -76,6 +79,24 @@ def _batches_tracked(root: nn.Module, mean: fx.node.Argument) -> fx.Node | None:
         node = mean.graph.create_node("get_attr", name)
     node.meta["val"] = mean.meta["val"].fake_mode.from_tensor(counter)
     return node
+
+
+def _element_of(node: fx.Node) -> fx.Node:
+    """A node for a tuple of one, whose element takes the place of ``node``."""
+    with node.graph.inserting_after(node):
+        element = node.graph.call_function(operator.getitem, (node, 0))
+    element.meta = dict(node.meta)
+    node.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
+    node.meta["val"] = (node.meta["val"],)
+    return node
+
+
+def _owner(node: fx.Node, original: nn.Module) -> nn.Module:
+    """The module whose forward made ``node``."""
+    try:
+        return original.get_submodule(_owner_path(node))
+    except AttributeError:
+        return original
 
 
 def _replace(

@@ -14,7 +14,7 @@ from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTe
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError
 from qtk.graph.flow import Flow
-from qtk.graph.sites import OWNER, note, value_site
+from qtk.graph.sites import OWNER, WITHIN, note, value_site
 
 DEFAULT_BITS = 8
 """What a constructor that was given no width says; a config that names one is right against it."""
@@ -122,6 +122,7 @@ def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, 
 
 def _matches(rule: Rule, node: fx.Node, flow: Flow) -> bool:
     names = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
+    names = (*names, note(node, WITHIN) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
         return False
     if not rule.match.path:

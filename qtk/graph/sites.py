@@ -21,6 +21,9 @@ from qtk.graph.op_table import OpRow, Role, row_of
 OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
 """Keys: of an op's owner and op name, of a quantizer call's site, of ops the user excluded."""
 
+PLACE, WITHIN = "qtk_place", "qtk_within"
+"""Keys: of the module path of a graph that is part of a model, of the op that a graph is the inside of."""
+
 
 def annotate(node: fx.Node, **strings: str) -> None:
     """Adds strings to the metadata of ``node`` without touching the dict it may share."""
@@ -33,13 +36,21 @@ def note(node: fx.Node, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def name_sites(graph: fx.Graph) -> None:
+def name_sites(graph: fx.Graph, place: str = "", within: str = "") -> None:
     """Gives every op node its owner and op name, from the module stack recorded at capture.
 
     A module that is a single op goes by its path alone; other ops are numbered inside their owner: ``add``,
     ``add_1``. The second call of a module is owned by ``path@1``.
+
+    Args:
+        graph: of the model, or of a part of it.
+        place: where the part is in the model.
+        within: the op that the part is the inside of; config rules may name it.
     """
-    owners = _owners(graph)
+    owners = {node: join(place, owner) for node, owner in _owners(graph).items()}
+    strings = {key: text for key, text in ((PLACE, place), (WITHIN, within)) if text}
+    for node in graph.nodes if strings else ():
+        annotate(node, **strings)
     ops_of: dict[str, list[fx.Node]] = defaultdict(list)
     for node, owner in owners.items():
         ops_of[owner].append(node)
@@ -50,19 +61,24 @@ def name_sites(graph: fx.Graph) -> None:
         counts: dict[str, int] = defaultdict(int)
         for node in nodes:
             op = ""
-            while node is not alone and (not op or _join(owner, op) in ops_of):  # a module may be called "add" too
+            while node is not alone and (not op or join(owner, op) in ops_of):  # a module may be called "add" too
                 kind = _kind(node)
                 op = f"{kind}_{counts[kind]}" if counts[kind] else kind
                 counts[kind] += 1
             annotate(node, **{OWNER: owner, OP: op})
 
 
+def join(path: str, name: str) -> str:
+    """``path.name``; either may be empty."""
+    return ".".join(filter(None, (path, name)))
+
+
 def value_site(node: fx.Node) -> Site:
     """The site of the value that ``node`` produces."""
     if node.op == "get_attr":
-        return Site.parameter(str(node.target))
+        return Site.parameter(join(note(node, PLACE) or "", str(node.target)))
     if node.op == "placeholder":
-        return Site("", str(node.target), "input")
+        return Site(note(node, PLACE) or "", str(node.target), "input")
     if node.target is operator.getitem:
         source, index = node.args
         if isinstance(source, fx.Node) and not _is_movement(source):
@@ -136,10 +152,6 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
         call = calls[path].setdefault(tuple(known), len(calls[path]))
         owners[node] = f"{path}@{call}" if call and path else path
     return owners
-
-
-def _join(owner: str, op: str) -> str:
-    return f"{owner}.{op}" if owner else op
 
 
 def _ancestors(owner: str) -> Iterator[str]:

@@ -6,19 +6,25 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import edge_site, ports, value_site
 
 
-def static_values(model: fx.GraphModule, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
+def static_values(model: nn.Module, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
     """The float value at each static site of ``sites``, in graph order, one at a time.
 
     Quantizers on the way are passed by: a weight is observed as it is, not as another site rounds it.
     """
+    for module in graphs(model).values():
+        yield from _values(module, sites)
+
+
+def _values(model: fx.GraphModule, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
     flow = Flow(model.graph)
     bypassed = set(quantizer_nodes(model))
     known: dict[fx.Node, object] = {}

@@ -13,6 +13,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
+from qtk.nn.tap import Tap
 from qtk.numerics.ranges import SMALLEST_SCALE
 from qtk.observers.observer import Observer
 from qtk.ops.fake_quantize import fake_quantize
@@ -28,7 +29,7 @@ class Mode(enum.Enum):
     SIMULATE = "simulate"
 
 
-class Quantizer(nn.Module):
+class Quantizer(Tap):
     """Passes a tensor on as it is (BYPASS), shows it to its observer too (OBSERVE), or fake-quantizes it (SIMULATE).
 
     ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while the range is
@@ -82,6 +83,11 @@ class Quantizer(nn.Module):
             self._weight_cache.clear()
             return self._simulate(x)
         return self._weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+
+    @property
+    def idle(self) -> bool:
+        """In BYPASS, and nobody hooked in to see the values."""
+        return self.mode is Mode.BYPASS and not self._forward_hooks and not self._forward_pre_hooks
 
     @property
     def observer(self) -> Observer | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import fx
+from torch import nn
 
 from qtk.calibrators.scheme import SCHEMES
 from qtk.core.encoding import Encoding
@@ -22,7 +22,7 @@ from qtk.workflow.feed import Data, Forward, run_all
 
 
 def calibrate(
-    model: fx.GraphModule,
+    model: nn.Module,
     plan: QuantPlan,
     quantizers: Mapping[str, Quantizer],
     data: Data | None,
@@ -68,7 +68,7 @@ def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.d
     return Encoding(spec, *choose_range(low, high, spec))
 
 
-def _from_parameters(model: fx.GraphModule, sites: Mapping[Site, SitePlan]) -> dict[Site, Encoding]:
+def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan]) -> dict[Site, Encoding]:
     """Encodings of values made from parameters alone; each is observed once, as it is now."""
     encodings = {}
     for site, value in static_values(model, sites):
@@ -84,7 +84,7 @@ def _from_parameters(model: fx.GraphModule, sites: Mapping[Site, SitePlan]) -> d
 
 
 def _from_data(
-    model: fx.GraphModule,
+    model: nn.Module,
     sites: Mapping[Site, SitePlan],
     quantizers: Mapping[str, Quantizer],
     data: Data,

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import fx
+from torch import nn
 
 from qtk.core.plan import QuantPlan
 from qtk.errors import CheckError, EncodingError
+from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
-def check(model: fx.GraphModule, plan: QuantPlan, quantizers: Mapping[str, Quantizer]) -> None:
+def check(model: nn.Module, plan: QuantPlan, quantizers: Mapping[str, Quantizer]) -> None:
     """Looks for every way in which the simulation could do something else than the plan says.
 
     Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is switched off, has
         no encoding or a broken one; a range that does not hold the bounds the plan fixed; a rule that matched nothing.
     """
-    called = {str(node.target) for node in quantizer_nodes(model)}
+    called = {str(node.target) for module in graphs(model).values() for node in quantizer_nodes(module)}
     findings = [f"{rule} matched nothing; correct it, or mark it `optional: true`" for rule in plan.unmatched_rules]
     for site, decided in plan.items():
         if decided.leader is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qtk.core.plan import QuantPlan
 from qtk.numerics.error import decibels
@@ -48,7 +48,7 @@ class _Sums:
 
 
 def compare(
-    model: fx.GraphModule,
+    model: nn.Module,
     plan: QuantPlan,
     quantizers: Mapping[str, Quantizer],
     data: Iterable[Batch],

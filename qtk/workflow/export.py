@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from torch import fx
+from torch import fx, nn
 
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
-from qtk.graph.capture import ExampleInputs
+from qtk.graph.calls import Call, record_calls
+from qtk.graph.capture import ExampleInputs, split_inputs
+from qtk.graph.graphs import roots
+from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 
-ONNX_FILE = "model.onnx"
 ENCODINGS_FILE = "encodings.json"
 AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
 
@@ -32,7 +34,7 @@ class Exported:
         example_inputs: a tensor, tuple or dict the model runs on.
     """
 
-    model: fx.GraphModule
+    model: nn.Module
     encodings: Mapping[str, Encoding]
     example_inputs: ExampleInputs
 
@@ -43,8 +45,17 @@ Exporter: TypeAlias = Callable[[Exported, Path], None]
 EXPORTERS: Registry[Exporter] = Registry("export format")
 
 
+def onnx_name(path: str) -> str:
+    """The file of a captured graph: ``model.onnx``, or that of an island by its place in the model.
+
+    >>> onnx_name("backbone.body")
+    'backbone.body.onnx'
+    """
+    return f"{path or 'model'}.onnx"
+
+
 def export(
-    model: fx.GraphModule,
+    model: nn.Module,
     encodings: Mapping[str, Encoding],
     example_inputs: ExampleInputs,
     directory: str | os.PathLike[str],
@@ -101,7 +112,18 @@ def _onnx(exported: Exported, folder: Path) -> None:
         from qtk.export import onnx_qdq  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    onnx_qdq.export(exported.model, exported.example_inputs, folder / ONNX_FILE)
+    for path, (graph, call) in _graph_calls(exported).items():
+        onnx_qdq.export(graph, call, folder / onnx_name(path))
+
+
+def _graph_calls(exported: Exported) -> dict[str, tuple[fx.GraphModule, Call]]:
+    """Every graph that Python calls, and how the example inputs reach it."""
+    call, found = Call(*split_inputs(exported.example_inputs), None), roots(exported.model)
+    if list(found) == [""]:
+        return {"": (found[""], call)}
+    with evaluating(exported.model):
+        calls = record_calls(exported.model, [call], of=found.values())
+    return {path: (graph, calls[graph][0]) for path, graph in found.items() if graph in calls}
 
 
 EXPORTERS.add("encodings", _encodings)

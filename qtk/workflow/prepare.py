@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.canonicalize import canonicalize
-from qtk.graph.capture import DynamicShapes, ExampleInputs, capture, first_line, split_inputs
-from qtk.graph.planner import unknown_ops
+from qtk.graph.calls import Call
+from qtk.graph.capture import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
+from qtk.graph.graphs import graphs
 from qtk.graph.prepare_report import PrepareReport
-from qtk.graph.prepared_model import REPORT, PreparedModel
-from qtk.graph.sites import EXCLUDED, annotate
+from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedModel
+from qtk.graph.sites import EXCLUDED, PLACE, annotate, join, note
 from qtk.registry import nearest
+from qtk.workflow.ladder import capture_graph, capture_tree
 from qtk.workflow.untouched import untouched
-from qtk.workflow.verify_prepared import eval_difference, failure, train_difference
+from qtk.workflow.verify_prepared import failure, train_difference
 
 __all__ = ["ExampleInputs", "prepare_model"]
 
@@ -37,7 +38,10 @@ def prepare_model(
     modules_to_exclude: Collection[nn.Module | str] = (),
     verify: bool = True,
 ) -> PreparedModel:
-    """Captures ``model`` as one ATen graph with its own parameters, names and train/eval behaviour.
+    """Captures ``model`` as an ATen graph with its own parameters, names and train/eval behaviour.
+
+    What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
+    report has a line for each. No model that runs is refused.
 
     >>> import qtk, torch
     >>> prepared = qtk.prepare_model(torch.nn.Linear(4, 2), torch.randn(3, 4))
@@ -51,12 +55,13 @@ def prepare_model(
             prepared model is returned as it is; one prepared without inputs is captured now.
         example_inputs: a tensor, tuple or dict. Without them only a symbolic trace is made, and ``QuantSim``, which
             has inputs, finishes it.
-        dynamic_shapes: ``"batch"`` lets dimension 0 of every tensor vary, ``None`` fixes all; else as ``torch.export``.
+        dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
+            ``torch.export``, and then one graph or an error.
         modules_to_exclude: submodules, or their names, that stay in float.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
-    Raises: CaptureError if the model does not run, changes its inputs, or no capture succeeds; VerificationError if
-        the result computes something else in eval mode.
+    Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;
+        VerificationError if no rung of the ladder computes what the model computes.
     """
     started = time.perf_counter()
     if isinstance(model, PreparedModel):
@@ -71,28 +76,45 @@ def prepare_model(
     args, kwargs = split_inputs(example_inputs)
     notes = [*_register_dataclasses((args, kwargs))]
     with untouched(model):
-        notes += _register_dataclasses(_run_once(model.eval(), args, kwargs))
-    with untouched(model):
-        captured = capture(model.eval(), args, kwargs, dynamic_shapes)
-    prepared, swaps = canonicalize(captured.program, model)
-    _exclude(prepared.graph, excluded)
-    notes += [f"modules_to_exclude: {path} runs no op" for path in sorted(excluded - _owners(prepared.graph))]
-    report = PrepareReport(captured.rung, True, captured.dynamic, captured.reasons, swaps, unknown_ops(prepared.graph))
+        output = _run_once(model.eval(), args, kwargs)
+    notes += _register_dataclasses(output)
+    prepared = _climb(model, Call(args, kwargs, output), dynamic_shapes, excluded, verify=verify)
+    for module in graphs(prepared).values():
+        _exclude(module.graph, excluded)
+    notes += [f"modules_to_exclude: {path} runs no op" for path in sorted(excluded - _owners(prepared))]
+    report = prepared.report
     if verify:
-        report = replace(report, eval_difference=eval_difference(model, prepared, args, kwargs))
         try:
-            difference, hidden = train_difference(model, prepared, captured.args, captured.kwargs)
+            with untouched(model):
+                several = with_batch_of_two(model.eval(), args, kwargs) if report.dynamic else (args, kwargs)
+            difference, lost = train_difference(model, prepared, *several)
             report = replace(report, train_difference=difference)
-            notes += hidden
+            notes += lost
         except VerificationError as error:
             notes.append(failure(error))
         except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
             notes.append(f"train mode could not be compared: {first_line(error)}")
     _restore(prepared, {path: module.training for path, module in model.named_modules(remove_duplicate=False)})
-    opaque = tuple(str(node.target) for node in prepared.graph.nodes if _is_nested(node))
-    elapsed_s = time.perf_counter() - started
-    prepared.meta[REPORT] = replace(report, opaque_parts=opaque, notes=tuple(notes), elapsed_s=elapsed_s)
+    opaque = [str(node.target) for module in graphs(prepared).values() for node in module.graph.nodes if _is_nested(node)]
+    prepared.meta[REPORT] = replace(
+        report,
+        opaque_parts=(*report.opaque_parts, *opaque),
+        notes=tuple(notes),
+        elapsed_s=time.perf_counter() - started,
+    )
     return prepared
+
+
+def _climb(
+    model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, excluded: Collection[str], *, verify: bool
+) -> PreparedModel:
+    """The first rung of the ladder that holds."""
+    try:
+        return capture_graph(model, [call], dynamic_shapes, verify=verify)
+    except CaptureError as error:
+        if dynamic_shapes not in ("batch", "all", None):
+            raise  # shapes that the caller asked for cannot be had: no rung below would have them either
+        return capture_tree(model, call.args, call.kwargs, dynamic_shapes, error, excluded=excluded)
 
 
 def _traced(model: nn.Module, started: float) -> PreparedModel:
@@ -104,7 +126,7 @@ def _traced(model: nn.Module, started: float) -> PreparedModel:
             f"without example_inputs only a symbolic trace is possible, and it failed: {first_line(error)}; "
             "pass example_inputs"
         ) from error
-    prepared = PreparedModel(traced, traced.graph)
+    prepared = PreparedGraph(traced, traced.graph)
     notes = ("traced without inputs: QuantSim captures and verifies it when it has them",)
     prepared.meta[REPORT] = PrepareReport("fx", False, True, notes=notes, elapsed_s=time.perf_counter() - started)
     prepared.meta[ORIGINAL] = model
@@ -163,14 +185,16 @@ def _exclude(graph: fx.Graph, paths: set[str]) -> None:
             annotate(node, **{EXCLUDED: "1"})
 
 
-def _owners(graph: fx.Graph) -> set[str]:
-    return {path for node in graph.nodes for path in _stack(node)}
+def _owners(model: PreparedModel) -> set[str]:
+    """The modules that run an op or, in Python, run as they are."""
+    stacks = {path for module in graphs(model).values() for node in module.graph.nodes for path in _stack(node)}
+    return stacks | {part.path for part in model.report.parts}
 
 
 def _stack(node: fx.Node) -> Iterator[str]:
     """The paths of the modules around ``node``; those a symbolic trace has dissolved are prefixes of what is left."""
     for value in (node.meta.get("nn_module_stack") or {}).values():
-        parts = value[0].partition("@")[0].split(".")
+        parts = join(note(node, PLACE) or "", value[0].partition("@")[0]).split(".")
         yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, fx
+from torch import Tensor, nn
 
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
@@ -107,7 +107,7 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     return Stored(arguments, plan_from_json(plan), {name: state[name] for name in tensors})
 
 
-def restore(stored: Stored, model: fx.GraphModule, plan: QuantPlan) -> QuantPlan:
+def restore(stored: Stored, model: nn.Module, plan: QuantPlan) -> QuantPlan:
     """Loads a stored state into a simulation made anew with the stored arguments.
 
     Sites that calibration had taken out of the stored plan are taken out here too. Changes ``model``, only if all fits.
@@ -171,8 +171,8 @@ def _how(decided: SitePlan) -> str:
 
 def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[str]:
     """Quantizers hold their tensors from the first encoding on, so only those of the float model must be there."""
-    stored_float = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{QUANTIZERS}.")}
-    own_float = {name: tensor for name, tensor in own.items() if not name.startswith(f"{QUANTIZERS}.")}
+    stored_float = {name: tensor for name, tensor in stored.items() if QUANTIZERS not in name.split(".")}
+    own_float = {name: tensor for name, tensor in own.items() if QUANTIZERS not in name.split(".")}
     for name in sorted(stored_float.keys() - own_float.keys()):
         yield f"tensor {name} is stored, the model has none{_nearest(name, own_float)}"
     for name in sorted(own_float.keys() - stored_float.keys()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
 from qtk.export.signature import input_leaves, input_names, output_nodes
+from qtk.graph.graphs import roots
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
-from qtk.workflow.export import ONNX_FILE
+from qtk.workflow.export import onnx_name
 from qtk.workflow.feed import Data, Forward, run_all
 
 
@@ -45,33 +48,36 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ExportVerification:
-    """The exported file against the simulation; print it.
+    """The exported files against the simulation; print it.
 
     Args:
-        path: the file.
+        path: the file, or the directory of the files of several islands.
         exact: ONNX Runtime without graph optimizations, where each operator computes what the file says.
         optimized: ONNX Runtime as it comes, with integer kernels in place of the operators where it has them.
+        islands: each file by itself, if there are several.
     """
 
     path: Path
     exact: Agreement
     optimized: Agreement
+    islands: tuple[ExportVerification, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.path}\n  {self.exact}\n  {self.optimized}"
+        return "\n".join([f"{self.path}\n  {self.exact}\n  {self.optimized}", *map(str, self.islands)])
 
 
 def verify_export(
-    model: fx.GraphModule, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None
+    model: nn.Module, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None
 ) -> ExportVerification:
-    """Verifies the ONNX file in an export directory, see ``verify_onnx``.
+    """Verifies the ONNX files in an export directory, see ``verify_onnx``; of a model with islands, file by file.
 
-    Raises: ExportError if there is none, or as ``verify_onnx``.
+    Raises: ExportError if one is missing, or as ``verify_onnx``.
     """
-    path = Path(directory) / ONNX_FILE
-    if not path.is_file():
-        raise ExportError(f"{directory} holds no {ONNX_FILE} to verify; export with formats=('onnx',)")
-    return verify_onnx(path, model, data, forward=forward)
+    found = {Path(directory) / onnx_name(path): graph for path, graph in roots(model).items()}
+    missing = next((path for path in found if not path.is_file()), None)
+    if missing is not None:
+        raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
+    return _verify(found, model, data, forward, Path(directory))
 
 
 def verify_onnx(
@@ -87,11 +93,28 @@ def verify_onnx(
 
     Raises: ExportError if onnxruntime is not installed or cannot run the file; CalibrationError without any batch.
     """
-    path = Path(path)
-    witness = _Witness(model, path)
-    run_all(witness, data, forward=forward, label="verifying")
-    exact, optimized = (comparison.agreement() for comparison in witness.comparisons)
-    return ExportVerification(path, exact, optimized)
+    return _verify({Path(path): model}, model, data, forward, Path(path))
+
+
+def _verify(
+    files: Mapping[Path, fx.GraphModule], model: nn.Module, data: Data, forward: Forward | None, directory: Path
+) -> ExportVerification:
+    witnesses = [_Witness(graph, path) for path, graph in files.items()]
+    try:
+        run_all(model, data, forward=forward, label="verifying")
+    finally:
+        for witness in witnesses:
+            witness.handle.remove()
+    verified = tuple(
+        ExportVerification(witness.path, *(comparison.agreement() for comparison in witness.comparisons))
+        for witness in witnesses
+    )
+    if len(verified) == 1:
+        return verified[0]
+    exact, optimized = (
+        _Comparison.sum_of(pair).agreement() for pair in zip(*(w.comparisons for w in witnesses), strict=True)
+    )
+    return ExportVerification(directory, exact, optimized, verified)
 
 
 class _Comparison:
@@ -115,6 +138,18 @@ class _Comparison:
         self.hits = self.rows = self.differing = self.elements = 0
         self.max_difference = 0.0
         self.max_scales: float | None = None
+
+    @classmethod
+    def sum_of(cls, comparisons: Sequence[_Comparison]) -> _Comparison:
+        """What all of them found together; top-1 is for single files."""
+        total = copy.copy(comparisons[0])
+        total.hits = total.rows = 0
+        total.differing = sum(comparison.differing for comparison in comparisons)
+        total.elements = sum(comparison.elements for comparison in comparisons)
+        total.max_difference = max(comparison.max_difference for comparison in comparisons)
+        scales = [comparison.max_scales for comparison in comparisons if comparison.max_scales is not None]
+        total.max_scales = max(scales, default=None)
+        return total
 
     def run(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         if set(self.names) != set(inputs):
@@ -157,23 +192,24 @@ class _Comparison:
         )
 
 
-class _Witness(nn.Module):
-    """Stands in for the model: runs it, runs the file on the very same tensors, notes the differences."""
+class _Witness:
+    """Watches the calls of a graph, runs its file on the very same tensors, notes the differences."""
 
-    def __init__(self, model: fx.GraphModule, path: Path) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, graph: fx.GraphModule, path: Path) -> None:
+        self.path = path
+        self.graph = graph
         self.comparisons = [_Comparison(path, optimized=optimized) for optimized in (False, True)]
-        self.quantizers = [_quantizer(model, node) for node in output_nodes(model).values()]
+        self.quantizers = [_quantizer(graph, node) for node in output_nodes(graph).values()]
+        self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        outputs = self.model(*args, **kwargs)
-        leaves = zip(input_names(self.model), input_leaves(self.model, args, kwargs), strict=True)
+    def _compare(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object
+    ) -> None:
+        leaves = zip(input_names(self.graph), input_leaves(self.graph, args, kwargs), strict=True)
         inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         for comparison in self.comparisons:
             comparison.add(simulated, self.quantizers, comparison.run(inputs))
-        return outputs
 
 
 def _quantizer(model: fx.GraphModule, node: fx.Node) -> Quantizer | None:

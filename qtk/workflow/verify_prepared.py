@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,47 +46,57 @@ def train_difference(
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    hidden = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original))
-    both = []
+    lost = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original, LOST))
+    lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
+    both, calls = [], []
     for model in (original, prepared):
         twin = copy.deepcopy(model).train()
-        for module, name in _attributes_that_drop(twin):
+        for module, name in _attributes_that_drop(twin, {**LOST, **KEPT}):
             setattr(module, name, 0.0)
         with torch.no_grad(), _WithoutDropout() as mode:
             both.append((_run(twin, args, kwargs), dict(twin.named_buffers())))
-        hidden += mode.hidden if model is original else Counter()
+        calls.append(mode.calls)
+    lost += calls[0] - calls[1]
     notes = [
         f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
-        for name, count in hidden.items()
+        for name, count in lost.items()
     ]
     return _both_differences(*both), notes
 
 
-def _attributes_that_drop(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _attributes_that_drop(model: nn.Module, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
-        for name in HIDDEN.get(type(module).__name__, ()):
+        for name in known.get(type(module).__name__, ()):
             probability = getattr(module, name, None)
             if isinstance(probability, float) and probability > 0:
                 yield module, name
 
 
-HIDDEN = {
+LOST = {
     "DropPath": ("drop_prob",),  # timm
     "StochasticDepth": ("p",),  # torchvision
     "DropBlock2d": ("drop_prob", "p"),
     "DropBlock3d": ("p",),
-    "MultiheadAttention": ("dropout",),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), ("dropout",)),
 }
-"""Class → attributes with the probability of a drop that is no dropout op of its own."""
+"""Class → attributes with the probability of a drop that is no dropout op, of which capture sees nothing."""
+
+ATTENTIONS = {"MultiheadAttention": ("dropout",), "Attention": ("p",)}
+"""Likewise of attention, in torch and in what is captured of it; only weights that are asked for are lost."""
+
+KEPT = {**ATTENTIONS, **dict.fromkeys(("LSTM", "GRU", "RNN", "Recurrent"), ("dropout",))}
+"""Likewise, of a drop inside an op that capture does see."""
+
+
+def _attentions_that_drop(model: nn.Module) -> Counter[str]:
+    return Counter({"MultiheadAttention": len(list(_attributes_that_drop(model, ATTENTIONS)))})
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Every dropout function returns its input, and attention keeps all of its weights; those are counted."""
+    """Every dropout function returns its input, and attention keeps all of its weights; those that drop are counted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = Counter[str]()
+        self.calls = Counter[str]()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,9 +106,13 @@ class _WithoutDropout(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             bound = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.hidden[name] += bound.get("dropout_p", 0.0) > 0.0
+            self.calls[name] += bound.get("dropout_p", 0.0) > 0.0
             return func(**{**bound, "dropout_p": 0.0})
         if "dropout" in name:
+            probability, training = (*args, *(None, None))[1:3]
+            probability = kwargs.get("p", 0.5 if probability is None else probability)
+            training = kwargs.get("training", kwargs.get("train", True if training is None else training))
+            self.calls["dropout"] += bool(training and probability)
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
 

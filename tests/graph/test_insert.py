@@ -29,7 +29,7 @@ def planned():
     torch.manual_seed(0)
     prepared = prepare_model(Net().eval(), torch.randn(3, 4))
     return prepared, plan(
-        prepared.graph, load_config({"version": 1}), weight_bits=8, activation_bits=8, scheme="min_max"
+        prepared, load_config({"version": 1}), weight_bits=8, activation_bits=8, scheme="min_max"
     )
 
 

@@ -18,7 +18,7 @@ PER_CHANNEL = {"version": 1, "defaults": {"weight": {"granularity": "per_channel
 def plan_of(model, inputs, config=BARE, *, weight_bits=4, activation_bits=8, scheme="min_max"):
     prepared = prepare_model(model.eval(), inputs)
     return plan(
-        prepared.graph, load_config(config), weight_bits=weight_bits, activation_bits=activation_bits, scheme=scheme
+        prepared, load_config(config), weight_bits=weight_bits, activation_bits=activation_bits, scheme=scheme
     )
 
 
@@ -248,7 +248,7 @@ def test_an_op_without_a_row_is_listed_and_its_value_quantized_where_it_is_read(
 
     prepared = prepare_model(Net().eval(), torch.randn(2, 3, 4), dynamic_shapes=None)
     assert unknown_ops(prepared.graph) == ("aten.lstm.input",)
-    decided = plan(prepared.graph, load_config(BARE), weight_bits=8, activation_bits=8, scheme="min_max")
+    decided = plan(prepared, load_config(BARE), weight_bits=8, activation_bits=8, scheme="min_max")
     read = [site.name for site, p in decided.items() if "lstm" in p.reason]
     assert read == ["rnn.lstm:out[0]"]
     reason = "read by aten.lstm.input, not in the op table"
@@ -369,7 +369,7 @@ def test_prelu_has_a_slope_a_channel():
 def test_planning_is_pure():
     prepared = prepare_model(ConvReluConv().eval(), torch.randn(2, 3, 9, 9))
     before = str(prepared.graph)
-    plans = [plan(prepared.graph, load_config("default"), weight_bits=8, activation_bits=8, scheme="min_max")
+    plans = [plan(prepared, load_config("default"), weight_bits=8, activation_bits=8, scheme="min_max")
              for _ in range(2)]
     assert plans[0] == plans[1]
     assert str(prepared.graph) == before

@@ -53,7 +53,7 @@ def prepared_once(name: str) -> qtk.PreparedModel:
 
 
 def plan_of(prepared):
-    return plan(prepared.graph, load_config({"version": 1}), weight_bits=8, activation_bits=8,
+    return plan(prepared, load_config({"version": 1}), weight_bits=8, activation_bits=8,
                 scheme="min_max")
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.errors import CaptureError, VerificationError
+from qtk.errors import CaptureError
 from qtk.graph.sites import EXCLUDED, note, value_site
-from qtk.workflow import prepare
+from qtk.workflow import ladder
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
 
@@ -206,20 +206,23 @@ def test_a_model_that_changes_its_input_is_refused_and_the_input_restored():
     assert torch.equal(x, X)
 
 
-def test_a_wrong_capture_is_refused(monkeypatch):
-    real = prepare.canonicalize
+def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypatch):
+    real = ladder.canonicalize
 
-    def wrong(program, original):
-        prepared, swaps = real(program, original)
-        node = next(node for node in prepared.graph.nodes if node.target is torch.ops.aten.relu.default)
-        node.target = torch.ops.aten.sigmoid.default
+    def wrong(program, original, kind, **options):
+        prepared, swaps = real(program, original, kind, **options)
+        for node in prepared.graph.nodes:
+            if node.target is torch.ops.aten.relu.default:
+                node.target = torch.ops.aten.sigmoid.default
         prepared.recompile()
         return prepared, swaps
 
-    monkeypatch.setattr(prepare, "canonicalize", wrong)
+    monkeypatch.setattr(ladder, "canonicalize", wrong)
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
-    with pytest.raises(VerificationError, match="output differs by"):
-        prepare_model(model, X)
+    prepared = prepare_model(model, X)
+    assert torch.equal(prepared(X), model(X))
+    assert [(part.path, part.rung) for part in prepared.report.parts] == [("", "python"), ("0", "export"), ("1", "opaque")]
+    assert "output differs by" in prepared.report.parts[2].reason
     assert prepare_model(model, X, verify=False).report.eval_difference is None
 
 

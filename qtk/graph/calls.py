@@ -1,0 +1,94 @@
+"""How the submodules of a module are called, recorded while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a module and what it returned, on tensors of its own.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        output: what came back.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: object
+
+    @property
+    def structure(self) -> object:
+        """What two calls must have in common to be served by one graph: all but sizes and numbers of tensors."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return spec, [(leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors that go in."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def record_calls(
+    model: nn.Module, calls: Sequence[Call], *, of: Collection[nn.Module] | None = None
+) -> dict[nn.Module, list[Call]]:
+    """Runs ``model`` as ``calls`` did and records the calls of modules below it.
+
+    Args:
+        model: what is run.
+        calls: how; their outputs do not matter.
+        of: the modules in question; ``None``: all that the code of ``model`` itself calls.
+
+    Returns: modules in order of their first call. Calls made from inside another recorded one are left out.
+    """
+    found: dict[nn.Module, list[Call]] = {}
+    running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    depth = 0
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        if depth == 0:
+            found.setdefault(module, [])
+            running.append((module, detached(args), detached(kwargs)))
+        depth += 1
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            _, own_args, own_kwargs = running.pop()
+            found[module].append(Call(own_args, own_kwargs, detached(output)))
+
+    below = [module for module in model.modules() if module is not model and not _is_scripted(module)]
+    below = below if of is None else list(of)
+    handles = [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for module in below]
+    handles += [module.register_forward_hook(after, with_kwargs=True) for module in below]  # type: ignore[arg-type]
+    try:
+        with torch.no_grad():
+            for call in calls:
+                model(*detached(call.args), **detached(call.kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def detached(tree: Tree) -> Tree:
+    """The same with copies of its tensors."""
+    copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return copies
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)

@@ -1,0 +1,104 @@
+"""A module as one ATen graph whose parameters are edges and keep their names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtk.errors import CaptureError
+
+HOME, LENT = "qtk_home", "qtk_lent"
+"""Keys of ``meta``: where and in which dtype a module without tensors of its own is; attributes taken over."""
+
+REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+class CapturedGraph(fx.GraphModule):
+    """Called, trained, moved and copied like the module it was captured from.
+
+    Parameters and buffers are the original's own objects: training or moving one moves the other; ``copy.deepcopy`` to
+    part them. Tensors that the captured code creates (``torch.arange`` and the like) follow ``.to()``: their device
+    always, their dtype if it is the floating dtype of the model.
+
+    Args:
+        root: holds every parameter and buffer, read by the graph or not.
+        graph: the captured code.
+
+    Raises: CaptureError when pickled.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, graph)
+        self._adopt(root.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, CapturedGraph)
+        copied._adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in REGISTRIES})
+        for name in self.meta.get(LENT, ()):
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise CaptureError(
+            "a prepared model cannot be pickled: its graph would lose the names of its sites; "
+            "save its state_dict (or QuantSim.save) and prepare the model again"
+        )
+
+    def lend_attributes(self, original: nn.Module) -> None:
+        """Takes over the plain attributes of ``original``, which code around this graph may ask for."""
+        lent = {
+            name: value for name, value in vars(original).items()
+            if not name.startswith("_") and name not in self.__dict__ and not hasattr(type(self), name)
+        }
+        self.__dict__.update(lent)
+        self.meta[LENT] = tuple(lent)
+
+    def _adopt(self, registries: Mapping[str, object]) -> None:
+        """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""
+        self.__dict__.update({name: registries[name] for name in REGISTRIES})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
+        before = self._home()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._anchor() is None:  # nothing of its own shows what fn does
+            moved = fn(torch.empty(0, device=before[0], dtype=before[1]))
+            self.meta[HOME] = (moved.device, moved.dtype)
+        if self._home() != before:
+            self._retarget(before, self._home())
+        return self
+
+    def _home(self) -> Home:
+        anchor = self._anchor()
+        if anchor is None:
+            home: Home = self.meta.get(HOME, (torch.device("cpu"), torch.float32))
+            return home
+        return anchor.device, anchor.dtype
+
+    def _anchor(self) -> Tensor | None:
+        tensors = [*self.parameters(), *self.buffers()]
+        return next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
+
+    def _retarget(self, before: Home, after: Home) -> None:
+        """Rewrites device and dtype arguments baked into the graph."""
+        (_, old_dtype), (device, dtype) = before, after
+        changed = False
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            kwargs = dict(node.kwargs)
+            if kwargs.get("device") is not None:
+                kwargs["device"] = device
+            if kwargs.get("dtype") == old_dtype and old_dtype.is_floating_point:
+                kwargs["dtype"] = dtype
+            if kwargs != node.kwargs:
+                node.kwargs = kwargs
+                changed = True
+        if changed:
+            self.recompile()

@@ -1,0 +1,109 @@
+"""Composites: from ops that hide a whole layer to the ``qtk.nn`` module that computes the same and has parts inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import fx, nn
+
+from qtk.nn.attention import Attention
+from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
+
+Composite: TypeAlias = Attention | Recurrent | RecurrentCell
+
+KINDS: dict[str, Kind] = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn_tanh", "rnn_relu": "rnn_relu"}
+"""Name of the op, without ``_cell`` → which recurrence it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeCall:
+    """What takes the place of an op.
+
+    Args:
+        name: of the module, under its owner.
+        module: the composite.
+        arguments: it is called with.
+        single: it returns a tuple of one where the op returns a tensor.
+    """
+
+    name: str
+    module: Composite
+    arguments: tuple[fx.node.Argument, ...]
+    single: bool = False
+
+
+def composite_of(node: fx.Node, owner: nn.Module) -> CompositeCall | None:
+    """The composite for the op that ``node`` calls inside ``owner``; ``None`` if it has none."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+    name = node.target._schema.name.removeprefix("aten::")
+    given = _arguments(node)
+    if name == "scaled_dot_product_attention":
+        return _attention(given, owner)
+    if name in KINDS:
+        return _recurrent(KINDS[name], given)
+    if name.removesuffix("_cell") in KINDS:
+        return _cell(KINDS[name.removesuffix("_cell")], given)
+    return None
+
+
+def composite_called(node: fx.Node) -> Composite | None:
+    """The composite that ``node`` calls."""
+    owner = node.graph.owning_module
+    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    return module if isinstance(module, Composite) else None
+
+
+def _attention(given: dict[str, fx.node.Argument], owner: nn.Module) -> CompositeCall:
+    p = given["dropout_p"]
+    if isinstance(owner, nn.MultiheadAttention):
+        p = owner.dropout  # captured in eval mode, where it is 0
+    module = Attention(
+        is_causal=given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"], p=p,  # type: ignore[arg-type]
+    )
+    tensors = (given["query"], given["key"], given["value"])
+    return CompositeCall("attention", module, tensors if given["attn_mask"] is None else (*tensors, given["attn_mask"]))
+
+
+def _recurrent(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
+    layers, bidirectional, has_biases = given["num_layers"], given["bidirectional"], given["has_biases"]
+    assert isinstance(layers, int)
+    parameters = given["params"]
+    assert isinstance(parameters, Sequence)
+    per_step = len(parameters) // (layers * (2 if bidirectional else 1))
+    first_bias, first_projection = 2, 4 if has_biases else 2
+    weights, biases = [], []
+    for start in range(0, len(parameters), per_step):
+        step = parameters[start : start + per_step]
+        weights += [*step[:first_bias], *step[first_projection:]]
+        biases += step[first_bias:first_projection]
+    module = Recurrent(
+        kind, num_layers=layers, bidirectional=bool(bidirectional), batch_first=bool(given.get("batch_first")),
+        dropout=given["dropout"], has_biases=bool(has_biases), projected=per_step > first_projection,  # type: ignore[arg-type]
+    )
+    arguments = (given.get("input", given.get("data")), _states(given), weights, biases)
+    if "batch_sizes" in given:
+        arguments = (*arguments, given["batch_sizes"])
+    return CompositeCall("recurrence", module, arguments)
+
+
+def _cell(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
+    biases = [] if given["b_ih"] is None else [given["b_ih"], given["b_hh"]]
+    arguments = (given["input"], _states(given), [given["w_ih"], given["w_hh"]], biases)
+    return CompositeCall("recurrence", RecurrentCell(kind, has_biases=bool(biases)), arguments, single=kind != "lstm")
+
+
+def _states(given: dict[str, fx.node.Argument]) -> list[fx.node.Argument]:
+    states = given["hx"]
+    return list(states) if isinstance(states, (list, tuple)) else [states]
+
+
+def _arguments(node: fx.Node) -> dict[str, fx.node.Argument]:
+    """Every argument of an ATen call by its name in the schema, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    return {argument.name: argument.default_value for argument in schema} | given | dict(node.kwargs)

@@ -1,0 +1,177 @@
+"""The ladder of captures: one graph if it can be had, islands in the model's own Python if not, opaque leaves last.
+
+1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it.
+3. ``python``: the module keeps its code, and each module it calls climbs the ladder by itself, with the inputs it was
+   called with. What it does not call on the example inputs stays as it is, and is listed.
+4. ``opaque``: a module that calls no other stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qtk.errors import CaptureError, QtkError, VerificationError
+from qtk.graph.calls import Call, record_calls
+from qtk.graph.canonicalize import canonicalize
+from qtk.graph.capture import RUNGS, DynamicShapes, capture, first_line
+from qtk.graph.open_composites import open_composites
+from qtk.graph.planner import unknown_ops
+from qtk.graph.prepare_report import Part, PrepareReport
+from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedTree
+from qtk.graph.tree import with_islands
+from qtk.workflow.untouched import untouched
+from qtk.workflow.verify_prepared import eval_difference
+
+PYTHON, OPAQUE, EXCLUDED, UNCALLED = "python", "opaque", "excluded", "not called"
+
+
+def capture_graph(
+    model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, *, verify: bool, place: str = ""
+) -> PreparedGraph:
+    """``model`` as one graph, its report begun; each rung must give what the model gave in every one of ``calls``.
+
+    Raises: CaptureError with the reasons of all rungs.
+    """
+    reasons: list[str] = []
+    if len({str(call.structure) for call in calls}) > 1:
+        raise CaptureError(f"{type(model).__name__} is called with arguments of several structures")
+    example = max(calls, key=lambda call: call.numel)
+    for rung in RUNGS:
+        try:
+            with untouched(model):
+                captured = capture(model.eval(), example.args, example.kwargs, dynamic_shapes, rungs=(rung,))
+                graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
+                closed = open_composites(graph)
+            graph.meta[REPORT] = PrepareReport(
+                rung, True, captured.dynamic, (*reasons, *captured.reasons), swaps, unknown_ops(graph),
+                opaque_parts=closed,
+            )
+            if verify:
+                differences = [eval_difference(model, graph, call.args, call.kwargs) for call in calls]
+                graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
+            return graph
+        except VerificationError as error:
+            reasons.append(f"{rung}: computes something else: {error}")
+        except CaptureError as error:
+            reasons.append(str(error))
+    raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+
+
+def capture_tree(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: DynamicShapes,
+    reason: CaptureError,
+    *,
+    excluded: Collection[str] = (),
+) -> PreparedTree:
+    """``model`` in its own Python, with islands.
+
+    Raises: VerificationError if it does not compute what the model computes whichever islands are left out.
+    """
+    climb = _Climb(model, None if dynamic_shapes is None else "all", excluded)
+    climb.into(model, "", [Call(args, kwargs, None)], reason)
+    climb.note_uncalled(model)
+    while True:
+        tree = PreparedTree(with_islands(model, climb.islands))
+        try:
+            difference = eval_difference(model, tree, args, kwargs)
+            break
+        except Exception as error:
+            climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)
+    tree.meta[REPORT] = climb.report(model, difference)
+    return tree
+
+
+class _Climb:
+    """The islands found so far, and what became of every module that the Python around them calls."""
+
+    def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
+        self.dynamic_shapes = dynamic_shapes
+        self.excluded = excluded
+        self.paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self.islands: dict[nn.Module, PreparedGraph] = {}
+        self.parts: dict[nn.Module, Part] = {}
+        self.calls: dict[nn.Module, list[Call]] = {}
+
+    def into(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
+        """Leaves ``module`` in Python and tries the modules it calls."""
+        with untouched(module):
+            called = record_calls(module.eval(), calls)
+        self._note(module, path, PYTHON if called else OPAQUE, reason)
+        for child, child_calls in called.items():
+            self.calls.setdefault(child, []).extend(child_calls)
+            self.up(child)
+
+    def up(self, module: nn.Module) -> None:
+        path, calls = self.paths[module], self.calls[module]
+        if path in self.excluded:
+            self._note(module, path, EXCLUDED, None)
+            return
+        try:
+            island = capture_graph(module, calls, self.dynamic_shapes, verify=True, place=path)
+        except (CaptureError, VerificationError) as error:
+            self.islands.pop(module, None)
+            self.into(module, path, calls, error)
+            return
+        island.lend_attributes(module)
+        self.islands[module] = island
+        self._note(module, path, island.report.rung, None)
+
+    def give_up_on(self, module: nn.Module, error: Exception) -> None:
+        """The island of ``module`` does not do in its place: tries the modules inside."""
+        del self.islands[module]
+        self.into(module, self.paths[module], self.calls[module], error)
+
+    def note_uncalled(self, model: nn.Module) -> None:
+        """Lists what holds parameters and did not run on the example inputs: if it ever does, it runs in float."""
+        noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
+        for module in model.modules():
+            if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
+                continue
+            self._note(module, self.paths[module], UNCALLED, None)
+
+    def report(self, model: nn.Module, difference: float) -> PrepareReport:
+        """The account of the whole."""
+        reports = [island.report for island in self.islands.values()]
+        swaps = sum((Counter(dict(report.swaps)) for report in reports), Counter[str]())
+        shown = {parameter for island in self.islands.values() for parameter in island.parameters()}
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return PrepareReport(
+            PYTHON,
+            True,
+            all(report.dynamic for report in reports),
+            swaps=tuple(sorted(swaps.items())),
+            unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
+            opaque_parts=tuple(part for report in reports for part in report.opaque_parts),
+            eval_difference=difference,
+            covered=sum(parameter.numel() for parameter in shown) / total if total else 1.0,
+            parts=tuple(self.parts.values()),
+        )
+
+    def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
+        own = sum(parameter.numel() for parameter in module.parameters())
+        text = "" if reason is None else str(reason) if isinstance(reason, QtkError) else first_line(reason)
+        self.parts[module] = Part(path, type(module).__name__, rung, own, text.partition("\n")[0])
+
+
+def _culprit(
+    model: nn.Module,
+    islands: Mapping[nn.Module, PreparedGraph],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> nn.Module:
+    """The first module whose island alone makes the model fail or differ."""
+    for module, island in islands.items():
+        try:
+            eval_difference(model, PreparedTree(with_islands(model, {module: island})), args, kwargs)
+        except Exception:
+            return module
+    raise VerificationError(f"the parts of the model do not add up to it: {first_line(error)}") from error
