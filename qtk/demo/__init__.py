@@ -1,1 +1,1 @@
-"""Real handwritten digits and two small trained models: everything ``make demo`` needs, with no download."""
+"""Real handwritten digits and four small trained models: everything ``make demo`` needs, with no download."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from qtk.errors import ConfigError
 
 CLASSES = 10
+SIDE = 8
+"""Pixels of a row, and rows of an image."""
 BATCH_SIZE = 64
 
 

@@ -1,4 +1,4 @@
-"""The two embedded models by name, with their trained weights."""
+"""The embedded models by name, with their trained weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from safetensors.torch import load
 from torch import nn
 
 from qtk.demo.small_cnn import SmallCnn
+from qtk.demo.small_gru import SmallGru
+from qtk.demo.small_lstm import SmallLstm
 from qtk.demo.small_vit import SmallViT
 from qtk.registry import Registry
 
 DEMO_MODELS: Registry[Callable[[], nn.Module]] = Registry("demo model")
 DEMO_MODELS.add("digits_cnn", SmallCnn)
 DEMO_MODELS.add("digits_vit", SmallViT)
+DEMO_MODELS.add("digits_lstm", SmallLstm)
+DEMO_MODELS.add("digits_gru", SmallGru)
 
 
 def build(name: str) -> nn.Module:
@@ -38,3 +42,13 @@ def digits_cnn() -> nn.Module:
 def digits_vit() -> nn.Module:
     """The trained vision transformer."""
     return build("digits_vit")
+
+
+def digits_lstm() -> nn.Module:
+    """The trained bidirectional LSTM."""
+    return build("digits_lstm")
+
+
+def digits_gru() -> nn.Module:
+    """The trained GRU."""
+    return build("digits_gru")

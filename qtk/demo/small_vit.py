@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qtk.demo.digits import CLASSES
+from qtk.demo.digits import CLASSES, SIDE
 
 PATCH = 2
-TOKENS = (8 // PATCH) ** 2
+TOKENS = (SIDE // PATCH) ** 2
 
 
 class Attention(nn.Module):

@@ -19,8 +19,8 @@ from qtk.demo.augment import augmented
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import DEMO_MODELS
 
-EPOCHS = {"digits_cnn": 120, "digits_vit": 300}
-LEARNING_RATE = {"digits_cnn": 4e-3, "digits_vit": 2e-3}
+EPOCHS = {"digits_cnn": 120, "digits_vit": 300, "digits_lstm": 200, "digits_gru": 200}
+LEARNING_RATE = {"digits_cnn": 4e-3, "digits_vit": 2e-3, "digits_lstm": 2e-2, "digits_gru": 2e-2}
 WEIGHT_DECAY = 0.05
 WARM_UP = 0.05
 BATCH_SIZE = 64

@@ -135,10 +135,20 @@ def _export(
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
             mark(program.graph_module)
             program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
-            functional: ExportedProgram = program.run_decompositions({})
+            functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
             return functional
     finally:
         logging.disable(level)
+
+
+def _is_functional(program: ExportedProgram) -> bool:
+    """Whether no op writes into its input and no region is nested, so that functionalizing, which is slow, can rest."""
+    ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    return not any(
+        isinstance(op, torch._ops.HigherOrderOperator)
+        or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
+        for op in ops
+    )
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:

@@ -123,6 +123,9 @@ _row("einsum", "einsum", Role.COMPUTE, family="matmul", inputs=(1,), weights=(1,
 _row("embedding", "embedding", Role.COMPUTE, inputs=(), weights=(0,), weight_axes=_out_in)
 _row("attention", "scaled_dot_product_attention", Role.COMPUTE, inputs=(0, 1, 2))
 
+_row("deform_conv2d", "torchvision::deform_conv2d", Role.COMPUTE, family="conv", inputs=(0,), weights=(1,),
+     weight_axes=_out_in, bias=4)
+
 # Normalizations: scale and shift are parameters of the op.
 _row("batch_norm", "batch_norm _native_batch_norm_legit_no_training", Role.COMPUTE, inputs=(0,), weights=(1,), bias=2)
 _row("instance_norm", "instance_norm", Role.COMPUTE, inputs=(0,), weights=(1,), bias=2)
@@ -136,6 +139,9 @@ for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu
               "logsumexp").split():
     _row(_kind, {"softmax": "softmax _softmax special_softmax", "log_softmax": "log_softmax _log_softmax",
                  "rrelu": "rrelu rrelu_with_noise"}.get(_kind, _kind), Role.COMPUTE, inputs=(0,))
+for _kind in ("roi_align", "ps_roi_align", "ps_roi_pool"):
+    _row(_kind, f"torchvision::{_kind}", Role.COMPUTE, inputs=(0,))
+_row("roi_pool", "torchvision::roi_pool", Role.MOVEMENT, inputs=(0,))
 _row("prelu", "prelu _prelu_kernel", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=_vector)
 _row("clamp", "clamp clamp_min clamp_max clip", Role.COMPUTE, inputs=(0,))
 
@@ -236,9 +242,7 @@ def row_of(node: fx.Node) -> OpRow | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return GETITEM if node.target is operator.getitem else None
-    namespace, _, name = schema.name.partition("::")
-    if namespace != "aten":
-        return None
+    name = schema.name.removeprefix("aten::")
     if name in ("constant_pad_nd", "pad") and _fill_value(node):
         return PAD_WITH_VALUE
     return ROWS.get(f"{name}.{schema.overload_name}") or ROWS.get(name)

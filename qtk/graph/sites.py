@@ -56,7 +56,7 @@ def name_sites(graph: fx.Graph, place: str = "", within: str = "") -> None:
         ops_of[owner].append(node)
     parents = {parent for owner in ops_of for parent in _ancestors(owner)}
     for owner, nodes in ops_of.items():
-        makers = [node for node in nodes if _makes_values(node)]
+        makers = [node for node in nodes if _makes_values(node) and not _is_creation(node)]
         alone = makers[0] if len(makers) == 1 and owner and owner not in parents else None
         counts: dict[str, int] = defaultdict(int)
         for node in nodes:
@@ -129,6 +129,11 @@ def _makes_values(node: fx.Node) -> bool:
 def _is_movement(node: fx.Node) -> bool:
     row: OpRow | None = row_of(node)
     return row is not None and row.role is Role.MOVEMENT
+
+
+def _is_creation(node: fx.Node) -> bool:
+    row = row_of(node)
+    return row is not None and row.role is Role.CREATE
 
 
 def _kind(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from qtk.graph.planner import unknown_ops
 from qtk.graph.prepare_report import Part, PrepareReport
 from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedTree
 from qtk.graph.tree import with_islands
+from qtk.workflow.first_difference import first_difference
 from qtk.workflow.untouched import untouched
 from qtk.workflow.verify_prepared import eval_difference
 
@@ -51,15 +52,27 @@ def capture_graph(
                 rung, True, captured.dynamic, (*reasons, *captured.reasons), swaps, unknown_ops(graph),
                 opaque_parts=closed,
             )
-            if verify:
-                differences = [eval_difference(model, graph, call.args, call.kwargs) for call in calls]
-                graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
-            return graph
-        except VerificationError as error:
-            reasons.append(f"{rung}: computes something else: {error}")
         except CaptureError as error:
             reasons.append(str(error))
+            continue
+        if not verify:
+            return graph
+        try:
+            differences = [eval_difference(model, graph, call.args, call.kwargs) for call in calls]
+            graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
+            return graph
+        except Exception as error:  # whatever a capture does wrong, the next rung may do right
+            where = _where(model, graph, calls)
+            reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+
+
+def _where(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str:
+    try:
+        found = [place for call in calls if (place := first_difference(model, graph, call))]
+    except Exception:  # the graph does not even run
+        return ""
+    return f"; the first module to differ is {found[0]}" if found else ""
 
 
 def capture_tree(
@@ -116,7 +129,7 @@ class _Climb:
             return
         try:
             island = capture_graph(module, calls, self.dynamic_shapes, verify=True, place=path)
-        except (CaptureError, VerificationError) as error:
+        except CaptureError as error:
             self.islands.pop(module, None)
             self.into(module, path, calls, error)
             return

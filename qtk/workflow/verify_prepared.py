@@ -141,11 +141,15 @@ def _difference(expected: object, found: object, *, what: str = "output") -> flo
             if type(a) is not type(b) or a != b:
                 raise VerificationError(f"{what}{pytree.keystr(path)} is {b!r}, was {a!r}")
             continue
-        worst = max(worst, _tensor_difference(f"{what}{pytree.keystr(path)}", a, b))
+        worst = max(worst, tensor_difference(f"{what}{pytree.keystr(path)}", a, b))
     return worst
 
 
-def _tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
+def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
+    """Largest |a - b|, where both are NaN or the same infinity 0.
+
+    Raises: VerificationError if it is more than ``TOLERANCE`` of the largest finite |a|, or shape or dtype differ.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         raise VerificationError(
             f"{name} is {b.dtype} of shape {tuple(b.shape)}, was {a.dtype} of {tuple(a.shape)}"

@@ -86,6 +86,10 @@ def test_inspect_of_an_unknown_model_is_one_clean_message():
     assert result.stderr.startswith("error: unknown demo model")
 
 
+FLOORS = {"digits_cnn": 0.98, "digits_vit": 0.95, "digits_lstm": 0.97, "digits_gru": 0.97}
+"""The embedded models and the top-1 each has in float at least."""
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """The command without arguments, run in an empty directory."""
@@ -107,14 +111,15 @@ def environment():
 def test_without_arguments_the_digits_keep_their_accuracy(digits):
     models = json.loads((digits[0] / "summary.json").read_text())["models"]
     assert {model: set(settings) for model, settings in models.items()} == {
-        model: {"fp32", "w8a8", "w4a8"} for model in ("digits_cnn", "digits_vit")
+        model: {"fp32", "w8a8", "w4a8"} for model in FLOORS
     }
-    assert models["digits_cnn"]["fp32"]["top1"] >= 0.98
-    assert models["digits_vit"]["fp32"]["top1"] >= 0.95
-    for settings in models.values():
+    for model, settings in models.items():
+        assert settings["fp32"]["top1"] >= FLOORS[model]
         assert abs(settings["w8a8"]["top1"] - settings["fp32"]["top1"]) <= 0.005
         assert settings["w8a8"]["sqnr_db"] > 30 > settings["w4a8"]["sqnr_db"] > 10
-        assert settings["fp32"]["size_bytes"] > 3 * settings["w8a8"]["size_bytes"] > 3 * settings["w4a8"]["size_bytes"]
+        shrinks = 3 if model in ("digits_cnn", "digits_vit") else 1  # a net whose recurrence is float hardly does
+        size_bytes = {name: settings[name]["size_bytes"] for name in ("fp32", "w8a8", "w4a8")}
+        assert size_bytes["fp32"] > shrinks * size_bytes["w8a8"] > shrinks * size_bytes["w4a8"]
         for name in ("w8a8", "w4a8"):
             assert settings[name]["onnxruntime_agreement"] >= 0.995
             assert abs(settings[name]["onnxruntime_top1"] - settings[name]["top1"]) <= 0.005
@@ -123,7 +128,7 @@ def test_without_arguments_the_digits_keep_their_accuracy(digits):
 def test_without_arguments_table_and_files_are_there(digits):
     folder, printed = digits
     assert "ONNX Runtime top-1" in printed
-    for model in ("digits_cnn", "digits_vit"):
+    for model in FLOORS:
         for setting in ("w8a8", "w4a8"):
             assert (folder / model / setting / "model.onnx").is_file()
             assert (folder / model / setting / "encodings.json").is_file()

@@ -5,13 +5,28 @@ from pathlib import Path
 import pytest
 import torch
 
+import qtk
 from qtk.demo import models
-from qtk.demo.digits import load_digits_split
+from qtk.demo.digits import calibration_batches, load_digits_split
 from qtk.demo.models import DEMO_MODELS, build
+from qtk.demo.train import top1
 from qtk.errors import ConfigError
 
+FLOORS = {"digits_cnn": 0.98, "digits_vit": 0.95, "digits_lstm": 0.97, "digits_gru": 0.97}
+FACTORIES = {
+    "digits_cnn": models.digits_cnn,
+    "digits_vit": models.digits_vit,
+    "digits_lstm": models.digits_lstm,
+    "digits_gru": models.digits_gru,
+}
+RECURRENT = ("digits_lstm", "digits_gru")
 
-@pytest.mark.parametrize(("name", "floor"), [("digits_cnn", 0.98), ("digits_vit", 0.95)])
+
+def test_every_model_is_tested() -> None:
+    assert set(DEMO_MODELS) == set(FLOORS) == set(FACTORIES)
+
+
+@pytest.mark.parametrize(("name", "floor"), FLOORS.items())
 def test_accuracy(name: str, floor: float) -> None:
     pytest.importorskip("sklearn")
     split = load_digits_split()
@@ -22,9 +37,22 @@ def test_accuracy(name: str, floor: float) -> None:
 
 
 @pytest.mark.parametrize("name", DEMO_MODELS)
+def test_eight_bits_keep_the_accuracy(name: str) -> None:
+    pytest.importorskip("sklearn")
+    split = load_digits_split()
+    model = build(name)
+    sim = qtk.QuantSim(model, split.train_images[:8], weight_bits=8, activation_bits=8)
+    sim.compute_encodings((images for images, _ in calibration_batches()), progress=False)
+    images, labels = split.test_images, split.test_labels
+    assert abs(top1(sim.model, images, labels) - top1(model, images, labels)) <= 0.005
+    with torch.no_grad():
+        assert not torch.equal(sim.model(images), model(images))
+
+
+@pytest.mark.parametrize("name", DEMO_MODELS)
 def test_weights_are_small_and_readable_by_all(name: str) -> None:
     path = Path(models.__file__).parent / "weights" / f"{name}.safetensors"
-    assert path.stat().st_size < 300_000
+    assert path.stat().st_size < (200_000 if name in RECURRENT else 300_000)
     assert path.stat().st_mode & 0o444 == 0o444
 
 
@@ -37,11 +65,20 @@ def test_build_is_fresh_and_in_eval_mode(name: str) -> None:
     assert next(second.parameters()).abs().sum() > 0
 
 
-def test_factories_build_the_models_of_their_name() -> None:
-    for name, factory in {"digits_cnn": models.digits_cnn, "digits_vit": models.digits_vit}.items():
-        ours, reference = factory().state_dict(), build(name).state_dict()
-        assert ours.keys() == reference.keys()
-        assert all(torch.equal(ours[key], reference[key]) for key in ours)
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_build_the_models_of_their_name(name: str) -> None:
+    ours, reference = FACTORIES[name]().state_dict(), build(name).state_dict()
+    assert ours.keys() == reference.keys()
+    assert all(torch.equal(ours[key], reference[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_an_image_is_scored_by_itself(name: str) -> None:
+    """Alone as in a batch: no model mixes images."""
+    model, images = build(name), torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        alone = torch.cat([model(image) for image in images.split(1)])
+        torch.testing.assert_close(alone, model(images))
 
 
 def test_unknown_name_lists_the_nearest() -> None:

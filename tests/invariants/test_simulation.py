@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from qtk.core.granularity import PerChannel
 from qtk.errors import NotCalibratedError
 from qtk.graph.capture import split_inputs
 from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import insert, remove
 from qtk.graph.op_table import row_of
 from qtk.graph.planner import plan
@@ -59,13 +61,13 @@ def plan_of(prepared):
 
 def listing(model):
     nodes = [(n.name if n.op == "placeholder" else n.op, str(n.target), str(n.args), str(n.kwargs))
-             for n in model.graph.nodes]
+             for graph in graphs(model).values() for n in graph.graph.nodes]
     return nodes, [name for name, _ in model.named_modules()]
 
 
 def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     prepared = copy.deepcopy(prepared_once(name))
-    before, code = listing(prepared), prepared.code
+    before, code = listing(prepared), [graph.code for graph in graphs(prepared).values()]
     first = plan_of(prepared)
     assert plan_of(prepared) == first
     assert listing(prepared) == before
@@ -73,7 +75,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     assert len(listing(prepared)[0]) > len(before[0])
     remove(prepared)
     assert listing(prepared) == before
-    assert prepared.code == code
+    assert [graph.code for graph in graphs(prepared).values()] == code
 
 
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
@@ -91,19 +93,33 @@ def test_every_float_value_has_a_site_or_a_reason(name):
     prepared = prepared_once(name)
     assert prepared.report.unknown_ops == ()
     decided = plan_of(prepared)
-    flow = Flow(prepared.graph)
-    for node in prepared.graph.nodes:
-        if is_float(node) and node.op != "get_attr" and flow.carried(node) is None and node.users:
-            site = value_site(node)
-            constant = flow.row(node) is not None and flow.is_constant(node)
-            assert site in decided or site in decided.unquantized or constant, site.name
+    inside = set().union(*(insides(node) for graph in graphs(prepared).values() for node in graph.graph.nodes))
+    for graph in graphs(prepared).values():
+        flow = Flow(graph.graph)
+        for node in graph.graph.nodes:
+            if is_float(node) and node.op != "get_attr" and flow.carried(node) is None and node.users:
+                site = value_site(node)
+                constant = flow.row(node) is not None and flow.is_constant(node)
+                quantized_outside = node.op == "placeholder" and graph in inside
+                made_inside = bool(insides(maker(node)))
+                excused = constant or quantized_outside or made_inside
+                assert site in decided or site in decided.unquantized or excused, site.name
+
+
+def maker(node):
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def insides(node):
+    """The graphs in the module that ``node`` calls."""
+    return set(nested_graphs(node))
 
 
 def test_per_channel_weights_reach_every_weighted_op(name):
     entry = ZOO[name]
     sim = qtk.QuantSim(prepared_once(name), entry.inputs())
-    flow = Flow(sim.model.graph)
-    for node in sim.model.graph.nodes:
+    nodes = [(Flow(module.graph), node) for module in graphs(sim.model).values() for node in module.graph.nodes]
+    for flow, node in nodes:
         row = row_of(node)
         if row is None or row.weight_axes is None or flow.is_static(node):
             continue
@@ -112,7 +128,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
             value = port.value
             while not (value.op == "call_module" and "qtk_quantizers" in str(value.target)):
                 value = value.all_input_nodes[0]
-            spec = sim.model.get_submodule(str(value.target)).spec
+            spec = node.graph.owning_module.get_submodule(str(value.target)).spec
             assert isinstance(spec.granularity, PerChannel), f"{value.target} of {node}"
 
 

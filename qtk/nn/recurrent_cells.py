@@ -1,0 +1,87 @@
+"""One time step of a recurrent net, every value made by a module with its name.
+
+The input projection ``W_ih x + b_ih`` of all time steps is made outside, in one product. Formulas: those of
+``torch.nn.LSTM``, ``GRU`` and ``RNN``. N: batch, H: size of the hidden state, P: of its projection.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from qtk.nn.elementwise import Add, Blend, Linear, Multiply, SumOfProducts
+
+
+class LstmCell(nn.Module):
+    """c' = f ∘ c + i ∘ g; h' = o ∘ tanh(c'), projected if there is a ``weight_hr`` (arXiv 1402.1128)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_projection = Linear()
+        self.gates = Add()
+        self.input_gate, self.forget_gate, self.output_gate = nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid()
+        self.cell_gate, self.cell_tanh = nn.Tanh(), nn.Tanh()
+        self.cell = SumOfProducts()
+        self.hidden = Multiply()
+        self.output_projection = Linear()
+
+    def forward(
+        self,
+        projected: Tensor,
+        hidden: Tensor,
+        cell: Tensor,
+        weight_hh: Tensor,
+        bias_hh: Tensor | None = None,
+        weight_hr: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Shape: projected [N, 4H], hidden [N, P or H], cell [N, H]; returns hidden and cell of the next step."""
+        gates = self.gates(projected, self.hidden_projection(hidden, weight_hh, bias_hh))
+        entering, kept, candidate, leaving = gates.chunk(4, -1)
+        cell = self.cell(
+            self.forget_gate(kept), cell, self.input_gate(entering), self.cell_gate(candidate)
+        )
+        hidden = self.hidden(self.output_gate(leaving), self.cell_tanh(cell))
+        return hidden if weight_hr is None else self.output_projection(hidden, weight_hr), cell
+
+
+class GruCell(nn.Module):
+    """n = tanh(x_n + r ∘ (W_hn h + b_hn)); h' = (1 - z) ∘ n + z ∘ h: the reset gate acts after the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_projection = Linear()
+        self.reset_sum, self.update_sum, self.new_sum = Add(), Add(), Add()
+        self.reset_gate, self.update_gate = nn.Sigmoid(), nn.Sigmoid()
+        self.reset_hidden = Multiply()
+        self.new_gate = nn.Tanh()
+        self.hidden = Blend()
+
+    def forward(
+        self, projected: Tensor, hidden: Tensor, weight_hh: Tensor, bias_hh: Tensor | None = None
+    ) -> tuple[Tensor]:
+        """Shape: projected [N, 3H], hidden [N, H]; returns the hidden state of the next step, in a tuple."""
+        x_reset, x_update, x_new = projected.chunk(3, -1)
+        h_reset, h_update, h_new = self.hidden_projection(hidden, weight_hh, bias_hh).chunk(3, -1)
+        reset = self.reset_gate(self.reset_sum(x_reset, h_reset))
+        update = self.update_gate(self.update_sum(x_update, h_update))
+        new = self.new_gate(self.new_sum(x_new, self.reset_hidden(reset, h_new)))
+        return (self.hidden(new, hidden, update),)
+
+
+class RnnCell(nn.Module):
+    """h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu.
+
+    Args:
+        activation: the function.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.hidden_projection = Linear()
+        self.sum = Add()
+        self.hidden = activation
+
+    def forward(
+        self, projected: Tensor, hidden: Tensor, weight_hh: Tensor, bias_hh: Tensor | None = None
+    ) -> tuple[Tensor]:
+        """Shape: projected [N, H], hidden [N, H]; returns the hidden state of the next step, in a tuple."""
+        return (self.hidden(self.sum(projected, self.hidden_projection(hidden, weight_hh, bias_hh))),)
