@@ -7,10 +7,7 @@ it on untouched; ``onnx_lower`` turns the markers into QuantizeLinear and Dequan
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -26,7 +23,7 @@ from qtk.errors import ExportError
 from qtk.export.signature import input_leaves, input_names, output_nodes
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.calls import Call
-from qtk.graph.capture import ExampleInputs, first_line, split_inputs
+from qtk.graph.capture import ExampleInputs, first_line, silent_torch, split_inputs
 from qtk.graph.composites import Composite, composite_called
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
@@ -74,7 +71,7 @@ def trace(
 
     Raises: ExportError if torch cannot export the graph, or not to this opset.
     """
-    with evaluating(model), _quiet(), torch.no_grad():
+    with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site.name for site in sites})
         program = _export(flat, input_leaves(model, *split_inputs(example_inputs)))
         graph = _translate(program, opset)
@@ -204,22 +201,6 @@ def _schema() -> onnx.defs.OpSchema:
 
 
 _SCHEMA = _schema()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the chatter of the exporters from the user's screen."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -127,16 +127,23 @@ def first_line(error: BaseException) -> str:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
+    with silent_torch():
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        mark(program.graph_module)
+        program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
+        functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
+        return functional
+
+
+@contextlib.contextmanager
+def silent_torch() -> Iterator[None]:
+    """Keeps the chatter of torch's exporters off the screen: what fails is reported, without whole graphs."""
     level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # a failed rung goes into the report, not to the screen: torch prints its graph
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-            mark(program.graph_module)
-            program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
-            functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
-            return functional
+            yield
     finally:
         logging.disable(level)
 

@@ -50,6 +50,20 @@ def composite_of(node: fx.Node, owner: nn.Module) -> CompositeCall | None:
     return None
 
 
+def sequence_composite(module: nn.RNNBase) -> tuple[Recurrent, list[str], list[str]]:
+    """The composite of a recurrent net, and the names of its weights and biases in the composite's order."""
+    kind = KINDS[module.mode.lower()]
+    weights, biases = [], []
+    for names in module._all_weights:
+        weights += [name for name in names if name.startswith("weight")]
+        biases += [name for name in names if name.startswith("bias")]
+    composite = Recurrent(
+        kind, num_layers=module.num_layers, bidirectional=module.bidirectional, batch_first=module.batch_first,
+        dropout=module.dropout, has_biases=module.bias, projected=module.proj_size > 0,
+    )
+    return composite, weights, biases
+
+
 def composite_called(node: fx.Node) -> Composite | None:
     """The composite that ``node`` calls."""
     owner = node.graph.owning_module

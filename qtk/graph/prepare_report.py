@@ -12,7 +12,7 @@ class Part:
     Args:
         path: in the model; empty for the model itself.
         type_name: its class.
-        rung: ``export``, ``fx + export``, ``python``, ``opaque``, ``excluded`` or ``not called``.
+        rung: ``export``, ``fx + export``, ``built``, ``python``, ``opaque``, ``excluded`` or ``not called``.
         parameters: number of elements of all its parameters.
         reason: why no better rung was reached.
     """

@@ -17,6 +17,7 @@ from qtk.export.atomic import staged_directory
 from qtk.graph.calls import Call, record_calls
 from qtk.graph.capture import ExampleInputs, split_inputs
 from qtk.graph.graphs import roots
+from qtk.graph.packed import PackedRecurrent
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 
@@ -112,7 +113,14 @@ def _onnx(exported: Exported, folder: Path) -> None:
         from qtk.export import onnx_qdq  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    for path, (graph, call) in _graph_calls(exported).items():
+    calls = _graph_calls(exported)
+    packed = [path for path, (graph, _) in calls.items() if isinstance(graph, PackedRecurrent)]
+    if packed:
+        raise ExportError(
+            f"{', '.join(packed)}: a recurrent net on packed sequences has no form in ONNX, for their lengths are data; "
+            "call it on padded sequences, or export with formats=('encodings',)"
+        )
+    for path, (graph, call) in calls.items():
         onnx_qdq.export(graph, call, folder / onnx_name(path))
 
 

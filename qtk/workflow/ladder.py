@@ -1,6 +1,7 @@
 """The ladder of captures: one graph if it can be had, islands in the model's own Python if not, opaque leaves last.
 
-1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it.
+1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it. A recurrent net on packed
+   sequences is ``built``, for it cannot be captured.
 3. ``python``: the module keeps its code, and each module it calls climbs the ladder by itself, with the inputs it was
    called with. What it does not call on the example inputs stays as it is, and is listed.
 4. ``opaque``: a module that calls no other stays as it is.
@@ -20,6 +21,7 @@ from qtk.graph.calls import Call, record_calls
 from qtk.graph.canonicalize import canonicalize
 from qtk.graph.capture import RUNGS, DynamicShapes, capture, first_line
 from qtk.graph.open_composites import open_composites
+from qtk.graph.packed import build_packed, takes_packed
 from qtk.graph.planner import unknown_ops
 from qtk.graph.prepare_report import Part, PrepareReport
 from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedTree
@@ -28,7 +30,7 @@ from qtk.workflow.first_difference import first_difference
 from qtk.workflow.untouched import untouched
 from qtk.workflow.verify_prepared import eval_difference
 
-PYTHON, OPAQUE, EXCLUDED, UNCALLED = "python", "opaque", "excluded", "not called"
+BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
 
 
 def capture_graph(
@@ -42,16 +44,11 @@ def capture_graph(
     if len({str(call.structure) for call in calls}) > 1:
         raise CaptureError(f"{type(model).__name__} is called with arguments of several structures")
     example = max(calls, key=lambda call: call.numel)
-    for rung in RUNGS:
+    for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
         try:
             with untouched(model):
-                captured = capture(model.eval(), example.args, example.kwargs, dynamic_shapes, rungs=(rung,))
-                graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
-                closed = open_composites(graph)
-            graph.meta[REPORT] = PrepareReport(
-                rung, True, captured.dynamic, (*reasons, *captured.reasons), swaps, unknown_ops(graph),
-                opaque_parts=closed,
-            )
+                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place)
+            graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
         except CaptureError as error:
             reasons.append(str(error))
             continue
@@ -65,6 +62,19 @@ def capture_graph(
             where = _where(model, graph, calls)
             reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+
+
+def _on_rung(
+    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str
+) -> tuple[PreparedGraph, PrepareReport]:
+    if rung == BUILT:
+        graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
+    else:
+        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,))
+        graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
+        report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
+    closed = open_composites(graph)
+    return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 
 def _where(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str:
