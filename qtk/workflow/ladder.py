@@ -28,15 +28,29 @@ from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedTree
 from qtk.graph.tree import with_islands
 from qtk.workflow.first_difference import first_difference
 from qtk.workflow.untouched import untouched
-from qtk.workflow.verify_prepared import eval_difference
+from qtk.workflow.verify_prepared import Outcome, eval_difference
 
 BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
 
 
 def capture_graph(
-    model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, *, verify: bool, place: str = ""
+    model: nn.Module,
+    calls: Sequence[Call],
+    dynamic_shapes: DynamicShapes,
+    *,
+    verify: bool,
+    place: str = "",
+    expected: Outcome | None = None,
 ) -> PreparedGraph:
-    """``model`` as one graph, its report begun; each rung must give what the model gave in every one of ``calls``.
+    """``model`` as one graph, its report begun; each rung must give what the model gives in every one of ``calls``.
+
+    Args:
+        model: what to capture.
+        calls: how it is called.
+        dynamic_shapes: see ``capture``.
+        verify: compare.
+        place: module path in the whole, if this is a part.
+        expected: the outcome of the only call, if it is known.
 
     Raises: CaptureError with the reasons of all rungs.
     """
@@ -55,7 +69,7 @@ def capture_graph(
         if not verify:
             return graph
         try:
-            differences = [eval_difference(model, graph, call.args, call.kwargs) for call in calls]
+            differences = [eval_difference(model, graph, c.args, c.kwargs, expected=expected) for c in calls]
             graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
             return graph
         except Exception as error:  # whatever a capture does wrong, the next rung may do right
@@ -92,6 +106,7 @@ def capture_tree(
     dynamic_shapes: DynamicShapes,
     reason: CaptureError,
     *,
+    expected: Outcome,
     excluded: Collection[str] = (),
 ) -> PreparedTree:
     """``model`` in its own Python, with islands.
@@ -104,7 +119,7 @@ def capture_tree(
     while True:
         tree = PreparedTree(with_islands(model, climb.islands))
         try:
-            difference = eval_difference(model, tree, args, kwargs)
+            difference = eval_difference(model, tree, args, kwargs, expected=expected)
             break
         except Exception as error:
             climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.calls import Call
+from qtk.graph.calls import Call, detached
 from qtk.graph.capture import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
 from qtk.graph.graphs import graphs
 from qtk.graph.prepare_report import PrepareReport
@@ -22,7 +22,7 @@ from qtk.graph.sites import EXCLUDED, PLACE, annotate, join, note
 from qtk.registry import nearest
 from qtk.workflow.ladder import capture_graph, capture_tree
 from qtk.workflow.untouched import untouched
-from qtk.workflow.verify_prepared import failure, train_difference
+from qtk.workflow.verify_prepared import Outcome, eval_outcome, failure, train_difference
 
 __all__ = ["ExampleInputs", "prepare_model"]
 
@@ -75,10 +75,16 @@ def prepare_model(
         return _traced(model, started)
     args, kwargs = split_inputs(example_inputs)
     notes = [*_register_dataclasses((args, kwargs))]
-    with untouched(model):
-        output = _run_once(model.eval(), args, kwargs)
-    notes += _register_dataclasses(output)
-    prepared = _climb(model, Call(args, kwargs, output), dynamic_shapes, excluded, verify=verify)
+    expected = _run_once(model, args, kwargs)
+    notes += _register_dataclasses(expected[0])
+    try:
+        prepared: PreparedModel = capture_graph(
+            model, [Call(args, kwargs, None)], dynamic_shapes, verify=verify, expected=expected
+        )
+    except CaptureError as error:
+        if dynamic_shapes not in ("batch", "all", None):
+            raise  # shapes that the caller asked for cannot be had, on no rung
+        prepared = capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=excluded)
     for module in graphs(prepared).values():
         _exclude(module.graph, excluded)
     notes += [f"modules_to_exclude: {path} runs no op" for path in sorted(excluded - _owners(prepared))]
@@ -105,18 +111,6 @@ def prepare_model(
     return prepared
 
 
-def _climb(
-    model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, excluded: Collection[str], *, verify: bool
-) -> PreparedModel:
-    """The first rung of the ladder that holds."""
-    try:
-        return capture_graph(model, [call], dynamic_shapes, verify=verify)
-    except CaptureError as error:
-        if dynamic_shapes not in ("batch", "all", None):
-            raise  # shapes that the caller asked for cannot be had: no rung below would have them either
-        return capture_tree(model, call.args, call.kwargs, dynamic_shapes, error, excluded=excluded)
-
-
 def _traced(model: nn.Module, started: float) -> PreparedModel:
     try:
         with untouched(model):
@@ -133,26 +127,22 @@ def _traced(model: nn.Module, started: float) -> PreparedModel:
     return prepared
 
 
-def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """The output. Raises: CaptureError if there is none, or if an input is not what it was."""
-    before = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """What comes out. Raises: CaptureError if nothing does, or if an input is not what it was."""
     try:
-        with torch.no_grad():
-            output = model(*args, **kwargs)
+        outcome = eval_outcome(model, *(given := detached((args, kwargs))))
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         raise CaptureError(
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}): "
             f"{first_line(error)}; pass inputs that model(...) accepts"
         ) from error
-    old, new = pytree.tree_leaves(before), pytree.tree_leaves((args, kwargs))
-    for index, (a, b) in enumerate(zip(old, new, strict=True)):
+    for index, (a, b) in enumerate(zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)):
         if isinstance(a, Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-            b.data.copy_(a)
             raise CaptureError(
                 f"the forward of {type(model).__name__} changes its input {index} in place; let it work on a clone"
             )
-    return output
+    return outcome
 
 
 def _register_dataclasses(tree: object) -> Iterator[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qtk.errors import VerificationError
+from qtk.graph.calls import detached
 from qtk.graph.capture import first_line
 from qtk.workflow.untouched import untouched
 
@@ -21,17 +21,38 @@ TOLERANCE = 1e-5
 """Largest difference, relative to the largest output, that reordered float32 sums may make."""
 
 
-def eval_difference(original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+Outcome: TypeAlias = tuple[object, dict[str, Tensor]]
+"""What a run returns, and the buffers it leaves behind."""
+
+
+def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """A run in eval mode with a fixed seed, on the very tensors given; the model is left as it was."""
+    with untouched(model), torch.no_grad():
+        output = _run(model.eval(), args, kwargs)
+        return output, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def eval_difference(
+    original: nn.Module,
+    prepared: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    expected: Outcome | None = None,
+) -> float:
     """Largest absolute difference over all outputs and buffers after a run in eval mode; both are left as they were.
+
+    Args:
+        original: the model.
+        prepared: what shall be equal to it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        expected: what ``eval_outcome(original, args, kwargs)`` gave, if it is known.
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    both = []
-    for model in (original, prepared):
-        with untouched(model), torch.no_grad():
-            output = _run(model.eval(), args, kwargs)
-            both.append((output, {name: buffer.clone() for name, buffer in model.named_buffers()}))
-    return _both_differences(*both)
+    expected = expected or eval_outcome(original, *detached((args, kwargs)))
+    return _both_differences(expected, eval_outcome(prepared, *detached((args, kwargs))))
 
 
 def train_difference(
@@ -39,7 +60,7 @@ def train_difference(
 ) -> tuple[float, list[str]]:
     """Largest absolute difference of outputs and updated buffers after one step in train mode, dropout off.
 
-    Both run as copies: no statistic of either model changes.
+    Both are left as they were.
 
     Returns: the difference, and notes about what drops at random in train mode but leaves no trace in eval mode, which
         is captured.
@@ -50,11 +71,12 @@ def train_difference(
     lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
     both, calls = [], []
     for model in (original, prepared):
-        twin = copy.deepcopy(model).train()
-        for module, name in _attributes_that_drop(twin, {**LOST, **KEPT}):
-            setattr(module, name, 0.0)
-        with torch.no_grad(), _WithoutDropout() as mode:
-            both.append((_run(twin, args, kwargs), dict(twin.named_buffers())))
+        with untouched(model):
+            for module, name in list(_attributes_that_drop(model.train(), {**LOST, **KEPT})):
+                setattr(module, name, 0.0)
+            with torch.no_grad(), _WithoutDropout() as mode:
+                output = _run(model, *detached((args, kwargs)))
+            both.append((output, {name: buffer.clone() for name, buffer in model.named_buffers()}))
         calls.append(mode.calls)
     lost += calls[0] - calls[1]
     notes = [
@@ -117,14 +139,13 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _both_differences(expected: tuple[object, dict[str, Tensor]], found: tuple[object, dict[str, Tensor]]) -> float:
+def _both_differences(expected: Outcome, found: Outcome) -> float:
     """Of outputs, and of the buffers of the original; a prepared model has constants besides."""
     buffers = {name: buffer for name, buffer in found[1].items() if name in expected[1]}
     return max(_difference(expected[0], found[0]), _difference(expected[1], buffers, what="buffer "))
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model(*args, **kwargs)
