@@ -17,8 +17,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.errors import CaptureError
 from qtk.graph.insert import insert
-from qtk.graph.op_table import OP_NAMES
-from qtk.graph.planner import plan
+from qtk.graph.planner import RULE_NAMES, plan
 from qtk.graph.prepared_model import PreparedModel
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import calibrate
@@ -75,7 +74,7 @@ class QuantSim:
         self.weight_bits = weight_bits
         self.activation_bits = activation_bits
         self.config = load_config(config)
-        check_op_names(self.config, OP_NAMES)
+        check_op_names(self.config, RULE_NAMES)
         check_methods(self.config, SCHEMES)
         self.example_inputs = example_inputs
         prepared = model

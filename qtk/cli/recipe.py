@@ -14,7 +14,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import Bits, QuantConfig, check_methods, check_op_names
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
-from qtk.graph.op_table import OP_NAMES
+from qtk.graph.planner import RULE_NAMES
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
 from qtk.workflow.export import EXPORTERS
@@ -126,7 +126,7 @@ class Recipe(_Part):
             SCHEMES.canonical(self.scheme_of(setting))
             self.formats_of(setting)
             config = self.config_of(setting)
-            check_op_names(config, OP_NAMES)
+            check_op_names(config, RULE_NAMES)
             check_methods(config, SCHEMES)
 
 

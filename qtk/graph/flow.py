@@ -35,13 +35,16 @@ class Flow:
         return self._static[node]
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether the value is a number rather than data: one static element, or filled by a creation op."""
+        """Whether the value is a number rather than data: one static element, filled by a creation op, or merged of such."""
         if node not in self._constant:
             row, carried = self._rows[node], self.carried(node)
             if row is not None and row.role is Role.CREATE:
                 self._constant[node] = True
             elif carried is not None:
                 self._constant[node] = self.is_constant(carried)
+            elif row is not None and row.role is Role.MERGE and not self._static[node]:
+                merged = [port.value for port in ports(node) if is_float(port.value) and port.arg in (row.inputs or ())]
+                self._constant[node] = bool(merged) and all(self.is_constant(value) for value in merged)
             else:
                 self._constant[node] = self._static[node] and node.meta["val"].numel() == 1
         return self._constant[node]

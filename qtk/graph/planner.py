@@ -4,7 +4,7 @@ The rules, numbered as the code cites them:
 
 1. A value made by a compute op gets one quantizer, at its producer, for all readers.
 2. Model inputs that somebody reads likewise, unless ``io.inputs`` is ``float``.
-3. Inside a supergroup only the last value is quantized.
+3. Inside a supergroup, and inside a formula spelled out in small ops, only the last value is quantized.
 4. A parameter at a weight port gets the weight setting, its channel axis followed back through reshapes; at a bias
    port the bias setting; at any other port of a compute op it is a constant and gets the activation setting.
 5. A merge (concat, stack, where, scatter) and the values it merges share the encoding of its output. A value that is
@@ -30,10 +30,16 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs, roots
-from qtk.graph.op_table import Role, op_name
+from qtk.graph.op_table import OP_NAMES, Role, op_name
+from qtk.graph.pattern_matcher import through
+from qtk.graph.patterns import PATTERN_KINDS, PatternMatch, match_patterns
 from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
 from qtk.graph.supergroups import match_supergroups
+
+
+RULE_NAMES = OP_NAMES | PATTERN_KINDS
+"""Every op name a config rule may use."""
 
 
 def plan(
@@ -99,13 +105,17 @@ class _Planner:
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
         self.inside: dict[fx.Node, list[_Planner]] = {}
+        self.formulas = {node: match for match in match_patterns(graph, self.flow) for node in match.nodes}
         self.misfits: list[str] = []
 
     def decide(self) -> None:
         inner = {
             node: f"inside supergroup {group}"
-            for group in match_supergroups(self.graph, self.flow, self.rules.config.supergroups)
+            for group in match_supergroups(self.graph, self.flow, self.rules.config.supergroups, self.formulas)
             for node in group.nodes[:-1]
+        }
+        inner |= {
+            node: f"inside {match.kind}, spelled out" for node, match in self.formulas.items() if node != match.nodes[-1]
         }
         for node in self.graph.nodes:
             self._plan_inside(node)
@@ -141,7 +151,8 @@ class _Planner:
 
     def _plan_value(self, node: fx.Node, inner: dict[fx.Node, str]) -> None:
         flow, row = self.flow, self.flow.row(node)
-        decided = self.rules.decisions(_op_of(node), flow).output
+        formula = self.formulas.get(node)
+        decided = self.rules.decisions(_op_of(node), flow, kind=formula.kind if formula else None).output
         readers = list(flow.readers(node))
         operands = [port for port in readers if self._takes_data(port)]
         if note(node, EXCLUDED):
@@ -161,7 +172,7 @@ class _Planner:
                 self._decide(node, decided, "model input")
             else:
                 self.floats[node] = self._read_by_unknown(readers) or "no op computes with it"
-        elif row is None or row.role is Role.CREATE:
+        elif row is None or flow.is_constant(node):
             if operands:
                 source = "constant" if row else f"op {op_name(_op_of(node))} is not in the op table"
                 self._decide(node, decided, f"{source}; read by {operands[0].user.name}")
@@ -170,7 +181,7 @@ class _Planner:
         elif self.io is not None and self.io.outputs == "float" and all(port.user.op == "output" for port in readers):
             self.floats[node] = "io.outputs is float"
         else:
-            self._decide(node, decided, row.kind)
+            self._decide(node, decided, formula.kind if formula else row.kind)
 
     def _decide(self, node: fx.Node, decided: Decision, why: str, *, static: bool = False) -> None:
         if not decided.enabled:
@@ -195,6 +206,9 @@ class _Planner:
         row = self.flow.row(node)
         if row is None or row.role is not Role.COMPUTE or self.flow.is_static(node):
             return  # what is computed from parameters alone is a parameter to its reader
+        if node in self.formulas:
+            self._plan_formula(node, self.formulas[node])
+            return
         decisions = self.rules.decisions(node, self.flow)
         for port in self.flow.weight_ports(node):
             axes = row.weight_axes(node, port.value) if row.weight_axes else None
@@ -205,6 +219,15 @@ class _Planner:
         for port in self.flow.data_ports(node):
             if self.flow.is_static(port.value):
                 self._plan_parameter(port, self.rules.activation, None, f"constant operand of {row.kind}")
+
+    def _plan_formula(self, node: fx.Node, formula: PatternMatch) -> None:
+        """The parameters of a formula are treated as those of the op it spells out; its numbers are left alone."""
+        decisions = self.rules.decisions(node, self.flow, kind=formula.kind)
+        for port in ports(node):
+            if through(port.value) is formula.weight:
+                self._plan_parameter(port, decisions.weight, None, f"weight of {formula.kind}")
+            elif through(port.value) is formula.bias:
+                self._plan_parameter(port, decisions.bias, None, f"bias of {formula.kind}")
 
     def _plan_parameter(self, port: Port, decided: Decision, axes: tuple[int, int] | None, why: str) -> None:
         node = self.flow.root(port.value)
@@ -264,7 +287,7 @@ class _Planner:
 
     def _plan_edges(self, node: fx.Node) -> None:
         row = self.flow.row(node)
-        if row is None or row.role is not Role.COMPUTE:
+        if row is None or row.role is not Role.COMPUTE or node in self.formulas:
             return
         decided = self.rules.decisions(node, self.flow).input
         if not decided.enabled or decided.reason == self.rules.activation.reason:

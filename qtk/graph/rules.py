@@ -63,11 +63,11 @@ class Rules:
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
         self._matched: set[int] = set()
 
-    def decisions(self, node: fx.Node, flow: Flow) -> OpDecisions:
-        """The settings for the op or graph input ``node``."""
+    def decisions(self, node: fx.Node, flow: Flow, *, kind: str | None = None) -> OpDecisions:
+        """The settings for the op or graph input ``node``; for one of ``kind``, if it stands for a formula."""
         weight, bias, entry, output = self.weight, self.bias, self.activation, self.activation
         for index, rule in enumerate(self.config.rules):
-            if not _matches(rule, node, flow):
+            if not _matches(rule, node, flow, kind):
                 continue
             self._matched.add(index)
             reason = f"rules[{index}]"
@@ -120,9 +120,9 @@ def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, 
                     "defaults" if bits is not None else f"{what}_bits=None")
 
 
-def _matches(rule: Rule, node: fx.Node, flow: Flow) -> bool:
-    names = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
-    names = (*names, note(node, WITHIN) or "")
+def _matches(rule: Rule, node: fx.Node, flow: Flow, kind: str | None) -> bool:
+    names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
+    names = (*((kind,) if kind else names), note(node, WITHIN) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
         return False
     if not rule.match.path:

@@ -11,7 +11,7 @@ from qtk.workflow.prepare import prepare_model
 
 def matches(model, inputs, *patterns):
     graph = prepare_model(model.eval(), inputs).graph
-    found = match_supergroups(graph, Flow(graph), patterns)
+    found = match_supergroups(graph, Flow(graph), patterns, {})
     return [[value_site(node).name for node in group.nodes] for group in found]
 
 
