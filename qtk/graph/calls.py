@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -88,6 +88,24 @@ def detached(tree: Tree) -> Tree:
     """The same with copies of its tensors."""
     copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
     return copies
+
+
+def with_rows(model: nn.Module, call: Call) -> Call:
+    """``call`` with two rows of zeros in each tensor that has none, if ``model`` runs on them.
+
+    An empty axis 0, of an expert to which no token is routed, is a constant to export.
+    """
+
+    def filled(leaf: object) -> object:
+        return leaf.new_zeros(2, *leaf.shape[1:]) if isinstance(leaf, Tensor) and leaf.shape[:1] == (0,) else leaf
+
+    args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+    try:
+        with torch.no_grad():
+            model(*detached(args), **detached(kwargs))
+    except Exception:
+        return call
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _is_scripted(module: nn.Module) -> bool:

@@ -87,8 +87,8 @@ def capture(
     if dynamic_shapes in ("all", "batch"):
         doubled = with_batch_of_two(model, args, kwargs)
         if dynamic_shapes == "all":
-            attempts.append(("dynamic shapes", *doubled, _free_shapes(model, *doubled, every_axis=True)))
-        attempts.append(("dynamic batch", *doubled, _free_shapes(model, *doubled)))
+            attempts.append(("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
+        attempts.append(("dynamic batch", *doubled, free_shapes(model, *doubled)))
     if dynamic_shapes is None or attempts:
         attempts.append(("static shapes", args, kwargs, None))
     else:
@@ -107,6 +107,10 @@ def capture(
                 reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
                 continue
             inputs = _tensor_inputs(program)
+            tied = _tied_sizes(inputs)
+            if tied and label != GIVEN:
+                reasons.append(f"{rung}, {label}: only sizes with {tied} would do")
+                continue
             dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
             if label == "dynamic batch":
                 reasons += [
@@ -189,7 +193,7 @@ def with_batch_of_two(
     return doubled
 
 
-def _free_shapes(
+def free_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
 ) -> DynamicShapes:
     """Axis 0 of every tensor, or each, may vary; by name of the argument, ``*args``, ``**kwargs`` nested as they bind."""
@@ -201,6 +205,15 @@ def _free_shapes(
         return dict.fromkeys(range(leaf.ndim if every_axis else 1), Dim.AUTO)
 
     return pytree.tree_map(free, bound)
+
+
+def _tied_sizes(inputs: Mapping[str, Tensor]) -> str:
+    """How a size of one input follows from others, if the code of the model made one do: ``x.shape[0] = 10 - s80``."""
+    for name, value in inputs.items():
+        for axis, size in enumerate(value.shape):
+            if is_free(size) and not size.node.expr.is_Symbol:
+                return f"{name}.shape[{axis}] = {size}"
+    return ""
 
 
 def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:

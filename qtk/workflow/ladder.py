@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from qtk.errors import CaptureError, QtkError, VerificationError
-from qtk.graph.calls import Call, record_calls
+from qtk.graph.calls import Call, record_calls, with_rows
 from qtk.graph.canonicalize import canonicalize
 from qtk.graph.capture import RUNGS, DynamicShapes, capture, first_line
 from qtk.graph.open_composites import open_composites
@@ -58,6 +58,9 @@ def capture_graph(
     if len({str(call.structure) for call in calls}) > 1:
         raise CaptureError(f"{type(model).__name__} is called with arguments of several structures")
     example = max(calls, key=lambda call: call.numel)
+    if example.numel == 0:
+        with untouched(model):
+            example = with_rows(model.eval(), example)
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
         try:
             with untouched(model):
@@ -154,6 +157,8 @@ class _Climb:
             return
         try:
             island = capture_graph(module, calls, self.dynamic_shapes, verify=True, place=path)
+            if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
+                raise CaptureError("its graph would serve only the sizes of the example inputs, and it holds no weights")
         except CaptureError as error:
             self.islands.pop(module, None)
             self.into(module, path, calls, error)
@@ -184,7 +189,7 @@ class _Climb:
         return PrepareReport(
             PYTHON,
             True,
-            all(report.dynamic for report in reports),
+            all(island.report.dynamic for island in self.islands.values() if island.graph.find_nodes(op="placeholder")),
             swaps=tuple(sorted(swaps.items())),
             unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
             opaque_parts=tuple(part for report in reports for part in report.opaque_parts),
