@@ -33,7 +33,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -147,7 +146,8 @@ def _difference(expected: object, got: object) -> float:
     pairs = list(zip(_floats(expected), _floats(got), strict=True))
     if any(a.shape != b.shape for a, b in pairs):
         return math.inf
-    return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in pairs if a.numel()), default=0.0)
+    gaps = [float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in pairs if a.numel()]
+    return max(gaps, default=0.0)
 
 
 def _error(exact: object, simulated: object) -> tuple[float, float, bool]:
@@ -199,12 +199,12 @@ def summary(rows: list[Coverage]) -> list[str]:
         weighted, activations = sum(row.weighted for row in own), sum(row.activations for row in own)
         ratios = [row.prepare_s / row.export_s for row in own if not math.isnan(row.prepare_s / row.export_s)]
         lines.append(
-            f"{group}: {len(own)} models, prepared {sum(row.prepared for row in own)}, equal {sum(row.equal for row in own)}"
-            f" (bit-equal {sum(row.difference == 0 for row in own)}), quantized and finite {sum(row.finite for row in own)}, "
-            f"exported {sum(row.exported for row in own)}, weighted ops "
-            f"{sum(row.weighted_quantized for row in own) / max(weighted, 1):.1%} of {weighted}, activation matmuls "
-            f"{sum(row.activations_quantized for row in own) / max(activations, 1):.1%} of {activations}, "
-            f"prepare ÷ export median {median(ratios) if ratios else math.nan:.2f}"
+            f"{group}: {len(own)} models, prepared {sum(row.prepared for row in own)}, "
+            f"equal {sum(row.equal for row in own)} (bit-equal {sum(row.difference == 0 for row in own)}), "
+            f"quantized and finite {sum(row.finite for row in own)}, exported {sum(row.exported for row in own)}, "
+            f"weighted ops {sum(row.weighted_quantized for row in own) / max(weighted, 1):.1%} of {weighted}, "
+            f"activation matmuls {sum(row.activations_quantized for row in own) / max(activations, 1):.1%} of "
+            f"{activations}, prepare ÷ export median {median(ratios) if ratios else math.nan:.2f}"
         )
     return lines
 

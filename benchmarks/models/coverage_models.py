@@ -56,11 +56,12 @@ def build(group: str, name: str) -> tuple[nn.Module, Callable[[int], Inputs]]:
     if group == "detection":
         return model, _pictures
     if group == "video":
-        return model, functools.partial(_images, (1, 3, 16, 224, 224) if _has_fixed_clip(model) else (1, 3, 16, 112, 112))
+        side = 112 if _runs(model, (1, 3, 16, 112, 112)) else 224
+        return model, functools.partial(_images, (1, 3, 16, side, side))
     if group == "optical_flow":
         return model, _frames
-    size = 75 if "inception" in name else 64
-    return model, functools.partial(_images, (2, 3, size, size) if _runs(model, (2, 3, size, size)) else (2, 3, 224, 224))
+    side = next(side for side in (64, 96, 224, 299) if _runs(model, (2, 3, side, side)))
+    return model, functools.partial(_images, (2, 3, side, side))
 
 
 def _timm(name: str) -> nn.Module:
@@ -99,10 +100,6 @@ def _runs(model: nn.Module, shape: tuple[int, ...]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _has_fixed_clip(model: nn.Module) -> bool:
-    return not _runs(model, (1, 3, 16, 112, 112))
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -22,6 +22,7 @@ from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
 from qtk.errors import ConfigError
 from qtk.export.atomic import staged_directory
 from qtk.graph.insert import QUANTIZERS
+from qtk.graph.prepared_model import PreparedGraph
 from qtk.quantsim import QuantSim
 from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
@@ -109,7 +110,7 @@ class _Run:
                 quantized_size_bytes(_tensors(sim.model), sim.encodings()),
             )
             file = folder / setting.name / onnx_name("")
-            if file.is_file():
+            if isinstance(sim.model, PreparedGraph) and file.is_file():
                 runner = OnnxFile(file, sim.model)
                 run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)
                 found = [nested_like(ours, theirs) for ours, theirs in zip(simulated.outputs, run.outputs, strict=True)]

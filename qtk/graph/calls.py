@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -50,30 +51,34 @@ def record_calls(
         calls: how; their outputs do not matter.
         of: the modules in question; ``None``: all that the code of ``model`` itself calls.
 
-    Returns: modules in order of their first call. Calls made from inside another recorded one are left out.
+    Returns: modules in order of their first call. Calls made from inside another recorded one are left out, and those
+        that raise, should ``model`` catch it.
     """
     found: dict[nn.Module, list[Call]] = {}
-    running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    running: list[tuple[tuple[Any, ...], dict[str, Any], BaseException | None]] = []
     depth = 0
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         if depth == 0:
             found.setdefault(module, [])
-            running.append((module, detached(args), detached(kwargs)))
+            running.append((detached(args), detached(kwargs), sys.exc_info()[1]))
         depth += 1
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         nonlocal depth
         depth -= 1
         if depth == 0:
-            _, own_args, own_kwargs = running.pop()
-            found[module].append(Call(own_args, own_kwargs, detached(output)))
+            own_args, own_kwargs, handled = running.pop()
+            if sys.exc_info()[1] is handled:  # else the call raised
+                found[module].append(Call(own_args, own_kwargs, detached(output)))
 
     below = [module for module in model.modules() if module is not model and not _is_scripted(module)]
     below = below if of is None else list(of)
     handles = [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for module in below]
-    handles += [module.register_forward_hook(after, with_kwargs=True) for module in below]  # type: ignore[arg-type]
+    handles += [
+        module.register_forward_hook(after, with_kwargs=True, always_call=True) for module in below
+    ]
     try:
         with torch.no_grad():
             for call in calls:
@@ -81,7 +86,7 @@ def record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return {module: made for module, made in found.items() if made}
 
 
 def detached(tree: Tree) -> Tree:

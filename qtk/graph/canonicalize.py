@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from qtk.graph.holders import hold, hold_constants
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.holders import hold, hold_constants
 from qtk.graph.recover import recover
 from qtk.graph.sites import name_sites
 

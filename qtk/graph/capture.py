@@ -25,8 +25,7 @@ ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 DynamicShapes: TypeAlias = Any
-"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: nothing; or what ``torch.export`` takes.
-"""
+"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes it."""
 
 GIVEN = "the given dynamic_shapes"
 RUNGS = ("export", "fx + export")
@@ -196,7 +195,7 @@ def with_batch_of_two(
 def free_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
 ) -> DynamicShapes:
-    """Axis 0 of every tensor, or each, may vary; by name of the argument, ``*args``, ``**kwargs`` nested as they bind."""
+    """Axis 0 of every tensor, or each axis, may vary; by name of the argument, ``*args`` nested as they bind."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
 
     def free(leaf: object) -> dict[int, Any] | None:
@@ -211,7 +210,7 @@ def _tied_sizes(inputs: Mapping[str, Tensor]) -> str:
     """How a size of one input follows from others, if the code of the model made one do: ``x.shape[0] = 10 - s80``."""
     for name, value in inputs.items():
         for axis, size in enumerate(value.shape):
-            if is_free(size) and not size.node.expr.is_Symbol:
+            if isinstance(size, torch.SymInt) and is_free(size) and not size.node.expr.is_Symbol:
                 return f"{name}.shape[{axis}] = {size}"
     return ""
 

@@ -89,7 +89,8 @@ def _recurrent(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
     assert isinstance(parameters, Sequence)
     per_step = len(parameters) // (layers * (2 if bidirectional else 1))
     first_bias, first_projection = 2, 4 if has_biases else 2
-    weights, biases = [], []
+    weights: list[fx.node.Argument] = []
+    biases: list[fx.node.Argument] = []
     for start in range(0, len(parameters), per_step):
         step = parameters[start : start + per_step]
         weights += [*step[:first_bias], *step[first_projection:]]
@@ -98,14 +99,13 @@ def _recurrent(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
         kind, num_layers=layers, bidirectional=bool(bidirectional), batch_first=bool(given.get("batch_first")),
         dropout=given["dropout"], has_biases=bool(has_biases), projected=per_step > first_projection,  # type: ignore[arg-type]
     )
-    arguments = (given.get("input", given.get("data")), _states(given), weights, biases)
-    if "batch_sizes" in given:
-        arguments = (*arguments, given["batch_sizes"])
-    return CompositeCall("recurrence", module, arguments)
+    sizes = (given["batch_sizes"],) if "batch_sizes" in given else ()
+    x = given.get("input", given.get("data"))
+    return CompositeCall("recurrence", module, (x, _states(given), weights, biases, *sizes))
 
 
 def _cell(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
-    biases = [] if given["b_ih"] is None else [given["b_ih"], given["b_hh"]]
+    biases: list[fx.node.Argument] = [] if given["b_ih"] is None else [given["b_ih"], given["b_hh"]]
     arguments = (given["input"], _states(given), [given["w_ih"], given["w_hh"]], biases)
     return CompositeCall("recurrence", RecurrentCell(kind, has_biases=bool(biases)), arguments, single=kind != "lstm")
 

@@ -35,7 +35,7 @@ class Flow:
         return self._static[node]
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether the value is a number rather than data: one static element, filled by a creation op, or merged of such."""
+        """Whether the value is a number rather than data: one static element, filled by an op, or merged of such."""
         if node not in self._constant:
             row, carried = self._rows[node], self.carried(node)
             if row is not None and row.role is Role.CREATE:

@@ -83,5 +83,4 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    hint = size.node.hint if isinstance(size, torch.SymInt) else size
-    return int(hint)
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size  # type: ignore[arg-type]

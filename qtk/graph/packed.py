@@ -60,14 +60,15 @@ def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
         node.meta["val"] = mode.from_tensor(value)
         return node
 
-    data, sizes = node_for("placeholder", "data", packed.data), node_for("placeholder", "batch_sizes", packed.batch_sizes)
+    data = node_for("placeholder", "data", packed.data)
+    sizes = node_for("placeholder", "batch_sizes", packed.batch_sizes)
     starts = _start_states(module, packed)
     states = [node_for("placeholder", f"state_{index}", value) for index, value in enumerate(starts)]
+    tensors = [[module.get_parameter(name) for name in names] for names in (weights, biases)]
     nodes = [[node_for("get_attr", name, module.get_parameter(name)) for name in names] for names in (weights, biases)]
     call_node = graph.call_module("recurrence", (data, states, *nodes, sizes))
     with torch.no_grad():
-        results = composite(packed.data, starts, *([module.get_parameter(n) for n in names] for names in (weights, biases)),
-                            packed.batch_sizes)
+        results = composite(packed.data, starts, *tensors, packed.batch_sizes)
     call_node.meta["val"] = tuple(mode.from_tensor(result) for result in results)
     outputs = []
     for index, value in enumerate(call_node.meta["val"]):

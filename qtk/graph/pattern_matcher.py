@@ -58,12 +58,11 @@ class PatternMatcher(SubgraphMatcher):
     def _match_arguments(self, pn: fx.Node, ours: list[Any], theirs: list[Any], match: InternalMatch) -> bool:
         counted = _kind(pn) in COUNTED
         for mine, other in zip(ours, theirs, strict=True):
-            nodes = (list(mine), list(other)) if isinstance(mine, (list, tuple)) and isinstance(other, (list, tuple)) else (
-                [mine], [other])
-            if any(isinstance(item, fx.Node) for item in nodes[0]):
-                if len(nodes[0]) != len(nodes[1]):
+            items, others = _items(mine), _items(other)
+            if any(isinstance(item, fx.Node) for item in items):
+                if len(items) != len(others):
                     return False
-                pairs = list(zip(*nodes, strict=True))
+                pairs = zip(items, others, strict=True)
                 if not all(self._match_nodes(a, b, match) for a, b in pairs if isinstance(a, fx.Node)):
                     return False
             elif counted and isinstance(mine, (int, float)) and not isinstance(mine, bool):
@@ -81,9 +80,9 @@ class PatternMatcher(SubgraphMatcher):
 
     def _is_contained(self, nodes_map: dict[fx.Node, fx.Node]) -> bool:
         """Whether nobody outside reads an inner value; constants that several formulas share may be read."""
-        inner = {gn for pn, gn in nodes_map.items() if pn.op != "placeholder" and pn not in self.pattern_returning_nodes}
-        last = {nodes_map[pn] for pn in self.pattern_returning_nodes}
-        return all(user in inner or user in last for node in inner for user in readers(node))
+        made = {gn for pn, gn in nodes_map.items() if pn.op != "placeholder"}
+        inner = made - {nodes_map[pn] for pn in self.pattern_returning_nodes}
+        return all(user in made for node in inner for user in readers(node))
 
 
 def through(value: Any) -> Any:
@@ -120,6 +119,10 @@ def constant_value(value: Any) -> float | None:
 def _passes_on(node: fx.Node) -> bool:
     row = row_of(node) if node.op in ("call_function", "call_module") else None
     return row is not None and row.kind in ("identity", "dropout")
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _kind(node: fx.Node) -> str:

@@ -21,6 +21,8 @@ from qtk.graph.flow import Flow
 from qtk.graph.pattern_matcher import PatternMatcher, through
 
 Spelling = Callable[..., Tensor]
+Moments = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""x → what is scaled, and the second moment it is scaled by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ def match_patterns(graph: fx.Graph, flow: Flow) -> list[PatternMatch]:
     """Disjoint matches in graph order; where several overlap the one with more ops wins."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     present = {node.target for node in graph.nodes}
-    names = {schema.name.removeprefix("aten::") for op in present if (schema := getattr(op, "_schema", None)) is not None}
+    schemas = (getattr(op, "_schema", None) for op in present)
+    names = {schema.name.removeprefix("aten::") for schema in schemas if schema is not None}
     candidates = [
         traced for index, pattern in enumerate(PATTERNS) if not names.isdisjoint(pattern.telling)
         for traced in _traced(index) if traced.targets <= present
@@ -71,7 +74,8 @@ def match_patterns(graph: fx.Graph, flow: Flow) -> list[PatternMatch]:
             nodes = sorted((gn for pn, gn in nodes_map.items() if pn.op != "placeholder"), key=order.__getitem__)
             named = {str(pn.target): gn for pn, gn in nodes_map.items() if pn.op == "placeholder"}
             parameters = {name: named.get(name) for name in ("weight", "bias")}
-            data = [gn for name, gn in named.items() if isinstance(gn, fx.Node) and name not in ("weight", "bias", "eps")]
+            others = (gn for name, gn in named.items() if name not in ("weight", "bias", "eps"))
+            data = [value for value in others if isinstance(value, fx.Node)]
             if any(flow.is_static(node) for node in data) or not _on_one_axis(nodes):
                 continue
             if any(isinstance(node, fx.Node) and not flow.is_static(node) for node in parameters.values()):
@@ -96,12 +100,12 @@ def _centered_once(x: Tensor) -> tuple[Tensor, Tensor]:
     return centered, centered
 
 
-def _moment(power: Callable[[Tensor], Tensor], center: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Spelling:
+def _moment(power: Callable[[Tensor], Tensor], center: Moments) -> Moments:
     def moment(x: Tensor) -> tuple[Tensor, Tensor]:
         squared, scaled = center(x)
         return scaled, power(squared).mean(-1, keepdim=True)
 
-    return moment  # type: ignore[return-value]
+    return moment
 
 
 def _variance(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,11 +123,11 @@ DIVISIONS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
 )
 
 
-def _normalizations(statistics: tuple[Spelling, ...]) -> Iterator[Spelling]:
+def _normalizations(statistics: tuple[Moments, ...]) -> Iterator[Spelling]:
     for moments in statistics:
         for divide in DIVISIONS:
 
-            def normalize(x: Tensor, eps: Tensor, moments: Spelling = moments, divide: Spelling = divide) -> Tensor:
+            def normalize(x: Tensor, eps: Tensor, moments: Moments = moments, divide: Spelling = divide) -> Tensor:
                 scaled, variance = moments(x)
                 return divide(scaled, variance, eps)
 
@@ -150,8 +154,10 @@ def _with_parameters(normalize: Spelling) -> tuple[Spelling, ...]:
     return shifted, scaled, from_one, plain
 
 
-CENTERED = (_variance, *(_moment(square, center) for square in SQUARES for center in (_centered, _centered_once)))
-UNCENTERED = tuple(_moment(square, _plain) for square in SQUARES)
+CENTERED: tuple[Moments, ...] = (
+    _variance, *(_moment(square, center) for square in SQUARES for center in (_centered, _centered_once))
+)
+UNCENTERED: tuple[Moments, ...] = tuple(_moment(square, _plain) for square in SQUARES)
 
 GELU_TANH: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3))),
@@ -243,7 +249,8 @@ def _rotaries() -> Iterator[Spelling]:
 
 PATTERNS: tuple[Pattern, ...] = (
     Pattern("layer_norm", tuple(
-        spelling for normalize in (*_normalizations(CENTERED), _over_deviation) for spelling in _with_parameters(normalize)
+        spelling for normalize in (*_normalizations(CENTERED), _over_deviation)
+        for spelling in _with_parameters(normalize)
     ), ("sqrt", "rsqrt", "std")),
     Pattern("rms_norm", tuple(
         spelling for normalize in _normalizations(UNCENTERED) for spelling in _with_parameters(normalize)

@@ -37,7 +37,6 @@ from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
 from qtk.graph.supergroups import match_supergroups
 
-
 RULE_NAMES = OP_NAMES | PATTERN_KINDS
 """Every op name a config rule may use."""
 
@@ -115,7 +114,8 @@ class _Planner:
             for node in group.nodes[:-1]
         }
         inner |= {
-            node: f"inside {match.kind}, spelled out" for node, match in self.formulas.items() if node != match.nodes[-1]
+            node: f"inside {formula.kind}, spelled out"
+            for node, formula in self.formulas.items() if node != formula.nodes[-1]
         }
         for node in self.graph.nodes:
             self._plan_inside(node)
@@ -333,7 +333,7 @@ class _Planner:
                 reason = self._read_by_unknown(list(self.flow.readers(node)))
                 if reason is not None:
                     self.floats.setdefault(node, reason)
-        found = {}
+        found: dict[Site, str] = {}
         for node in self.graph.nodes:
             for planner in self.inside.get(node, ()):
                 found |= planner.left_out()

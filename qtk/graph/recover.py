@@ -1,4 +1,4 @@
-"""From the stand-ins of ``markers``, and ops that hide a layer, to modules that train and evaluate as the original's."""
+"""From the stand-ins of ``markers``, and ops that hide a layer, to modules that behave as the original's do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class AttentionCore(nn.Module):
         weights = self.softmax(scores)
         if blind is not None:
             weights = weights.masked_fill(blind.all(-1, keepdim=True), 0.0)
-        return self.context(self.dropout(weights), value)
+        result: Tensor = self.context(self.dropout(weights), value)
+        return result
 
 
 class Scores(nn.Module):
@@ -89,7 +90,8 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Shape: as ``AttentionCore``."""
         if not all_idle(self):
-            return self.core(query, key, value, mask)
+            seen: Tensor = self.core(query, key, value, mask)
+            return seen
         return F.scaled_dot_product_attention(
             query, key, value, mask, self.p if self.training else 0.0, self.is_causal, scale=self.scale,
             enable_gqa=self.enable_gqa,

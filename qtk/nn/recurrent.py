@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, _VF, nn
+from torch import _VF, Tensor, nn
 
 from qtk.nn.elementwise import Linear
 from qtk.nn.recurrent_cells import GruCell, LstmCell, RnnCell
@@ -89,7 +89,7 @@ class Recurrent(nn.Module):
 
     @property
     def step_names(self) -> list[str]:
-        """``l0``, ``l0_reverse``, ``l1``, …"""
+        """In order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
@@ -164,7 +164,8 @@ class Recurrent(nn.Module):
         how = (self.has_biases, self.num_layers, self.dropout, self.training, self.bidirectional)
         run: Any = SEQUENCES[self.kind]
         result: tuple[Tensor, ...] = (
-            run(x, start, flat, *how, self.batch_first) if batch_sizes is None else run(x, batch_sizes, start, flat, *how)
+            run(x, start, flat, *how, self.batch_first) if batch_sizes is None
+            else run(x, batch_sizes, start, flat, *how)
         )
         return result
 
@@ -222,7 +223,8 @@ class _Parameters:
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         self.w_ih, self.w_hh, *projection = weights
         self.w_hr = projection[0] if projection else None
-        self.b_ih, self.b_hh = biases if biases else (None, None)
+        self.b_ih: Tensor | None = biases[0] if biases else None
+        self.b_hh: Tensor | None = biases[1] if biases else None
 
     @property
     def flat(self) -> list[Tensor]:

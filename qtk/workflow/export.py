@@ -117,8 +117,8 @@ def _onnx(exported: Exported, folder: Path) -> None:
     packed = [path for path, (graph, _) in calls.items() if isinstance(graph, PackedRecurrent)]
     if packed:
         raise ExportError(
-            f"{', '.join(packed)}: a recurrent net on packed sequences has no form in ONNX, for their lengths are data; "
-            "call it on padded sequences, or export with formats=('encodings',)"
+            f"{', '.join(packed)}: a recurrent net on packed sequences has no form in ONNX, for their lengths are "
+            "data; call it on padded sequences, or export with formats=('encodings',)"
         )
     for path, (graph, call) in calls.items():
         onnx_qdq.export(graph, call, folder / onnx_name(path))

@@ -66,8 +66,8 @@ def capture_graph(
             with untouched(model):
                 graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place)
             graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
-        except CaptureError as error:
-            reasons.append(str(error))
+        except Exception as error:  # whatever torch refuses, the next rung may take
+            reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
             continue
         if not verify:
             return graph
@@ -158,7 +158,7 @@ class _Climb:
         try:
             island = capture_graph(module, calls, self.dynamic_shapes, verify=True, place=path)
             if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
-                raise CaptureError("its graph would serve only the sizes of the example inputs, and it holds no weights")
+                raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
         except CaptureError as error:
             self.islands.pop(module, None)
             self.into(module, path, calls, error)
@@ -217,4 +217,11 @@ def _culprit(
             eval_difference(model, PreparedTree(with_islands(model, {module: island})), args, kwargs)
         except Exception:
             return module
+    try:
+        eval_difference(model, model, args, kwargs)
+    except VerificationError as own:
+        raise VerificationError(
+            f"{type(model).__name__} does not repeat itself: run twice on the same inputs with the same seed, in eval "
+            f"mode, its {own}; nothing can be compared with it"
+        ) from error
     raise VerificationError(f"the parts of the model do not add up to it: {first_line(error)}") from error

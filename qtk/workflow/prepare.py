@@ -101,7 +101,8 @@ def prepare_model(
         except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
             notes.append(f"train mode could not be compared: {first_line(error)}")
     _restore(prepared, {path: module.training for path, module in model.named_modules(remove_duplicate=False)})
-    opaque = [str(node.target) for module in graphs(prepared).values() for node in module.graph.nodes if _is_nested(node)]
+    nodes = [node for module in graphs(prepared).values() for node in module.graph.nodes]
+    opaque = [str(node.target) for node in nodes if _is_nested(node)]
     prepared.meta[REPORT] = replace(
         report,
         opaque_parts=(*report.opaque_parts, *opaque),

@@ -105,10 +105,7 @@ def _verify(
     finally:
         for witness in witnesses:
             witness.handle.remove()
-    verified = tuple(
-        ExportVerification(witness.path, *(comparison.agreement() for comparison in witness.comparisons))
-        for witness in witnesses
-    )
+    verified = tuple(witness.verification() for witness in witnesses)
     if len(verified) == 1:
         return verified[0]
     exact, optimized = (
@@ -201,6 +198,10 @@ class _Witness:
         self.comparisons = [_Comparison(path, optimized=optimized) for optimized in (False, True)]
         self.quantizers = [_quantizer(graph, node) for node in output_nodes(graph).values()]
         self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
+
+    def verification(self) -> ExportVerification:
+        exact, optimized = (comparison.agreement() for comparison in self.comparisons)
+        return ExportVerification(self.path, exact, optimized)
 
     def _compare(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object

@@ -1,5 +1,6 @@
 """Calls of submodules are recorded as they were made, on tensors of their own."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -89,6 +90,31 @@ def test_no_hook_stays_even_if_the_model_fails():
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_call_that_raises_and_is_caught_is_left_out_and_hides_none_after_it():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            raise KeyError
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast, self.slow = nn.Sequential(nn.ReLU(), Refuses()), nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except KeyError:
+                return self.slow(x)
+
+    model = Tries()
+    assert list(record_calls(model, [CALL, CALL])) == [model.slow]
+    try:
+        raise ValueError
+    except ValueError:  # which none of the calls below raises
+        assert [len(calls) for calls in record_calls(Outer(), [CALL]).values()] == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_scripted_modules_are_passed_over():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
     assert list(record_calls(model, [CALL])) == [model[1]]
