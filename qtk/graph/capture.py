@@ -25,7 +25,7 @@ ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 DynamicShapes: TypeAlias = Any
-"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes it."""
+"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
 
 GIVEN = "the given dynamic_shapes"
 RUNGS = ("export", "fx + export")

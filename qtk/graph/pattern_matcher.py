@@ -30,6 +30,20 @@ TOLERANCE = 1e-3
 class PatternMatcher(SubgraphMatcher):
     """Finds a pattern in graphs as canonicalization leaves them."""
 
+    def match(self, graph: fx.Graph, node_name_match: str = "") -> list[InternalMatch]:
+        """Disjoint matches of a pattern with one result.
+
+        Torch's own also looks for cycles that fusing a match would make; the casts looked through count as such there,
+        and one result whose inner values nobody else reads cannot make any.
+        """
+        (anchor,) = self.pattern_anchors
+        found = []
+        for node in graph.nodes:
+            match = InternalMatch(anchors=[anchor])
+            if self._nodes_are_equal(anchor, node) and self._match_nodes(anchor, node, match):
+                found.append(match)
+        return self._remove_overlapping_matches([match for match in found if self._is_contained(match.nodes_map)])
+
     def _match_nodes(self, pn: fx.Node, gn: Any, match: InternalMatch, node_name_match: str = "") -> bool:
         gn = through(gn)
         if pn in match.nodes_map:

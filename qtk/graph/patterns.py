@@ -1,7 +1,7 @@
 """Supergroups by pattern: formulas spelled out in small ops, each quantized as the one op it is.
 
-A spelling is plain torch code. Its arguments ``weight`` and ``bias`` are parameters of the op, numbers like ``eps`` may
-be anything, all others are its data. To add a pattern, add a row.
+A spelling is plain torch code on ``x``. Its arguments ``weight`` and ``bias`` are parameters of the op, ``eps`` may be any
+number, all others any value. To add a pattern, add a row.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def match_patterns(graph: fx.Graph, flow: Flow) -> list[PatternMatch]:
             nodes = sorted((gn for pn, gn in nodes_map.items() if pn.op != "placeholder"), key=order.__getitem__)
             named = {str(pn.target): gn for pn, gn in nodes_map.items() if pn.op == "placeholder"}
             parameters = {name: named.get(name) for name in ("weight", "bias")}
-            others = (gn for name, gn in named.items() if name not in ("weight", "bias", "eps"))
-            data = [value for value in others if isinstance(value, fx.Node)]
-            if any(flow.is_static(node) for node in data) or not _on_one_axis(nodes):
+            if flow.is_static(named["x"]) or not _on_one_axis(nodes):
                 continue
             if any(isinstance(node, fx.Node) and not flow.is_static(node) for node in parameters.values()):
                 continue
@@ -136,6 +134,10 @@ def _normalizations(statistics: tuple[Moments, ...]) -> Iterator[Spelling]:
 
 def _over_deviation(x: Tensor, eps: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps)
+
+
+def _weighted_over_deviation(x: Tensor, eps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps) + bias
 
 
 def _with_parameters(normalize: Spelling) -> tuple[Spelling, ...]:
@@ -252,6 +254,7 @@ PATTERNS: tuple[Pattern, ...] = (
         spelling for normalize in (*_normalizations(CENTERED), _over_deviation)
         for spelling in _with_parameters(normalize)
     ), ("sqrt", "rsqrt", "std")),
+    Pattern("layer_norm", (_weighted_over_deviation,), ("std",)),
     Pattern("rms_norm", tuple(
         spelling for normalize in _normalizations(UNCENTERED) for spelling in _with_parameters(normalize)
     ), ("sqrt", "rsqrt")),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +20,8 @@ def with_islands(model: nn.Module, islands: Mapping[nn.Module, nn.Module]) -> nn
     """A copy of ``model`` that calls ``islands[module]`` where the original calls ``module``.
 
     Only the tree is copied: parameters, buffers and plain attributes are the original's own objects. A module with
-    two names has one copy.
+    two names has one copy. Attributes and hooks that refer to modules of the tree, by lists or dicts of them or by
+    their bound methods, refer to those of the copy.
     """
     copies: dict[nn.Module, nn.Module] = dict(islands)
 
@@ -31,4 +37,32 @@ def with_islands(model: nn.Module, islands: Mapping[nn.Module, nn.Module]) -> nn
             twin._modules[name] = None if child is None else copied(child)
         return twin
 
-    return copied(model)
+    root = copied(model)
+    for module, twin in copies.items():
+        if module not in islands and twin is not module:
+            for name, value in twin.__dict__.items():
+                if name not in TABLES:
+                    twin.__dict__[name] = _placed(value, copies)
+                elif isinstance(value, dict):
+                    value.update({key: _placed(item, copies) for key, item in value.items()})
+    return root
+
+
+def _placed(value: Any, copies: Mapping[nn.Module, nn.Module], around: tuple[object, ...] = ()) -> Any:
+    """``value`` with copies in place of modules; itself if it refers to none. ``around``: the containers it is in."""
+    if isinstance(value, nn.Module):
+        return copies.get(value, value)
+    if isinstance(value, MethodType):
+        owner = _placed(value.__self__, copies, around)
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+    if isinstance(value, partial):
+        held = (value.func, value.args, value.keywords)
+        placed = tuple(_placed(item, copies, around) for item in held)
+        return value if all(map(operator.is_, placed, held)) else partial(placed[0], *placed[1], **placed[2])
+    if type(value) not in (list, tuple, dict, OrderedDict) or any(value is other for other in around):
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = [_placed(item, copies, (*around, value)) for item in old]
+    if all(map(operator.is_, new, old)):
+        return value
+    return type(value)(zip(value, new, strict=True) if isinstance(value, dict) else new)

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -117,15 +118,21 @@ def capture_tree(
     Raises: VerificationError if it does not compute what the model computes whichever islands are left out.
     """
     climb = _Climb(model, None if dynamic_shapes is None else "all", excluded)
-    climb.into(model, "", [Call(args, kwargs, None)], reason)
+    with untouched(model):  # all of it: what runs by itself may write to modules around it
+        climb.into(model, "", [Call(args, kwargs, None)], reason)
     climb.note_uncalled(model)
     while True:
         tree = PreparedTree(with_islands(model, climb.islands))
         try:
-            difference = eval_difference(model, tree, args, kwargs, expected=expected)
-            break
+            with _uncalled(climb.islands) as passed_by:
+                difference = eval_difference(model, tree, args, kwargs, expected=expected)
         except Exception as error:
-            climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)
+            with untouched(model):
+                climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)
+            continue
+        if not passed_by:
+            break
+        climb.leave(passed_by)
     tree.meta[REPORT] = climb.report(model, difference)
     return tree
 
@@ -172,6 +179,13 @@ class _Climb:
         del self.islands[module]
         self.into(module, self.paths[module], self.calls[module], error)
 
+    def leave(self, modules: Collection[nn.Module]) -> None:
+        """The Python around these islands still calls the modules they were made from: they stay what they are."""
+        for module in modules:
+            del self.islands[module]
+            reason = CaptureError("the model calls it by a reference that a copy of the model cannot follow")
+            self._note(module, self.paths[module], OPAQUE, reason)
+
     def note_uncalled(self, model: nn.Module) -> None:
         """Lists what holds parameters and did not run on the example inputs: if it ever does, it runs in float."""
         noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
@@ -202,6 +216,21 @@ class _Climb:
         own = sum(parameter.numel() for parameter in module.parameters())
         text = "" if reason is None else str(reason) if isinstance(reason, QtkError) else first_line(reason)
         self.parts[module] = Part(path, type(module).__name__, rung, own, text.partition("\n")[0])
+
+
+@contextmanager
+def _uncalled(islands: Mapping[nn.Module, PreparedGraph]) -> Iterator[set[nn.Module]]:
+    """The modules whose islands have not been called when the context ends."""
+    missing = set(islands)
+    handles = [
+        island.register_forward_pre_hook(lambda _, args, module=module: missing.discard(module))
+        for module, island in islands.items()
+    ]
+    try:
+        yield missing
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _culprit(

@@ -1,5 +1,8 @@
 """A copy of a model's tree with other modules in some places, and nothing else copied."""
 
+from collections import OrderedDict
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +74,55 @@ def test_members_and_hooks_of_the_copy_are_its_own():
     assert calls == ["old"]
     twin.head(X)
     assert calls == ["old", "old", "new"]
+
+
+class Refers(nn.Module):
+    """Keeps its children in every way there is, and a hook that writes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
+        self.listed, self.nested = [self.fc, self.act], {"all": (self.fc, OrderedDict(act=self.act)), "n": 3}
+        self.method, self.part = self.run, partial(self.run, scale=2.0)
+        self.__dict__["hidden"] = self.fc
+        self.loop = []
+        self.loop.append(self.loop)
+        self.outside, self.numbers, self.seen = nn.ModuleList([nn.ReLU()])[0], [1, 2], None
+        self.act.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.seen = output
+
+    def run(self, x, scale=1.0):
+        return self.act(self.fc(x)) * scale
+
+
+def test_references_to_modules_of_the_tree_follow_into_the_copy():
+    model, island = Refers(), nn.Linear(4, 4)
+    twin = with_islands(model, {model.fc: island})
+    assert twin.listed[0] is twin.nested["all"][0] is twin.hidden is twin.fc is island
+    assert twin.listed[1] is twin.nested["all"][1]["act"] is twin.act is not model.act
+    assert [type(twin.listed), type(twin.nested), type(twin.nested["all"][1])] == [list, dict, OrderedDict]
+    assert list(twin.nested) == ["all", "n"]
+    assert twin.method.__self__ is twin.part.func.__self__ is twin
+    assert torch.equal(twin.part(X), torch.relu(island(X)) * 2)
+    assert model.seen is None
+    assert torch.equal(twin.seen, torch.relu(island(X)))
+    assert model.listed[0] is model.hidden is model.fc
+    assert model.method.__self__ is model
+
+
+def test_what_refers_to_no_module_of_the_tree_is_the_same_object():
+    model = Refers()
+    twin = with_islands(model, {})
+    assert twin.numbers is model.numbers
+    assert twin.loop is model.loop
+    assert with_islands(nn.Sequential(nn.ReLU()), {})[0] is not model.act
+    other = nn.Module()
+    other.elsewhere, other.call = [model.fc], model.run
+    twin = with_islands(other, {})
+    assert twin.elsewhere is other.elsewhere
+    assert twin.call is other.__dict__["call"]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

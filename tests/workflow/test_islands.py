@@ -283,6 +283,21 @@ def test_attributes_that_python_asks_of_an_island_are_the_originals():
     assert "no len()" in next(part.reason for part in prepared.report.parts if part.path == "blocks")
 
 
+@pytest.mark.xfail(strict=True, reason="it is set beside the module that the code of the model sees as itself")
+def test_a_plain_attribute_set_on_the_prepared_model_is_what_its_code_reads():
+    class Shifted(type(pair("branch")[0])):
+        shift = 0.0
+
+        def forward(self, x):
+            return super().forward(x) + self.shift
+
+    x = PYTHON["branch"].inputs()
+    prepared = qtk.prepare_model(Shifted(), x)
+    expected = prepared(x) + 2.0
+    prepared.shift = 2.0
+    assert torch.equal(prepared(x), expected)
+
+
 def test_a_child_with_two_names_is_one_island():
     prepared = pair("many_sizes")[1]
     assert prepared.also is prepared.head

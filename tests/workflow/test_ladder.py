@@ -1,13 +1,14 @@
 """Each rung of the ladder, why it was not taken, and what is done when an island does not do in its place."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import fx, nn
 
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.calls import Call
+from qtk.graph.calls import Call, record_calls
 from qtk.graph.prepared_model import PreparedTree
 from qtk.workflow import ladder
 from qtk.workflow.ladder import capture_graph, capture_tree
@@ -141,6 +142,65 @@ def test_an_island_that_its_parent_does_not_take_gives_way_to_those_inside(paren
     assert rungs["child.0"] == rungs["child.2"] == rungs["head"] == "export"
     assert next(part.reason for part in prepared.report.parts if part.path == "child")
     assert torch.equal(prepared(X), model(X))
+
+
+class Reference(nn.Module):
+    """Calls its child by a reference that it keeps beside it."""
+
+    def __init__(self, refer):
+        super().__init__()
+        self.child, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.call = refer(self)
+
+    def run(self, x):
+        return self.child(x)
+
+    def forward(self, x):
+        return self.head(self.call(x * sign(x)))
+
+
+@pytest.mark.parametrize(
+    "refer", [lambda model: model.child, lambda model: model.run, lambda model: partial(model.run)]
+)
+def test_a_child_called_by_a_reference_is_an_island_that_is_called(refer):
+    model = Reference(refer)
+    prepared = tree(model)
+    assert parts(prepared) == {"": "python", "child": "export", "head": "export"}
+    assert list(record_calls(prepared, ONE, of=[prepared.child])) == [prepared.child]
+
+
+def test_a_child_whose_island_is_passed_by_stays_and_is_told():
+    model = Reference(lambda model: lambda x: model.child(x))
+    prepared = tree(model)
+    assert parts(prepared) == {"": "python", "child": "opaque", "head": "export"}
+    assert "by a reference that a copy of the model cannot follow" in str(prepared.report)
+    assert prepared.report.covered == 36 / 108
+    assert torch.equal(prepared(X), model(X))
+
+
+def test_what_a_hook_of_a_child_writes_to_its_parent_is_written():
+    class Hooked(Parent):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+            self.seen = None
+            self.child[1].register_forward_hook(self.keep)
+
+        def keep(self, module, args, output):
+            self.seen = output
+
+        def forward(self, x):
+            x = self.child(x * sign(x))
+            return self.head(x + self.seen)
+
+    model = Hooked()
+    prepared = tree(model)
+    assert model.seen is None
+    rungs = parts(prepared)
+    assert (rungs["child.0"], rungs["child.1"], rungs["child.2"]) == ("export", "opaque", "export")
+    other = torch.randn(7, 8)
+    found = prepared(other)
+    assert model.seen is None
+    assert torch.equal(found, model(other))
 
 
 def test_a_child_called_through_python_and_directly_is_one_graph_for_both():
