@@ -15,8 +15,8 @@ from torchvision import models as vision
 from tests.zoo.models import ZOO
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-SMALL = re.compile(r"atto|femto|pico|nano|tiny|xxs|xxtiny|small|mini|micro|_xs|_s\d?|_s_|_t_|b0|18|19|26|050|mobile")
-CANDIDATES = 6
+SMALL = re.compile(r"atto|femto|pico|nano|tiny|xxs|small|mini|micro|_(xs|s|t)(\d|_|$)|b0|(10|14|18|19|26)($|_|t)|0(35|50)|mobile")
+CANDIDATES = 8
 SMALLER = 96
 """Side of images for models that take any size."""
 
@@ -78,7 +78,7 @@ def _vision(name: str) -> nn.Module:
 def _smallest(family: list[str], make: Callable[[str], nn.Module]) -> str:
     """By parameters, among those whose names sound small."""
     family = [name for name in family if not name.startswith("test_")] or family  # toys of timm's own tests
-    candidates = [name for name in family if SMALL.search(name)][:CANDIDATES] or family[:CANDIDATES]
+    candidates = sorted(family, key=lambda name: not SMALL.search(name))[:CANDIDATES]
     if len(candidates) <= 1:
         return candidates[0] if candidates else ""
     sizes = {}

@@ -46,6 +46,7 @@ class OpRow:
         weights: argument positions that hold a weight when their value is made from parameters alone.
         weight_axes: finds the axes of such a weight; ``None``: it has no output channels and gets one scale.
         bias: argument position of the bias.
+        divisors: argument positions at which a 0 makes the result infinite.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class OpRow:
     weights: tuple[int, ...] = ()
     weight_axes: WeightAxes | None = None
     bias: int | None = None
+    divisors: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, str]:
@@ -101,8 +103,9 @@ ROWS: dict[str, OpRow] = {}
 
 
 def _row(kind: str, ops: str, role: Role, *, family: str | None = None, inputs: tuple[int, ...] | None = None,
-         weights: tuple[int, ...] = (), weight_axes: WeightAxes | None = None, bias: int | None = None) -> None:
-    row = OpRow(kind, family or kind, role, inputs, weights, weight_axes, bias)
+         weights: tuple[int, ...] = (), weight_axes: WeightAxes | None = None, bias: int | None = None,
+         divisors: tuple[int, ...] = ()) -> None:
+    row = OpRow(kind, family or kind, role, inputs, weights, weight_axes, bias, divisors)
     for op in ops.split():
         assert ROWS.get(op) is None, f"op {op} has two rows"
         ROWS[op] = row
@@ -148,10 +151,13 @@ _row("clamp", "clamp clamp_min clamp_max clip", Role.COMPUTE, inputs=(0,))
 # Arithmetic on tensors.
 _row("maximum", "maximum max.other", Role.COMPUTE)
 _row("minimum", "minimum min.other", Role.COMPUTE)
-for _kind in ("sub rsub mul div floor_divide pow fmod remainder atan2 hypot addcmul addcdiv lerp").split():
+_row("div", "div true_divide", Role.COMPUTE, divisors=(1,))
+for _kind in ("reciprocal", "rsqrt"):
+    _row(_kind, _kind, Role.COMPUTE, divisors=(0,))
+for _kind in ("sub rsub mul floor_divide pow fmod remainder atan2 hypot addcmul addcdiv lerp").split():
     _row(_kind, _kind, Role.COMPUTE)
 _row("add", "add", Role.COMPUTE)
-for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh "
+for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt square sin cos tan asin acos atan sinh cosh "
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm mean sum prod cumsum cumprod "
               "var std var_mean std_mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
               "adaptive_avg_pool3d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "

@@ -12,7 +12,8 @@ The rules, numbered as the code cites them:
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
-9. A composite (attention, a recurrent net) is planned inside, by the same rules; the values it hands out need nothing
+9. A value that only divides is left in float.
+10. A composite (attention, a recurrent net) is planned inside, by the same rules; the values it hands out need nothing
    more then. Its weights and inputs are quantized outside it.
 """
 
@@ -29,9 +30,9 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
+from qtk.graph.formula_matcher import through
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from qtk.graph.op_table import OP_NAMES, Role, op_name
-from qtk.graph.pattern_matcher import through
 from qtk.graph.patterns import PATTERN_KINDS, PatternMatch, match_patterns
 from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
@@ -129,7 +130,7 @@ class _Planner:
         for node in self.graph.nodes:
             self._plan_edges(node)
 
-    # Rule 9: composites, before the values around them.
+    # Rule 10: composites, before the values around them.
 
     def _plan_inside(self, node: fx.Node) -> None:
         if note(node, EXCLUDED):
@@ -178,6 +179,8 @@ class _Planner:
                 self._decide(node, decided, f"{source}; read by {operands[0].user.name}")
             elif row is None:
                 self.floats[node] = f"op {op_name(_op_of(node))} is not in the op table"
+        elif readers and all(self._divides(port) for port in readers):
+            self.floats[node] = "only divides: a value that rounds to 0 would make the result infinite"
         elif self.io is not None and self.io.outputs == "float" and all(port.user.op == "output" for port in readers):
             self.floats[node] = "io.outputs is float"
         else:
@@ -217,7 +220,7 @@ class _Planner:
             if self.flow.is_static(port.value):
                 self._plan_parameter(port, decisions.bias, None, f"bias of {row.kind}")
         for port in self.flow.data_ports(node):
-            if self.flow.is_static(port.value):
+            if self.flow.is_static(port.value) and not self._divides(port):
                 self._plan_parameter(port, self.rules.activation, None, f"constant operand of {row.kind}")
 
     def _plan_formula(self, node: fx.Node, formula: PatternMatch) -> None:
@@ -297,6 +300,10 @@ class _Planner:
             spec = to_spec(decided.setting, None, port.value.meta["val"].ndim)
             if present is None or present.spec != spec:
                 self.edges[edge_site(port)] = self._site_plan(spec, decided, f"input of {row.kind}", static=False)
+
+    def _divides(self, port: Port) -> bool:
+        row = self.flow.row(port.user)
+        return row is not None and port.arg in row.divisors
 
     def _takes_data(self, port: Port) -> bool:
         row = self.flow.row(port.user)

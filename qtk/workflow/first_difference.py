@@ -53,9 +53,9 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        stack = [entry[0] for entry in (n.meta.get("nn_module_stack") or {}).values()]
-        if stack and not re.search(r"@\d", stack[-1]):
-            self.values[stack[-1]] = value
+        stack = [(key, entry[0]) for key, entry in (n.meta.get("nn_module_stack") or {}).items()]
+        if stack and not re.search(r"@\d", "".join(stack[-1])):  # the mark of a later call, in the key or in the path
+            self.values[stack[-1][1]] = value
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:

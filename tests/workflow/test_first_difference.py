@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from qtk.errors import CaptureError
 from qtk.graph.calls import Call
+from qtk.workflow import ladder
 from qtk.workflow.first_difference import first_difference
 from qtk.workflow.ladder import capture_graph
 
@@ -79,6 +81,18 @@ def test_no_difference_no_name():
     assert first_difference(model, captured(model), CALL) is None
 
 
+def test_of_a_module_called_twice_the_first_call_is_compared():
+    class Twice(Net):
+        def forward(self, x):
+            return self.norm(self.stem(self.stem(x)))
+
+    model = Twice()
+    graph = captured(model)
+    assert first_difference(model, graph, CALL) is None
+    plant(graph, ATEN.relu.default, ATEN.sigmoid.default, 0)
+    assert first_difference(model, graph, CALL).startswith("stem.1: ")
+
+
 def test_an_op_outside_every_submodule_has_no_name():
     model = Net()
     graph = captured(model)
@@ -100,9 +114,6 @@ def test_a_wrong_weight_is_found_too_and_nothing_is_changed():
 
 
 def test_the_error_of_a_capture_that_differs_ends_with_the_name(monkeypatch):
-    from qtk.errors import CaptureError
-    from qtk.workflow import ladder
-
     real = ladder.canonicalize
 
     def wrong(*args, **kwargs):

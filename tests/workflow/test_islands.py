@@ -155,6 +155,19 @@ def test_train_mode_is_the_originals_with_its_own_dropout_and_statistics():
     assert models[1].training is False
 
 
+def test_the_code_of_the_model_itself_sees_its_mode():
+    class Switches(type(pair("branch")[0])):
+        def forward(self, x):
+            return super().forward(x) * (3 if self.training else 2)
+
+    model, x = Switches().eval(), PYTHON["branch"].inputs()
+    prepared, outputs = qtk.prepare_model(model, x), {}
+    for mode in (True, False):
+        outputs[mode] = prepared.train(mode)(x)
+        assert torch.equal(outputs[mode], model.train(mode)(x))
+    assert not torch.equal(outputs[True], outputs[False])
+
+
 @every_model
 def test_follows_to_another_dtype(name):
     entry = PYTHON[name]
