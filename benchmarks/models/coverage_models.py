@@ -15,7 +15,9 @@ from torchvision import models as vision
 from tests.zoo.models import ZOO
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-SMALL = re.compile(r"atto|femto|pico|nano|tiny|xxs|small|mini|micro|_(xs|s|t)(\d|_|$)|b0|(10|14|18|19|26)($|_|t)|0(35|50)|mobile")
+SMALL = re.compile(
+    r"atto|femto|pico|nano|tiny|xxs|small|mini|micro|_(xs|s|t)(\d|_|$)|b0|(10|14|18|19|26)($|_|t)|0(35|50)|mobile"
+)
 CANDIDATES = 8
 SMALLER = 96
 """Side of images for models that take any size."""

@@ -30,15 +30,14 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
-from qtk.graph.formula_matcher import through
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from qtk.graph.op_table import OP_NAMES, Role, op_name
-from qtk.graph.patterns import PATTERN_KINDS, PatternMatch, match_patterns
+from qtk.graph.patterns import PATTERNS, PatternMatch, match_patterns
 from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
 from qtk.graph.supergroups import match_supergroups
 
-RULE_NAMES = OP_NAMES | PATTERN_KINDS
+RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
 
 
@@ -105,7 +104,7 @@ class _Planner:
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
         self.inside: dict[fx.Node, list[_Planner]] = {}
-        self.formulas = {node: match for match in match_patterns(graph, self.flow) for node in match.nodes}
+        self.formulas = {node: match for match in match_patterns(graph) for node in match.nodes}
         self.misfits: list[str] = []
 
     def decide(self) -> None:
@@ -226,11 +225,11 @@ class _Planner:
     def _plan_formula(self, node: fx.Node, formula: PatternMatch) -> None:
         """The parameters of a formula are treated as those of the op it spells out; its numbers are left alone."""
         decisions = self.rules.decisions(node, self.flow, kind=formula.kind)
+        parameters = ((formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias"))
         for port in ports(node):
-            if through(port.value) is formula.weight:
-                self._plan_parameter(port, decisions.weight, None, f"weight of {formula.kind}")
-            elif through(port.value) is formula.bias:
-                self._plan_parameter(port, decisions.bias, None, f"bias of {formula.kind}")
+            for parameter, decided, role in parameters:
+                if parameter is not None and self.flow.root(port.value) is self.flow.root(parameter):
+                    self._plan_parameter(port, decided, None, f"{role} of {formula.kind}")
 
     def _plan_parameter(self, port: Port, decided: Decision, axes: tuple[int, int] | None, why: str) -> None:
         node = self.flow.root(port.value)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.graph.flow import Flow
 from qtk.graph.op_table import ROWS
-from qtk.graph.patterns import PATTERN_KINDS, match_patterns
+from qtk.graph.patterns import PATTERNS, match_patterns
 from qtk.graph.sites import value_site
 from tests.zoo.spelled_out import NEAR_MISSES, SPELLINGS, WIDTH, Formula, bert_gelu, llama, moments_twice, shared_half
 
@@ -17,7 +16,7 @@ X = torch.randn(4, WIDTH)
 def matches(*functions):
     model = nn.Sequential(*(Formula(function) for function in functions)).eval()
     graph = qtk.prepare_model(model, X).graph
-    return match_patterns(graph, Flow(graph)), graph
+    return match_patterns(graph), graph
 
 
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
@@ -58,14 +57,14 @@ def test_formulas_in_a_row_do_not_overlap():
 
 
 def test_every_kind_of_the_op_table_keeps_its_name():
-    assert {"layer_norm", "rms_norm", "gelu", "silu", "hardswish", "mish", "softmax"} <= PATTERN_KINDS & set(
-        row.kind for row in ROWS.values())
+    named = {pattern.kind for pattern in PATTERNS} & {row.kind for row in ROWS.values()}
+    assert {"layer_norm", "rms_norm", "gelu", "silu", "hardswish", "mish", "softmax"} <= named
 
 
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
 def test_only_the_last_value_of_a_formula_is_quantized(kind, function):
     prepared = qtk.prepare_model(Formula(function).eval(), X)
-    (match,) = match_patterns(prepared.graph, Flow(prepared.graph))
+    (match,) = match_patterns(prepared.graph)
     plan = qtk.QuantSim(prepared, X).plan
     *inner, last = (value_site(node) for node in match.nodes)
     assert not set(inner) & set(plan)

@@ -24,7 +24,8 @@ def test_known_ranges_become_the_encoding_that_just_holds_them(name, symmetric, 
 
 def test_fixed_ranges_need_no_data_and_ignore_it():
     net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).eval()
-    sim = qtk.QuantSim(net, torch.randn(2, 4))
+    rule = {"match": {"op": "softmax"}, "output": {"range": [0.0, 1.0]}}
+    sim = qtk.QuantSim(net, torch.randn(2, 4), config={"version": 1, "rules": [rule]})
     sim.compute_encodings([torch.zeros(2, 4)], progress=False)
     assert float(sim.encodings()["1:out"].maximum) == pytest.approx(1.0, rel=1e-6)
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
@@ -177,8 +177,7 @@ def test_follows_to_another_dtype(name):
     args, kwargs = split_inputs(inputs)
     model, twin = entry.model().to(torch.bfloat16), copy.deepcopy(pair(name)[1]).to(torch.bfloat16)
     assert all(parameter.dtype is torch.bfloat16 for parameter in twin.parameters())
-    if name != "keywords":  # whose forward makes a float32 mask, as its original does
-        assert equal(twin(*args, **kwargs), model(*args, **kwargs))
+    assert equal(twin(*args, **kwargs), model(*args, **kwargs))
 
 
 @every_model
@@ -309,6 +308,15 @@ def test_a_plain_attribute_set_on_the_prepared_model_is_what_its_code_reads():
     expected = prepared(x) + 2.0
     prepared.shift = 2.0
     assert torch.equal(prepared(x), expected)
+
+
+def test_a_child_or_parameter_replaced_on_the_prepared_model_is_the_one_its_code_uses():
+    prepared, x = copy.deepcopy(pair("branch")[1]), PYTHON["branch"].inputs()
+    prepared.plus = nn.Identity()
+    assert torch.equal(prepared(x), prepared.body(x))
+    prepared = copy.deepcopy(pair("no_input")[1])
+    prepared.fc.weight = nn.Parameter(torch.zeros(4, 8))
+    assert torch.equal(prepared(x), prepared.fc.bias.expand(2, 4))
 
 
 def test_a_child_with_two_names_is_one_island():

@@ -1,5 +1,7 @@
 """torch's attention modules, prepared and simulated: the same function, and every product of activations quantized."""
 
+import copy
+import functools
 import math
 
 import pytest
@@ -12,7 +14,7 @@ import qtk
 from qtk.core.granularity import PerChannel
 from qtk.quantizers.modes import in_mode
 
-N, L, S, WIDTH, HEADS = 4, 9, 12, 16, 2
+N, L, S, WIDTH, HEADS = 4, 12, 15, 16, 2
 CODES = 256
 ATEN = torch.ops.aten
 
@@ -45,7 +47,7 @@ def as_dtype(hidden, dtype):
 
 def padding():
     """Sequences of different lengths, none empty."""
-    return torch.arange(L)[None] >= torch.tensor([L, L - 2, 3, 1])[:, None]
+    return torch.arange(L)[None] >= torch.tensor([L, L - 2, 5, 1])[:, None]
 
 
 def query(*shape):
@@ -78,8 +80,9 @@ CASES = {  # options of the module, of its call, inputs
 }
 
 
+@functools.cache
 def case(name):
-    """A model in eval mode, and its inputs by name."""
+    """A model in eval mode, the same prepared, and inputs by name; shared by tests that do not change them."""
     torch.manual_seed(0)
     options, call, inputs = CASES[name]
     model = Attend(call=call, **options).eval()
@@ -87,7 +90,8 @@ def case(name):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.normal_(0, 0.1)  # biases are born as zeros
-    return model, {key: make() for key, make in inputs.items()}
+    made = {key: make() for key, make in inputs.items()}
+    return model, qtk.prepare_model(model, made), made
 
 
 def outputs(model, inputs):
@@ -116,7 +120,7 @@ def assert_prepared_alike(model, prepared, inputs):
         wanted += [leaf for leaf in leaves.values() if leaf.requires_grad]
         gradients.append((*results, *torch.autograd.grad(total, wanted)))
     for a, b in zip(*gradients, strict=True):
-        near(a, b, 4e-6)
+        near(a, b, 1e-6)
 
 
 class Products(TorchFunctionMode):
@@ -139,15 +143,15 @@ def distinct_values(model, inputs):
     return [operand.unique().numel() for operand in products.operands]
 
 
-def simulated(model, inputs, bits):
-    sim = qtk.QuantSim(model, inputs, weight_bits=bits, activation_bits=bits)
+def simulated(prepared, inputs, bits):
+    sim = qtk.QuantSim(prepared, inputs, weight_bits=bits, activation_bits=bits)
     sim.compute_encodings([inputs], progress=False)
     return sim
 
 
-def assert_quantized(model, inputs, *, blocks, linears):
+def assert_quantized(model, prepared, inputs, *, blocks, linears):
     """``blocks``: how many attentions there are; ``linears``: how many weights of linear layers."""
-    sim = simulated(model, inputs, 8)
+    sim = simulated(prepared, inputs, 8)
     weights = {site.name: decided for site, decided in sim.plan.items() if site.name.endswith("weight")}
     weights = {name: decided for name, decided in weights.items() if model.get_parameter(name).ndim == 2}
     assert len(weights) == linears
@@ -167,12 +171,12 @@ def assert_sane(sim):
     """What was observed are numbers a net of this size makes, not the −∞ of a mask."""
     for name, encoding in sim.encodings().items():
         bounds = torch.maximum(encoding.minimum.abs(), encoding.maximum.abs())
-        assert 1e-6 < float(bounds.min()), name
+        assert float(bounds.min()) > 1e-6, name
         assert float(bounds.max()) < 100, name
 
 
-def assert_near_float_at_16_bits(model, inputs):
-    sim = simulated(model, inputs, 16)
+def assert_near_float_at_16_bits(model, prepared, inputs):
+    sim = simulated(prepared, inputs, 16)
     with torch.no_grad():
         assert min(distinct_values(sim.model, inputs)) > CODES  # or counting them at 8 bits would say nothing
         for a, b in zip(outputs(model, inputs), outputs(sim.model, inputs), strict=True):
@@ -182,14 +186,12 @@ def assert_near_float_at_16_bits(model, inputs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_prepared_attention_is_the_original(name):
-    model, inputs = case(name)
-    assert_prepared_alike(model, qtk.prepare_model(model, inputs), inputs)
+    assert_prepared_alike(*case(name))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_simulated_attention_quantizes_weights_and_both_products(name):
-    model, inputs = case(name)
-    assert_quantized(model, inputs, blocks=1, linears=4 if name == "other_widths" else 2)
+    assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -198,8 +200,8 @@ def test_at_16_bits_attention_is_near_float(name):
 
 
 def test_a_sleeping_simulation_takes_torchs_fused_kernel():
-    model, inputs = case("both_masks")
-    sim = simulated(model, inputs, 8)
+    _, prepared, inputs = case("both_masks")
+    sim = simulated(prepared, inputs, 8)
     with torch.no_grad(), in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
         assert not distinct_values(sim.model, inputs)
     assert distinct_values(sim.model, inputs)
@@ -207,7 +209,7 @@ def test_a_sleeping_simulation_takes_torchs_fused_kernel():
 
 @pytest.mark.parametrize("name", ["plain", "both_masks", "float_mask"])
 def test_scores_weights_and_context_are_sites_and_masked_scores_are_none(name):
-    sim = simulated(*case(name), 8)
+    sim = simulated(*case(name)[1:], 8)
     place = "attn.attention.core"
     assert {f"{place}.{value}:out" for value in ("scores", "softmax", "context")} <= set(sim.quantizers)
     left = {site.name for site in sim.plan.unquantized}
@@ -217,9 +219,8 @@ def test_scores_weights_and_context_are_sites_and_masked_scores_are_none(name):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_every_quantizer_runs_whether_or_not_gradients_are_wanted(grad):
-    model, inputs = case("both_masks")
-    sim = simulated(model, inputs, 8)
-    model_of_eval = sim.model.eval()
+    _, prepared, inputs = case("both_masks")
+    sim = simulated(prepared, inputs, 8)
     calls = {id(quantizer): 0 for quantizer in sim.quantizers.values()}
 
     def count(module, *_):
@@ -228,13 +229,13 @@ def test_every_quantizer_runs_whether_or_not_gradients_are_wanted(grad):
     for quantizer in sim.quantizers.values():
         quantizer.register_forward_hook(count)
     with torch.set_grad_enabled(grad):
-        outputs(model_of_eval, inputs)
+        outputs(sim.model, inputs)
     assert set(calls.values()) == {1}
 
 
 def test_gradients_pass_through_a_simulated_attention_to_every_parameter():
-    model, inputs = case("extra_key_and_value")
-    sim = simulated(model, inputs, 8)
+    model, prepared, inputs = case("extra_key_and_value")
+    sim = simulated(prepared, inputs, 8)
     outputs(sim.model, inputs)[0].square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in sim.model.named_parameters()}
     assert all(gradients[name] is not None and bool(gradients[name].isfinite().all()) and bool(gradients[name].any())
@@ -253,8 +254,8 @@ def sequence(length=L):
     return torch.randn(N, length, WIDTH)
 
 
-def encoder():
-    return nn.TransformerEncoder(encoder_layer(), 2, norm=nn.LayerNorm(WIDTH))
+def encoder(nested=False):
+    return nn.TransformerEncoder(encoder_layer(), 2, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=nested)
 
 
 def transformer():
@@ -266,42 +267,54 @@ LAYERS = {  # builder, inputs, attentions, weights of linear layers
     "encoder_layer_norm_first": (lambda: encoder_layer(norm_first=True, activation="gelu"),
                                  lambda: {"src": sequence(), "src_key_padding_mask": padding()}, 1, 4),
     "encoder_layer_causal": (encoder_layer, lambda: {"src": sequence(), "src_mask": causal(torch.float32)}, 1, 4),
-    "decoder_layer": (decoder_layer, lambda: {"tgt": sequence(), "memory": sequence(S)}, 2, 7),
+    "decoder_layer": (decoder_layer, lambda: {"tgt": sequence(), "memory": sequence(S)}, 2, 6),
     "decoder_layer_norm_first": (lambda: decoder_layer(norm_first=True, activation="gelu"),
                                  lambda: {"tgt": sequence(), "memory": sequence(S), "tgt_mask": causal(torch.bool),
-                                          "tgt_key_padding_mask": padding()}, 2, 7),
+                                          "tgt_key_padding_mask": padding()}, 2, 6),
     "padded_encoder": (encoder, lambda: {"src": sequence(), "src_key_padding_mask": padding()}, 2, 8),
     "encoder": (encoder, lambda: {"src": sequence()}, 2, 8),
     "transformer": (transformer, lambda: {"src": sequence(S), "tgt": sequence(), "tgt_mask": causal(torch.float32)},
-                    3, 11),
+                    3, 10),
 }
 
 
+@functools.cache
 def layer(name):
     torch.manual_seed(0)
     build, make, *_ = LAYERS[name]
-    return build().eval(), make()
+    model, inputs = build().eval(), make()
+    return model, qtk.prepare_model(model, inputs), inputs
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_prepared_transformer_is_the_original_and_quantizes_throughout(name):
-    model, inputs = layer(name)
+def test_a_prepared_transformer_is_the_original(name):
+    assert_prepared_alike(*layer(name))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_simulated_transformer_quantizes_weights_and_all_products(name):
     *_, blocks, linears = LAYERS[name]
-    prepared = qtk.prepare_model(model, inputs)
-    assert_prepared_alike(model, prepared, inputs)
-    assert_quantized(model, inputs, blocks=blocks, linears=linears)
+    assert_quantized(*layer(name), blocks=blocks, linears=linears)
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", LAYERS)
 def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="torch's nested tensors zero what is padded in eval mode")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
+    model, (_, _, inputs) = encoder(nested=True).eval(), layer("padded_encoder")
+    prepared = qtk.prepare_model(model, inputs)
+    seen = ~inputs["src_key_padding_mask"]
+    with torch.no_grad():
+        near(model(**inputs)[seen], prepared(**inputs)[seen], 1e-6)
+
+
 @pytest.mark.parametrize("name", ["encoder_layer", "padded_encoder"])
 def test_dropout_inside_attention_is_on_in_train_mode_only(name):
-    model, inputs = layer(name)
+    model, inputs = copy.deepcopy(layer(name)[0]), layer(name)[2]
     prepared = qtk.prepare_model(model, inputs).train()
     assert not torch.equal(*(outputs(prepared, inputs)[0] for _ in range(2)))
     torch.manual_seed(5)
@@ -320,6 +333,7 @@ def test_torchvisions_vit_is_quantized_throughout():
             if parameter.ndim < 3:
                 parameter.normal_(0, 0.1)  # the head, and others, are born as zeros
     inputs = {"x": torch.randn(16, 3, 32, 32)}
-    assert qtk.prepare_model(model, inputs).report.rung == "export"
-    assert_quantized(model, inputs, blocks=2, linears=9)
-    assert_near_float_at_16_bits(model, inputs)
+    prepared = qtk.prepare_model(model, inputs)
+    assert prepared.report.rung == "export"
+    assert_quantized(model, prepared, inputs, blocks=2, linears=9)
+    assert_near_float_at_16_bits(model, prepared, inputs)

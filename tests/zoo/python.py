@@ -129,19 +129,19 @@ class Scaled(nn.Module):
         self.fc = nn.Linear(8, 8)
 
     def forward(self, x, mask=None, *, scale=1.0):
-        y = self.fc(x) * scale
+        y = self.fc(x) * scale + torch.arange(8, dtype=x.dtype, device=x.device)
         return y if mask is None else y * mask
 
 
 class Keywords(nn.Module):
-    """A child called by keywords, in another order than it declares them."""
+    """A child called by keywords, in another order than it declares them; it makes a tensor of its own."""
 
     def __init__(self):
         super().__init__()
         self.scaled, self.head = Scaled(), nn.Linear(8, 4)
 
     def forward(self, x):
-        hidden = self.scaled(scale=0.5, mask=(x > 0).float(), x=x)
+        hidden = self.scaled(scale=0.5, mask=(x > 0).to(x.dtype), x=x)
         return self.head(hidden * sign(x))
 
 

@@ -1,0 +1,373 @@
+"""One normal form for what torch code computes, with fewer ways to say it than ATen has.
+
+1. Copies, casts between floats and products with 1 vanish.
+2. Constants of one element that are no parameters, and what is computed from them alone, are numbers.
+3. ``a / b`` is ``a · (1/b)`` and ``1/sqrt(a)`` is ``rsqrt(a)``; the powers ½, −½, −1, 2 and 3 are the ops they stand
+   for, ``a · a`` is ``square(a)``, ``a − number`` is ``a + −number``.
+4. The number of a sum or product is its second operand.
+5. ``relu6``, ``hardtanh``, a ``maximum`` with a number and the like are ``clamp``.
+6. A standard deviation is the root of a variance, a norm the root of a sum of squares; axes count from the front.
+7. The halves of an axis are one op each, however they are cut out; so are its even and its odd entries.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtk.graph.op_table import ROWS, row_of
+from qtk.graph.sites import is_float
+
+ATEN = torch.ops.aten
+
+Value: TypeAlias = fx.Node | float
+"""What an op of the normal form reads: a node or a number."""
+
+Sizes: TypeAlias = tuple[int | None, ...]
+"""Of the axes of a tensor; ``None``: not fixed."""
+
+Given: TypeAlias = dict[str, Any]
+"""The arguments of an op by name, defaults filled in."""
+
+COPIES = {name for name, row in ROWS.items() if row.kind == "identity"}
+
+ARITHMETIC = {
+    "full", "scalar_tensor", "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow",
+    "sqrt", "rsqrt", "reciprocal", "neg",
+}
+"""Ops that make numbers of numbers."""
+
+
+def first_half(x: Tensor, axis: int) -> Tensor:
+    return x.narrow(axis, 0, x.shape[axis] // 2)
+
+
+def second_half(x: Tensor, axis: int) -> Tensor:
+    return x.narrow(axis, x.shape[axis] // 2, x.shape[axis] // 2)
+
+
+def evens(x: Tensor, axis: int) -> Tensor:
+    return x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :]).select(axis + 1, 0)
+
+
+def odds(x: Tensor, axis: int) -> Tensor:
+    return x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :]).select(axis + 1, 1)
+
+
+def pairs(x: Tensor) -> Tensor:
+    """``[…, 2n] → […, n, 2]``."""
+    return x.reshape(*x.shape[:-1], -1, 2)
+
+
+def unpairs(x: Tensor) -> Tensor:
+    """``[…, n, 2] → […, 2n]``."""
+    return x.flatten(-2)
+
+
+Rule: TypeAlias = "Callable[[NormalForm, Given], Value | None]"
+"""How an op reads in normal form; ``None``: as it is."""
+
+HALVES, TURNS = (first_half, second_half), (evens, odds)
+class NormalForm:
+    """The normal form of a graph, as a graph of its own that computes the same.
+
+    ``made_by`` has the original ops behind each of its nodes, the one that made the value last; ``passed`` are the
+    originals that rule 1 removed; ``static`` the nodes made from parameters alone.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = fx.Graph()
+        self.made_by: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.passed: set[fx.Node] = set()
+        self.static: set[fx.Node] = set()
+        self.by_target: dict[object, list[fx.Node]] = defaultdict(list)
+        self._root = graph.owning_module
+        self._values: dict[fx.Node, Value] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        for self._node in graph.nodes:
+            self._values[self._node] = self._value(self._node)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those of the value that is being made."""
+        return sizes_of(self._node.meta["val"])
+
+    def original(self, value: Value | None) -> fx.Node | None:
+        """The op of the original graph that makes a value of the normal form."""
+        return self.made_by[value][-1] if isinstance(value, fx.Node) else None
+
+    def emit(self, target: Callable[..., Any], *args: Any, also: tuple[fx.Node, ...] = (), **kwargs: Any) -> fx.Node:
+        """A new op; ``also`` are the originals it stands for besides the present one."""
+        return self._create("call_function", target, args, kwargs, also)
+
+    def product(self, a: Value, b: Value) -> Value:
+        if not isinstance(a, fx.Node):
+            a, b = b, a
+        if not isinstance(a, fx.Node):
+            return a * b  # type: ignore[operator]
+        if b == 1:
+            self.passed.add(self._node)
+            return a
+        return self.emit(ATEN.square, a) if a is b else self.emit(ATEN.mul, a, b)
+
+    def reciprocal(self, a: Value) -> Value:
+        if not isinstance(a, fx.Node):
+            return 1 / a if a else math.inf
+        if a.target is ATEN.sqrt:
+            return self.emit(ATEN.rsqrt, a.args[0], also=self.made_by[a])
+        return self.emit(ATEN.reciprocal, a)
+
+    def reduction(self, target: Callable[..., Any], given: Given, *also: fx.Node) -> fx.Node:
+        x, dim = given["self"], given.get("dim")
+        kwargs: dict[str, Any] = {"keepdim": bool(given.get("keepdim"))}
+        rank = given.get("rank", rank_of(x))
+        dims = range(rank) if dim in (None, [], ()) else dim if isinstance(dim, (list, tuple)) else (dim,)
+        if target is ATEN.var:
+            correction = given.get("correction", int(given.get("unbiased", True)))
+            kwargs["correction"] = 1 if correction is None else correction
+        return self.emit(target, x, tuple(sorted(axis % rank for axis in dims)), also=also, **kwargs)
+
+    def turn(self, x: fx.Node, axis: int, index: int, *also: fx.Node) -> fx.Node | None:
+        """The even or the odd entries of an axis that was cut into pairs."""
+        if x.target is not pairs or axis % rank_of(x) != rank_of(x) - 1 or index not in (0, 1):
+            return None
+        return self.emit(TURNS[index], x.args[0], rank_of(x) - 2, also=(*self.made_by[x], *also))
+
+    def _create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], also: tuple[fx.Node, ...] = ()
+    ) -> fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta["val"] = self._node.meta.get("val")
+        self.made_by[node] = (*also, self._node)
+        self.by_target[target].append(node)
+        if op != "placeholder" and all(source in self.static for source in node.all_input_nodes):
+            self.static.add(node)
+        return node
+
+    def _value(self, node: fx.Node) -> Value:
+        number = self._number(node)
+        if number is not None:
+            self._copies[node] = self._copy(node)  # for readers that want a tensor
+            return number
+        if node.op == "call_function" and is_float(node):
+            args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
+            kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
+            name, value = _name(node), None
+            if node.target is operator.getitem:
+                value = self._element(node.all_input_nodes[0], args[1])
+            elif name in COPIES and is_float(node.all_input_nodes[0]):
+                self.passed.add(node)
+                value = args[0]
+            elif name in RULES:
+                given = _given(node, args, kwargs)
+                if name not in ARITHMETIC and not isinstance(given.get("self", node), fx.Node):
+                    given["self"] = self._copies[node.all_input_nodes[0]]
+                value = RULES[name](self, given)
+            if value is not None:
+                return value
+        return self._copy(node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        def copied(arg: fx.Node) -> fx.Node:
+            value = self._values[arg]
+            return value if isinstance(value, fx.Node) else self._copies[arg]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copied)
+        return self._create(node.op, node.target, args, kwargs)
+
+    def _number(self, node: fx.Node) -> float | None:
+        """The value of a constant (rule 2)."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.is_complex() or any(size != 1 for size in sizes_of(value)):
+            return None
+        if node.op == "get_attr":
+            held = operator.attrgetter(str(node.target))(self._root)
+            return None if isinstance(held, nn.Parameter) or held.is_meta else float(held)
+        if node.op != "call_function" or _name(node) not in ARITHMETIC | COPIES:
+            return None
+        if any(isinstance(self._values[arg], fx.Node) for arg in node.all_input_nodes):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: torch.tensor(self._values[arg]))
+        return float(node.target(*args, **kwargs))  # type: ignore[operator]
+
+    def _element(self, maker: fx.Node, index: int) -> Value | None:
+        """One of the results of an op that has several."""
+        source, name, parts = self._values[maker], _name(maker), maker.meta.get("val")
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            return None
+        given = _given(maker, source.args, source.kwargs)
+        if name == "max" and index == 0:
+            return self.reduction(ATEN.amax, given, maker)
+        if name in ("var_mean", "std_mean"):
+            if index == 1:
+                return self.reduction(ATEN.mean, given, maker)
+            variance = self.reduction(ATEN.var, given, maker)
+            return variance if name == "var_mean" else self.emit(ATEN.sqrt, variance)
+        row = row_of(maker)
+        if row is None or row.kind != "split" or not isinstance(parts, (list, tuple)) or len(parts) != 2:
+            return None
+        x, axis = given["self"], given.get("dim", 0)
+        if name == "unbind":
+            return self.turn(x, axis, index, maker)
+        first, second = map(sizes_of, parts)
+        same = first == second and first[axis] is not None
+        return self.emit(HALVES[index], x, axis % rank_of(x), also=(maker,)) if same else None
+
+
+def _add(form: NormalForm, given: Given) -> Value | None:
+    a, b = given["self"], given["other"]
+    if given.get("alpha", 1) != 1 or not (isinstance(a, fx.Node) or isinstance(b, fx.Node)):
+        return None
+    return form.emit(ATEN.add, a, b) if isinstance(a, fx.Node) else form.emit(ATEN.add, b, a)
+
+
+def _sub(form: NormalForm, given: Given) -> Value | None:
+    a, b = given["self"], given["other"]
+    if given.get("alpha", 1) != 1:
+        return None
+    return form.emit(ATEN.sub, a, b) if isinstance(b, fx.Node) else form.emit(ATEN.add, a, -b)
+
+
+def _div(form: NormalForm, given: Given) -> Value | None:
+    whole = given.get("rounding_mode") is None
+    return form.product(given["self"], form.reciprocal(given["other"])) if whole else None
+
+
+def _pow(form: NormalForm, given: Given) -> Value | None:
+    x, exponent = given["self"], given["exponent"]
+    if exponent == 3:
+        return form.emit(ATEN.mul, form.emit(ATEN.square, x), x)
+    if exponent == -1:
+        return form.reciprocal(x)
+    known = {2: ATEN.square, 0.5: ATEN.sqrt, -0.5: ATEN.rsqrt}
+    return form.emit(known[exponent], x) if isinstance(exponent, (int, float)) and exponent in known else None
+
+
+def _clamp(form: NormalForm, given: Given) -> Value:
+    return form.emit(ATEN.clamp, given["self"], given.get("min", given.get("min_val")),
+                     given.get("max", given.get("max_val")))
+
+
+def _maximum(form: NormalForm, given: Given) -> Value | None:
+    if "other" not in given:
+        return form.reduction(ATEN.amax, given)
+    number = given["other"]
+    return None if isinstance(number, fx.Node) else form.emit(ATEN.clamp, given["self"], number, None)
+
+
+def _std(form: NormalForm, given: Given) -> Value:
+    return form.emit(ATEN.sqrt, form.reduction(ATEN.var, given))
+
+
+def _norm(form: NormalForm, given: Given) -> Value | None:
+    x = given["self"]
+    if given.get("ord", given.get("p")) not in (None, 2):
+        return None
+    total = form.reduction(ATEN.sum, {**given, "self": form.emit(ATEN.square, x), "rank": rank_of(x)})
+    return form.emit(ATEN.sqrt, total)
+
+
+def _linalg_norm(form: NormalForm, given: Given) -> Value | None:
+    """With an order and two axes it is a norm of matrices."""
+    of_vector = given["ord"] is None or (given["dim"] is not None and len(given["dim"]) == 1)
+    return _norm(form, given) if of_vector else None
+
+
+def _slice(form: NormalForm, given: Given) -> Value | None:
+    x, axis = given["self"], given["dim"] % rank_of(given["self"])
+    length, bounds = sizes_of(x.meta["val"])[axis], (given["start"], given["end"], given["step"])
+    if length is None or length % 2 or any(not isinstance(bound, int | None) for bound in bounds):
+        return None
+    start, end, step = slice(*bounds).indices(length)
+    if step == 2 and end == length and start < 2:
+        return form.emit(TURNS[start], x, axis)
+    if step == 1 and 2 * (end - start) == length and start in (0, length // 2):
+        return form.emit(HALVES[int(start > 0)], x, axis)
+    return None
+
+
+def _select(form: NormalForm, given: Given) -> Value | None:
+    return form.turn(given["self"], given["dim"], given["index"]) if isinstance(given["self"], fx.Node) else None
+
+
+def _reshape(form: NormalForm, given: Given) -> Value | None:
+    x = given["self"]
+    old, new = sizes_of(x.meta["val"]), form.sizes
+    if _are_pairs(new, old):
+        return form.emit(pairs, x)
+    if _are_pairs(old, new):
+        return form.emit(unpairs, x)
+    return form.emit(ATEN.reshape, x, shape) if (shape := given.get("shape", given.get("size"))) is not None else None
+
+
+def _are_pairs(longer: Sizes, shorter: Sizes) -> bool:
+    if len(longer) != len(shorter) + 1 or len(shorter) < 1:
+        return False
+    *_, count, two = longer
+    return count is not None and two == 2 and shorter[-1] == 2 * count
+
+
+def _cat(form: NormalForm, given: Given) -> Value:
+    return form.emit(ATEN.cat, given["tensors"], given["dim"] % len(form.sizes))
+
+
+def _stack(form: NormalForm, given: Given) -> Value:
+    return form.emit(ATEN.stack, given["tensors"], given["dim"] % len(form.sizes))
+
+
+def _reduce(target: Callable[..., Any]) -> Rule:
+    return lambda form, given: form.reduction(target, given)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("mul", "multiply"), lambda form, given: form.product(given["self"], given["other"])),
+    **dict.fromkeys(("div", "divide", "true_divide"), _div),
+    **dict.fromkeys(("sub", "subtract"), _sub),
+    **dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max", "hardtanh"), _clamp),
+    **dict.fromkeys(("max", "maximum"), _maximum),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _reshape),
+    **dict.fromkeys(("cat", "concat"), _cat),
+    **{name: _reduce(getattr(ATEN, name)) for name in ("sum", "mean", "amax", "var", "logsumexp")},
+    "add": _add,
+    "rsub": lambda form, given: _sub(form, {**given, "self": given["other"], "other": given["self"]}),
+    "neg": lambda form, given: form.product(given["self"], -1),
+    "pow": _pow,
+    "square": lambda form, given: form.emit(ATEN.square, given["self"]),
+    "sqrt": lambda form, given: form.emit(ATEN.sqrt, given["self"]),
+    "rsqrt": lambda form, given: form.emit(ATEN.rsqrt, given["self"]),
+    "reciprocal": lambda form, given: form.reciprocal(given["self"]),
+    "relu6": lambda form, given: form.emit(ATEN.clamp, given["self"], 0, 6),
+    "softplus": lambda form, given: form.emit(ATEN.softplus, given["self"], given["beta"], given["threshold"]),
+    "std": _std,
+    "linalg_norm": _linalg_norm,
+    "slice": _slice,
+    "select": _select,
+    "stack": _stack,
+}
+"""Name of an op → how it reads in normal form; ``None`` from a rule: as it is."""
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name.removeprefix("aten::")
+
+
+def _given(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**given, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
+
+
+def sizes_of(value: Tensor) -> Sizes:
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def rank_of(node: fx.Node) -> int:
+    return int(node.meta["val"].ndim)
