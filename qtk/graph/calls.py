@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -111,6 +112,14 @@ def with_rows(model: nn.Module, call: Call) -> Call:
     except Exception:
         return call
     return replace(call, args=args, kwargs=kwargs)
+
+
+def raised_in(model: nn.Module, error: BaseException) -> str:
+    """The path of the innermost module whose code raised ``error``; empty if it is the model itself, or not known."""
+    paths = {module: path for path, module in model.named_modules()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    owners = (frame.f_locals.get("self") for frame in frames)
+    return next((paths[owner] for owner in reversed([*owners]) if isinstance(owner, nn.Module) and owner in paths), "")
 
 
 def _is_scripted(module: nn.Module) -> bool:

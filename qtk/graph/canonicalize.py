@@ -59,9 +59,9 @@ def canonicalize(
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
     swaps = recover(root, graph, original)
+    graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
+    graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
-    captured_graph.graph.eliminate_dead_code()
-    captured_graph.recompile()
     name_sites(captured_graph.graph, place)
     return captured_graph, swaps
 

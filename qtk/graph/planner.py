@@ -91,7 +91,7 @@ class _Planner:
         rules: the configuration.
         scheme: method where no rule names one.
         io: what happens at the graph's inputs and outputs; ``None``: the graph is the inside of an op, whose inputs are
-            quantized outside.
+            quantized outside and whose every value is a site: nothing in it is a formula somebody spelled out.
     """
 
     def __init__(self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None) -> None:
@@ -104,7 +104,8 @@ class _Planner:
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
         self.inside: dict[fx.Node, list[_Planner]] = {}
-        self.formulas = {node: match for match in match_patterns(graph) for node in match.nodes}
+        matches = match_patterns(graph) if io is not None else []
+        self.formulas = {node: match for match in matches for node in match.nodes}
         self.misfits: list[str] = []
 
     def decide(self) -> None:

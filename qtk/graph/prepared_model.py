@@ -10,6 +10,7 @@ from torch import nn
 from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
 from qtk.graph.inputs import check_inputs
 from qtk.graph.prepare_report import PrepareReport
+from qtk.nn.fast_path import fast_path_off
 
 REPORT = "report"
 """Key of ``meta``: the account of the capture."""
@@ -48,7 +49,7 @@ class PreparedTree(PreparedModel):
 
     Args:
         parent: a copy of the model, its members the graphs and what stays Python too. Attributes and methods that are
-            asked of the tree are those of the parent.
+            asked of the tree, or set on it, are those of the parent.
     """
 
     def __init__(self, parent: nn.Module) -> None:
@@ -61,7 +62,10 @@ class PreparedTree(PreparedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""
         self._parent.training = self.training
-        return self._parent(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._parent(*args, **kwargs)
+        with fast_path_off():  # it would pass islands by
+            return self._parent(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -70,6 +74,10 @@ class PreparedTree(PreparedModel):
             if "_parent" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_parent"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = "_parent" not in self.__dict__ or name in self.__dict__
+        super().__setattr__(name, value) if mine else setattr(self._parent, name, value)
 
     def __repr__(self) -> str:
         return repr(self._parent)

@@ -43,14 +43,16 @@ class AttentionCore(nn.Module):
         if self.is_causal:
             seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
             scores = scores.masked_fill(~seen, -math.inf)
-        blind = None
-        if mask is not None and mask.dtype == torch.bool:
-            scores, blind = scores.masked_fill(~mask, -math.inf), ~mask
-        elif mask is not None:
-            scores, blind = scores + mask, mask == -math.inf
-        weights = self.softmax(scores)
-        if blind is not None:
-            weights = weights.masked_fill(blind.all(-1, keepdim=True), 0.0)
+        if mask is None:
+            weights = self.softmax(scores)
+        else:
+            masked = ~mask if mask.dtype == torch.bool else mask == -math.inf
+            blind = masked.all(-1, keepdim=True)  # −∞ alone would make NaN of the gradient, even where it is not used
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(masked & ~blind, -math.inf)
+            else:
+                scores = scores + mask.masked_fill(blind, 0.0)
+            weights = self.softmax(scores).masked_fill(blind, 0.0)
         result: Tensor = self.context(self.dropout(weights), value)
         return result
 

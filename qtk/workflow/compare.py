@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,11 +23,14 @@ class SiteError:
         site: name of the site.
         sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
         max_error_scales: largest absolute error in units of the site's scale.
+        unpaired: calls in simulation without a counterpart of their shape in float, because the model took another way
+            (a router that sends tokens elsewhere); no figure counts them, and without any other ``sqnr_db`` is NaN.
     """
 
     site: str
     sqnr_db: float
     max_error_scales: float
+    unpaired: int = 0
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class _Sums:
     signal: float = 0.0
     noise: float = 0.0
     worst: float = 0.0
+    unpaired: int = 0
 
     def add(self, reference: Tensor, value: Tensor, scale: Tensor | None) -> None:
         difference = (value - reference).double()
@@ -44,7 +49,7 @@ class _Sums:
 
     @property
     def sqnr_db(self) -> float:
-        return decibels(self.signal, self.noise)
+        return math.nan if self.unpaired and not self.signal else decibels(self.signal, self.noise)
 
 
 def compare(
@@ -57,7 +62,7 @@ def compare(
     num_batches: int | None = None,
     progress: bool = True,
 ) -> list[SiteError]:
-    """Errors of every leading site, worst SQNR first.
+    """Errors of every leading site, worst SQNR first, those without any at the end.
 
     Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
     that site; the float values of one batch are held in memory at a time.
@@ -72,8 +77,11 @@ def compare(
             if not simulating:
                 kept[name].append(inputs[0].detach())
             else:
-                quantizer = watched[name]
-                sums[name].add(kept[name].pop(0), output.detach(), quantizer.scale)
+                reference = kept[name].pop(0) if kept[name] else None
+                if reference is None or reference.shape != output.shape:
+                    sums[name].unpaired += 1
+                else:
+                    sums[name].add(reference, output.detach(), watched[name].scale)
 
         return record
 
@@ -81,6 +89,8 @@ def compare(
         nonlocal simulating
         run = forward or run_batch
         simulating = False
+        for values in kept.values():
+            values.clear()
         with in_mode(quantizers.values(), Mode.BYPASS):
             run(module, batch)
         simulating = True
@@ -93,6 +103,6 @@ def compare(
     finally:
         for handle in handles:
             handle.remove()
-    errors = [SiteError(name, total.sqnr_db, total.worst) for name, total in sums.items()]
-    return sorted(errors, key=lambda error: error.sqnr_db)
+    errors = [SiteError(name, total.sqnr_db, total.worst, total.unpaired) for name, total in sums.items()]
+    return sorted(errors, key=lambda error: (math.isnan(error.sqnr_db), error.sqnr_db))
 

@@ -14,7 +14,7 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
-from qtk.graph.calls import Call, record_calls
+from qtk.graph.calls import Call, record_calls, with_rows
 from qtk.graph.capture import ExampleInputs, split_inputs
 from qtk.graph.graphs import roots
 from qtk.graph.packed import PackedRecurrent
@@ -131,7 +131,13 @@ def _graph_calls(exported: Exported) -> dict[str, tuple[fx.GraphModule, Call]]:
         return {"": (found[""], call)}
     with evaluating(exported.model):
         calls = record_calls(exported.model, [call], of=found.values())
-    return {path: (graph, calls[graph][0]) for path, graph in found.items() if graph in calls}
+    return {path: (graph, _example(graph, calls[graph])) for path, graph in found.items() if graph in calls}
+
+
+def _example(graph: nn.Module, calls: Sequence[Call]) -> Call:
+    """The largest of ``calls``; one without any rows gets some."""
+    largest = max(calls, key=lambda call: call.numel)
+    return largest if largest.numel else with_rows(graph, largest)
 
 
 EXPORTERS.add("encodings", _encodings)

@@ -13,12 +13,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.calls import Call, detached
+from qtk.graph.calls import Call, detached, raised_in
 from qtk.graph.capture import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
 from qtk.graph.graphs import graphs
 from qtk.graph.prepare_report import PrepareReport
 from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedModel
 from qtk.graph.sites import EXCLUDED, PLACE, annotate, join, note
+from qtk.nn.fast_path import fast_path_off
 from qtk.registry import nearest
 from qtk.workflow.ladder import capture_graph, capture_tree
 from qtk.workflow.untouched import untouched
@@ -30,6 +31,7 @@ ORIGINAL = "qtk_original"
 """Key of ``meta``: the model behind a trace that is still to be captured."""
 
 
+@fast_path_off()
 def prepare_model(
     model: nn.Module,
     example_inputs: ExampleInputs | None = None,
@@ -39,6 +41,8 @@ def prepare_model(
     verify: bool = True,
 ) -> PreparedModel:
     """Captures ``model`` as an ATen graph with its own parameters, names and train/eval behaviour.
+
+    The fast path of torch's transformers is off meanwhile: what is captured and compared is the model as written.
 
     What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
     report has a line for each. No model that runs is refused.
@@ -70,7 +74,8 @@ def prepare_model(
                 raise CaptureError("the model is prepared already; name modules_to_exclude when preparing it first")
             return model
         model = model.meta[ORIGINAL]
-    excluded = _paths(model, modules_to_exclude)
+    names = [_names(model, module) for module in modules_to_exclude]
+    excluded = set().union(*names)
     if example_inputs is None:
         return _traced(model, started)
     args, kwargs = split_inputs(example_inputs)
@@ -87,13 +92,16 @@ def prepare_model(
         prepared = capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=excluded)
     for module in graphs(prepared).values():
         _exclude(module.graph, excluded)
-    notes += [f"modules_to_exclude: {path} runs no op" for path in sorted(excluded - _owners(prepared))]
+    owners = _owners(prepared)
+    notes += [f"modules_to_exclude: {min(own)} runs no op" for own in names if own.isdisjoint(owners)]
     report = prepared.report
     if verify:
         try:
             with untouched(model):
                 several = with_batch_of_two(model.eval(), args, kwargs) if report.dynamic else (args, kwargs)
-            difference, lost = train_difference(model, prepared, *several)
+            equal = report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
+            in_eval = expected if equal else None
+            difference, lost = train_difference(model, prepared, *several, in_eval=in_eval)
             report = replace(report, train_difference=difference)
             notes += lost
         except VerificationError as error:
@@ -134,8 +142,10 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         outcome = eval_outcome(model, *(given := detached((args, kwargs))))
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        path = raised_in(model, error)
+        where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
         raise CaptureError(
-            f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}): "
+            f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
             f"{first_line(error)}; pass inputs that model(...) accepts"
         ) from error
     for index, (a, b) in enumerate(zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)):
@@ -155,19 +165,16 @@ def _register_dataclasses(tree: object) -> Iterator[str]:
             yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-def _paths(model: nn.Module, modules: Collection[nn.Module | str]) -> set[str]:
-    """Every name of every excluded module."""
+def _names(model: nn.Module, module: nn.Module | str) -> set[str]:
+    """Every name of an excluded module."""
     known = dict(model.named_modules(remove_duplicate=False))
-    paths = set()
-    for module in modules:
-        wanted = module if isinstance(module, nn.Module) else known.get(module)
-        found = {path for path, other in known.items() if other is wanted}
-        if not found:
-            what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-            hint = f"; {nearest(module, known)}" if isinstance(module, str) else ""
-            raise CaptureError(f"modules_to_exclude: {what} is no submodule of {type(model).__name__}{hint}")
-        paths |= found
-    return paths
+    wanted = module if isinstance(module, nn.Module) else known.get(module)
+    found = {path for path, other in known.items() if other is wanted}
+    if not found:
+        what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+        hint = f"; {nearest(module, known)}" if isinstance(module, str) else ""
+        raise CaptureError(f"modules_to_exclude: {what} is no submodule of {type(model).__name__}{hint}")
+    return found
 
 
 def _exclude(graph: fx.Graph, paths: set[str]) -> None:

@@ -9,12 +9,18 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qtk.errors import VerificationError
 from qtk.graph.calls import detached
 from qtk.graph.capture import first_line
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.nn.attention import Attention
+from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.dropout import Dropout
+from qtk.nn.instance_norm import InstanceNorm
 from qtk.workflow.untouched import untouched
 
 TOLERANCE = 1e-5
@@ -22,14 +28,13 @@ TOLERANCE = 1e-5
 
 
 Outcome: TypeAlias = tuple[object, dict[str, Tensor]]
-"""What a run returns, and the buffers it leaves behind."""
+"""What a run returns, and the buffers it leaves behind, without those that got another shape or dtype: caches."""
 
 
 def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """A run in eval mode with a fixed seed, on the very tensors given; the model is left as it was."""
     with untouched(model), torch.no_grad():
-        output = _run(model.eval(), args, kwargs)
-        return output, {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return _outcome(model.eval(), args, kwargs)
 
 
 def eval_difference(
@@ -56,11 +61,24 @@ def eval_difference(
 
 
 def train_difference(
-    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: nn.Module,
+    prepared: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_eval: Outcome | None = None,
 ) -> tuple[float, list[str]]:
     """Largest absolute difference of outputs and updated buffers after one step in train mode, dropout off.
 
     Both are left as they were.
+
+    Args:
+        original: the model.
+        prepared: what shall be equal to it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        in_eval: what ``eval_outcome(prepared, args, kwargs)`` gave, if it is known; a graph that does the same in both
+            modes is not run again.
 
     Returns: the difference, and notes about what drops at random in train mode but leaves no trace in eval mode, which
         is captured.
@@ -70,20 +88,36 @@ def train_difference(
     lost = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original, LOST))
     lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
     both, calls = [], []
-    for model in (original, prepared):
+    known = in_eval is not None and _does_the_same_in_both_modes(prepared)
+    for model in (original,) if known else (original, prepared):
         with untouched(model):
             for module, name in list(_attributes_that_drop(model.train(), {**LOST, **KEPT})):
                 setattr(module, name, 0.0)
             with torch.no_grad(), _WithoutDropout() as mode:
-                output = _run(model, *detached((args, kwargs)))
-            both.append((output, {name: buffer.clone() for name, buffer in model.named_buffers()}))
+                both.append(_outcome(model, *detached((args, kwargs))))
         calls.append(mode.calls)
+    if in_eval is not None and known:
+        both.append(in_eval)
+        calls.append(_drops(prepared))
     lost += calls[0] - calls[1]
     notes = [
         f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
         for name, count in lost.items()
     ]
     return _both_differences(*both), notes
+
+
+def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
+    """But for dropout."""
+    modules = prepared.modules()
+    return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
+
+
+def _drops(graph: nn.Module) -> Counter[str]:
+    """Calls that drop in a run of a captured graph in train mode: each has a module of its own."""
+    names = {Dropout: "dropout", Attention: "scaled_dot_product_attention"}
+    droppers = [module for module in graph.modules() if isinstance(module, (Dropout, Attention)) and module.p > 0]
+    return Counter(names[type(module)] for module in droppers)
 
 
 def _attributes_that_drop(model: nn.Module, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[nn.Module, str]]:
@@ -140,15 +174,22 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _both_differences(expected: Outcome, found: Outcome) -> float:
-    """Of outputs, and of the buffers of the original; a prepared model has constants besides."""
+    """Of outputs, and of the buffers that the original keeps; a prepared model has constants besides."""
     buffers = {name: buffer for name, buffer in found[1].items() if name in expected[1]}
     return max(_difference(expected[0], found[0]), _difference(expected[1], buffers, what="buffer "))
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model(*args, **kwargs)
+        output = model(*args, **kwargs)
+    after = dict(model.named_buffers())
+    return output, {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
+
+
+def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bool:
+    return buffer is not None and (buffer.shape, buffer.dtype) == kind
 
 
 def _difference(expected: object, found: object, *, what: str = "output") -> float:

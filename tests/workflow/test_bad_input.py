@@ -103,7 +103,6 @@ def test_a_forward_that_raises_is_quoted(model):
         qtk.prepare_model(model, X)
 
 
-@pytest.mark.xfail(strict=True, reason="the error names the model, not the submodule that raised")
 @pytest.mark.parametrize("child", [Raises(), nn.Linear(8, 8, device="meta"), nn.Linear(7, 8)])
 def test_the_submodule_that_raises_is_named(child):
     with pytest.raises(CaptureError, match=r"\bchild\b"):

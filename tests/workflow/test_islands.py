@@ -1,6 +1,7 @@
 """What ``prepare_model`` and ``QuantSim`` promise of models that cannot be one graph."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -211,18 +212,15 @@ def test_gradients_are_the_originals_and_reach_every_weight_through_quantizers(n
     assert all(named[key] is not None and bool(named[key].isfinite().all()) for key in reached)
 
 
-OTHER_ROUTES = pytest.mark.xfail(strict=True, reason="pairs tensors by their order, though routes and sizes may differ")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=OTHER_ROUTES if name == "experts" else ()) for name in PYTHON]
-)
+@every_model
 def test_compare_measures_every_leading_site(name):
     entry, sim = PYTHON[name], simulated(name)
     errors = sim.compare(SIZES, forward=lambda model, size: entry.run(model, size), progress=False)
     leading = {site.name for site, decided in sim.plan.items() if decided.leader is None}
     assert {error.site for error in errors} == leading
-    assert [error.sqnr_db for error in errors] == sorted(error.sqnr_db for error in errors)
+    figures = [error.sqnr_db for error in errors if not math.isnan(error.sqnr_db)]
+    assert figures == sorted(figures)
+    assert all(error.unpaired for error in errors if math.isnan(error.sqnr_db))
     assert {error.site for error in errors if error.sqnr_db > 30} >= weights(name)
 
 
@@ -244,7 +242,6 @@ def test_excluded_modules_stay_in_float_inside_a_tree(name, excluded):
         assert prepared.report.notes == () or excluded == "also"
 
 
-@pytest.mark.xfail(strict=True, reason="the second name of an excluded module is said to run no op")
 def test_an_excluded_module_with_two_names_leaves_no_note():
     model, entry = PYTHON["many_sizes"].model(), PYTHON["many_sizes"]
     assert qtk.prepare_model(model, entry.inputs(), modules_to_exclude=["also"]).report.notes == ()
@@ -295,7 +292,6 @@ def test_attributes_that_python_asks_of_an_island_are_the_originals():
     assert "no len()" in next(part.reason for part in prepared.report.parts if part.path == "blocks")
 
 
-@pytest.mark.xfail(strict=True, reason="it is set beside the module that the code of the model sees as itself")
 def test_a_plain_attribute_set_on_the_prepared_model_is_what_its_code_reads():
     class Shifted(type(pair("branch")[0])):
         shift = 0.0

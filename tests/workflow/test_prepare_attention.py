@@ -302,7 +302,6 @@ def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="torch's nested tensors zero what is padded in eval mode")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
     model, (_, _, inputs) = encoder(nested=True).eval(), layer("padded_encoder")

@@ -166,7 +166,6 @@ def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
         assert {f"rnn.{step}.{name}:out" for name in SITES[kind]} <= set(sim.encodings())
 
 
-@pytest.mark.xfail(strict=True, reason="a gate that multiplies is taken for a spelled-out gated unit, rounded once")
 @pytest.mark.parametrize("kind", GATES)
 def test_every_gate_is_a_site(kind):
     _, prepared, x = case(kind, "plain")
