@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
@@ -20,13 +18,10 @@ def roots(model: nn.Module) -> dict[str, CapturedGraph]:
     return {path: graph for path, graph in found.items() if not any(_is_below(path, other) for other in found)}
 
 
-def nested_graphs(node: fx.Node) -> Iterator[CapturedGraph]:
-    """The graphs inside the module that ``node`` calls, in order."""
+def nested_graphs(node: fx.Node) -> dict[str, CapturedGraph]:
+    """The graphs inside the module that ``node`` calls, by their path in it, in order."""
     owner = node.graph.owning_module
-    if node.op == "call_module" and owner is not None:
-        for module in owner.get_submodule(str(node.target)).modules():
-            if isinstance(module, CapturedGraph):
-                yield module
+    return graphs(owner.get_submodule(str(node.target))) if node.op == "call_module" and owner is not None else {}
 
 
 def _is_below(path: str, other: str) -> bool:

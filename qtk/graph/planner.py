@@ -29,6 +29,7 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
+from qtk.graph.composites import composite_called
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from qtk.graph.op_table import OP_NAMES, Role, op_name
@@ -135,11 +136,23 @@ class _Planner:
     def _plan_inside(self, node: fx.Node) -> None:
         if note(node, EXCLUDED):
             return
-        for module in nested_graphs(node):
-            planner = _Planner(module.graph, self.rules, self.scheme, None)
+        nested = nested_graphs(node).items()
+        parts = {path: _Planner(part.graph, self.rules, self.scheme, None) for path, part in nested}
+        for planner in parts.values():
             planner.decide()
             self.misfits += planner.misfits
-            self.inside.setdefault(node, []).append(planner)
+        for first, second in getattr(composite_called(node), "joined_parts", ()):
+            if {first, second} <= parts.keys():
+                parts[second].follow(parts[first])
+        if parts:
+            self.inside[node] = list(parts.values())
+
+    def follow(self, other: _Planner) -> None:
+        """The first result of this part is joined with that of ``other``: they share one encoding."""
+        mine, leading = (part.flow.root(part.graph.output_node().all_input_nodes[0]) for part in (self, other))
+        if mine in self.values and leading in other.values:
+            leader = value_site(leading)
+            self.values[mine] = replace(other.values[leading], leader=leader, reason=f"joined with {leader}")
 
     def _made_inside(self, node: fx.Node) -> bool:
         """Whether a composite hands out values that are quantized already, by the last of its parts."""

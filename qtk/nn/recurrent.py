@@ -93,6 +93,12 @@ class Recurrent(nn.Module):
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
+    @property
+    def joined_parts(self) -> list[tuple[str, str]]:
+        """Parts whose first results are joined into one tensor: the cells of both directions of a layer."""
+        layers = range(self.num_layers if self.bidirectional else 0)
+        return [(f"l{layer}.cell", f"l{layer}_reverse.cell") for layer in layers]
+
     def forward(
         self,
         x: Tensor,

@@ -29,7 +29,7 @@ def test_a_graph_inside_a_module_of_another_is_nested_in_the_node_that_calls_it(
     assert next(iter(found)) == ""
     assert inner
     assert roots(model) == {"": model}
-    nested = [graph for node in model.graph.nodes for graph in nested_graphs(node)]
+    nested = [graph for node in model.graph.nodes for graph in nested_graphs(node).values()]
     assert len(nested) == len(inner)
     assert set(nested) == set(inner.values())
 

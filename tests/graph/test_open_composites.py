@@ -56,7 +56,7 @@ def sites(prepared):
 
 
 def calls(prepared):
-    return {str(n.target): n for n in prepared.graph.nodes if n.op == "call_module" and list(nested_graphs(n))}
+    return {str(n.target): n for n in prepared.graph.nodes if n.op == "call_module" and nested_graphs(n)}
 
 
 def test_values_inside_have_the_module_path_of_the_layer(prepared):
@@ -81,7 +81,7 @@ def test_no_two_values_inside_share_a_name(prepared):
 
 
 def test_rules_know_what_op_a_value_is_inside_of(prepared):
-    within = {str(target).partition(".")[0]: {note(node, WITHIN) for graph in nested_graphs(call)
+    within = {str(target).partition(".")[0]: {note(node, WITHIN) for graph in nested_graphs(call).values()
                                               for node in graph.graph.nodes}
               for target, call in calls(prepared).items()}
     assert within == {"first": {"lstm_cell"}, "second": {"lstm_cell"}, "lstm": {"lstm_cell"}, "cell": {"gru_cell"},
@@ -89,7 +89,8 @@ def test_rules_know_what_op_a_value_is_inside_of(prepared):
 
 
 def test_composites_built_alike_share_no_graph_and_no_module(prepared):
-    first, second = (list(nested_graphs(calls(prepared)[f"{name}.recurrence"])) for name in ("first", "second"))
+    found = calls(prepared)
+    first, second = (nested_graphs(found[f"{name}.recurrence"]).values() for name in ("first", "second"))
     assert [graph.code for graph in first] == [graph.code for graph in second]
     everything = [module for path, graph in graphs(prepared).items() if path for module in graph.modules()]
     assert len({id(module) for module in everything}) == len(everything)

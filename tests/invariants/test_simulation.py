@@ -112,7 +112,7 @@ def maker(node):
 
 def insides(node):
     """The graphs in the module that ``node`` calls."""
-    return set(nested_graphs(node))
+    return set(nested_graphs(node).values())
 
 
 def test_per_channel_weights_reach_every_weighted_op(name):

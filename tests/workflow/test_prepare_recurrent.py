@@ -144,6 +144,21 @@ def test_every_weight_is_quantized_per_channel_and_every_step_hands_out_codes(ki
         assert float((codes - codes.round()).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize(("kind", "option"), [(nn.LSTM, "both_ways"), (nn.LSTM, "projected"), (nn.GRU, "without_bias")])
+def test_both_directions_of_a_layer_share_the_encoding_of_what_they_hand_out(kind, option):
+    model, prepared, x = case(kind, option)
+    sim = simulated(prepared, x)
+    last = "output_projection" if option == "projected" else "hidden"
+    for layer in range(model.rnn.num_layers):
+        forth, back = (f"rnn.l{layer}{direction}.cell.{last}:out" for direction in ("", "_reverse"))
+        assert sim.quantizers[forth] is sim.quantizers[back]
+    output, largest = run(prepared, x)[0], float(sim.encodings()[forth].maximum)
+    step = float(sim.encodings()[forth].scale)
+    assert float(output.max()) <= largest + step
+    codes = run(sim.model, x)[0].double() / step
+    assert float((codes - codes.round()).abs().max()) < 1e-3
+
+
 def steps(net):
     directions = ("", "_reverse") if net.bidirectional else ("",)
     return [f"l{layer}{direction}" for layer in range(net.num_layers) for direction in directions]
