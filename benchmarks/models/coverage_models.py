@@ -19,8 +19,8 @@ SMALL = re.compile(
     r"atto|femto|pico|nano|tiny|xxs|small|mini|micro|_(xs|s|t)(\d|_|$)|b0|(10|14|18|19|26)($|_|t)|0(35|50)|mobile"
 )
 CANDIDATES = 8
-SMALLER = 96
-"""Side of images for models that take any size."""
+SMALLER = (96, 112)
+"""Sides of images for models that take other sizes than their own."""
 
 VISION = ("classification", "segmentation", "detection", "video", "optical_flow")
 MODULES = {"classification": vision, "segmentation": vision.segmentation, "detection": vision.detection,
@@ -51,8 +51,9 @@ def build(group: str, name: str) -> tuple[nn.Module, Callable[[int], Inputs]]:
     if group == "timm":
         model = _timm(name).eval()
         size = model.pretrained_cfg.get("input_size", (3, 224, 224))
-        free = not model.pretrained_cfg.get("fixed_input_size", False) and _runs(model, (2, 3, SMALLER, SMALLER))
-        shape = (2, 3, SMALLER, SMALLER) if free else (2, *size)
+        smaller = () if model.pretrained_cfg.get("fixed_input_size", False) else SMALLER
+        shapes = [(2, 3, side, side) for side in smaller]
+        shape = next((shape for shape in shapes if _runs(model, shape)), (2, *size))
         return model, functools.partial(_images, shape)
     model = _vision(name).eval()
     if group == "detection":

@@ -73,7 +73,8 @@ def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> N
     given: set[ir.Value] = set()
     for site, node in entries.items():
         value = node.inputs[0]
-        assert value is not None
+        if value is None:
+            continue  # nothing in ONNX reads it, and so it went
         codes = node.op_type == "DequantizeLinear"
         owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in given
         if owned and not codes:

@@ -171,6 +171,8 @@ class _Planner:
         operands = [port for port in readers if self._takes_data(port)]
         if note(node, EXCLUDED):
             self.floats[node] = "excluded by modules_to_exclude"
+        elif _is_empty(node):
+            self.floats[node] = "has no elements"
         elif flow.is_static(node):
             self.floats[node] = "computed from parameters"  # rule 4 decides where it is read
         elif node in inner:
@@ -283,6 +285,8 @@ class _Planner:
             leader = shared.leader
         for port in self.flow.data_ports(node):
             source = self.flow.root(port.value)
+            if _is_empty(port.value):
+                continue
             follower = replace(shared, leader=leader, reason=f"merged by {value_site(node)}")
             alone = all(reader.user is node for reader in self.flow.readers(source))
             own = self.values.get(source)
@@ -367,6 +371,10 @@ def _op_of(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def _is_empty(node: fx.Node) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
 
 
 def _has_float(node: fx.Node) -> bool:

@@ -391,3 +391,13 @@ def test_multi_output_models_reach_every_layer():
     decided = by_name(plan_of(Net(), torch.randn(2, 6), PER_CHANNEL))
     for index in range(4):
         assert decided[f"layers.{index}.weight"].spec.granularity == PerChannel(0)
+
+
+def test_values_without_elements_are_no_sites():
+    class Prefixed(nn.Module):  # as rotary embeddings do with the tokens before the image, of which there may be none
+        def forward(self, x):
+            return torch.cat([x[:, :0], x[:, :0] * 3.0, x * 2.0], 1)
+
+    quant_plan = plan_of(Prefixed(), torch.randn(2, 4))
+    assert set(by_name(quant_plan)) == {"x:input", "mul_1:out", "concat:out"}
+    assert {site.name: why for site, why in quant_plan.unquantized.items()}["mul:out"] == "has no elements"
