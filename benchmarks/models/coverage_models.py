@@ -49,13 +49,13 @@ def build(group: str, name: str) -> tuple[nn.Module, Callable[[int], Inputs]]:
         entry = ZOO[name]
         return entry.model(), functools.partial(_of_entry, name)
     if group == "timm":
-        model = _timm(name).eval()
+        model = _woken(_timm(name))
         size = model.pretrained_cfg.get("input_size", (3, 224, 224))
         smaller = () if model.pretrained_cfg.get("fixed_input_size", False) else SMALLER
         shapes = [(2, 3, side, side) for side in smaller]
         shape = next((shape for shape in shapes if _runs(model, shape)), (2, *size))
         return model, functools.partial(_images, shape)
-    model = _vision(name).eval()
+    model = _woken(_vision(name))
     if group == "detection":
         return model, _pictures
     if group == "video":
@@ -65,6 +65,17 @@ def build(group: str, name: str) -> tuple[nn.Module, Callable[[int], Inputs]]:
         return model, _frames
     side = next(side for side in (64, 96, 224, 299) if _runs(model, (2, 3, side, side)))
     return model, functools.partial(_images, (2, 3, side, side))
+
+
+def _woken(model: nn.Module) -> nn.Module:
+    """Heads, scales and biases that start as zeros would make every comparison hold, whatever is before them."""
+    generator = _seeded(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            low, high = parameter.aminmax()
+            if low == high and abs(low) < 0.01:
+                parameter.uniform_(-0.1, 0.1, generator=generator)
+    return model.eval()
 
 
 def _timm(name: str) -> nn.Module:
