@@ -4,7 +4,7 @@ One model of every family of timm and torchvision, and the hand-made models of `
 own with a time limit: prepared, compared with the original, quantized to W8A8, run and exported. Random weights.
 What is quantized is counted by watching the ops that run (``products.py``), so that code which stayed Python counts as
 what it is. ``export_s`` is plain ``torch.export`` of the same model in the same process; SQNR is that of all float
-outputs against the original, on inputs that did not calibrate.
+outputs against the original, on inputs that did not calibrate (none if a detector with random weights finds nothing).
 
     python benchmarks/models/bench_coverage.py --csv coverage.csv
     python benchmarks/models/bench_coverage.py --groups handmade detection --only "*rcnn*"
@@ -119,7 +119,7 @@ def _measure(model: torch.nn.Module, inputs: object, found: Coverage) -> None:
     with torch.no_grad():
         exact, simulated = model(*args, **kwargs), sim.model(*args, **kwargs)
     signal, noise, found.finite = _error(exact, simulated)
-    found.sqnr_db = decibels(signal, noise) if not math.isnan(noise) else math.nan
+    found.sqnr_db = decibels(signal, noise) if signal and not math.isnan(noise) else math.nan
     with tempfile.TemporaryDirectory() as folder:
         sim.export(Path(folder) / "all")
         found.exported = True
