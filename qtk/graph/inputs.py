@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
 from torch.fx import _pytree as fx_pytree
 from torch.fx.graph import _PyTreeInfo
+from torch.utils import _pytree as pytree
 
 from qtk.errors import CaptureError
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def as_captured(
+    graph: fx.Graph, signature: inspect.Signature | None, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """A call with just the arguments that ``graph`` was captured with, in its order.
+
+    Arguments that were left out then may be given their default now, and the other way round.
+
+    Args:
+        graph: the graph.
+        signature: that of the forward it was captured from.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises: TypeError as ``forward`` would; CaptureError if an argument that was not captured is not its default.
+    """
+    info = getattr(graph._codegen, "pytree_info", None)
+    if not isinstance(info, _PyTreeInfo) or signature is None:
+        return args, dict(kwargs)
+    names = [name for name in info.orig_args if name != "self"]
+    positional = info.in_spec.child(0).num_children
+    plain = all(parameter.kind not in VARIADIC for parameter in signature.parameters.values())
+    if not plain or (len(args) == positional and kwargs.keys() == {*names[positional:]}):
+        return args, dict(kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        default = signature.parameters[name].default
+        if name not in names and value is not default and not (_plain(value) and value == default):
+            raise CaptureError(
+                f"input {name} was not given when the model was captured, and its default {default!r} is written into "
+                "the graph; prepare the model again with that argument"
+            )
+    values = [bound.arguments[name] for name in names]
+    return tuple(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True))
 
 
 def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -26,12 +66,17 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
         return
     for node, value in zip(placeholders, leaves, strict=True):
         captured = node.meta.get("val", value)
-        if isinstance(captured, Tensor):
-            if isinstance(value, Tensor):
-                _check_shape(node.target, value.shape, captured.shape)
-        elif isinstance(captured, (bool, int, float, str, type(None))) and _plain(value) and value != captured:
+        if isinstance(captured, Tensor) and isinstance(value, Tensor):
+            _check_shape(node.target, value.shape, captured.shape)
+        elif isinstance(captured, Tensor):
             raise CaptureError(
-                f"input {node.target} is {value!r}, and {captured!r} is written into the captured graph; "
+                f"input {node.target} is {value!r}, the model was captured with a tensor; prepare it again with that "
+                "value"
+            )
+        elif isinstance(captured, (bool, int, float, str, type(None))) and not (_plain(value) and value == captured):
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise CaptureError(
+                f"input {node.target} is {what}, and {captured!r} is written into the captured graph; "
                 "prepare the model again with that value"
             )
 
@@ -51,9 +96,45 @@ def _leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, obje
     positional = info.in_spec.child(0).num_children
     try:
         structure = [bound[name] for name in names[:positional]], {name: bound[name] for name in names[positional:]}
+    except KeyError:
+        return None
+    by_position, by_name = info.in_spec.children()
+    specs = [*zip(names, by_position.children(), strict=False), *zip(by_name.context, by_name.children(), strict=True)]
+    for name, spec in specs:
+        _check_nesting(name, bound[name], spec)
+    try:
         return list(fx_pytree.tree_flatten_spec(structure, info.in_spec))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):
         return None
+
+
+def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
+    """Lists and dicts have the length and the keys they had at capture: a graph reads them one by one."""
+    if spec.is_leaf():
+        return
+    if isinstance(value, Mapping) and spec.type is not None and issubclass(spec.type, Mapping):
+        keys = list(spec.context[1] if isinstance(spec.context, tuple) else spec.context)
+        missing, extra = [key for key in keys if key not in value], [key for key in value if key not in keys]
+        if missing or extra:
+            raise CaptureError(
+                f"input {name} has the keys {[*value]}, the model was captured for {keys}; prepare it again with such "
+                "an input"
+            )
+        children = [(f"{name}[{key!r}]", value[key]) for key in keys]
+    elif isinstance(value, (list, tuple)) and spec.type is not None and issubclass(spec.type, (list, tuple)):
+        if len(value) != spec.num_children:
+            raise CaptureError(
+                f"input {name} has {len(value)} items, the model was captured for {spec.num_children}; prepare it "
+                "again with such an input"
+            )
+        children = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, (Tensor, Mapping, list, tuple)) or _plain(value):
+        kind = getattr(spec.type, "__name__", spec.type)
+        raise CaptureError(f"input {name} is a {type(value).__name__}, the model was captured for a {kind}")
+    else:
+        return  # a class of the user's, which is its own judge
+    for (path, item), own in zip(children, spec.children(), strict=True):
+        _check_nesting(path, item, own)
 
 
 def _check_shape(name: object, given: torch.Size, captured: torch.Size) -> None:

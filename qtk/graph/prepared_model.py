@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
-from qtk.graph.inputs import check_inputs
+from qtk.graph.inputs import as_captured, check_inputs
 from qtk.graph.prepare_report import PrepareReport
 from qtk.nn.fast_path import fast_path_off
 
-REPORT = "report"
-"""Key of ``meta``: the account of the capture."""
+REPORT, SIGNATURE = "report", "qtk_signature"
+"""Keys of ``meta``: the account of the capture, the signature of the original's ``forward``."""
 
 
 class PreparedModel(nn.Module):
@@ -40,6 +40,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
+            args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from qtk.graph.open_composites import open_composites
 from qtk.graph.packed import build_packed, takes_packed
 from qtk.graph.planner import unknown_ops
 from qtk.graph.prepare_report import Part, PrepareReport
-from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedTree
+from qtk.graph.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.graph.tree import with_islands
 from qtk.workflow.first_difference import first_difference
 from qtk.workflow.untouched import untouched
@@ -92,6 +93,7 @@ def _on_rung(
         graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)
+    graph.meta[SIGNATURE] = inspect.signature(model.forward)
     return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 from qtk.errors import CaptureError
 from qtk.graph.inputs import check_inputs, is_free
@@ -56,3 +57,65 @@ def test_only_a_size_that_may_vary_is_free():
     assert not is_free(3)
     value = next(iter(prepared("splits").graph.find_nodes(op="placeholder"))).meta["val"]
     assert [is_free(size) for size in value.shape] == [True, False]
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None, scale=1.0):
+        return x * scale if mask is None else x * mask * scale
+
+
+X = torch.randn(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("captured", "call", "expected"),
+    [
+        ((X,), ((X, None), {}), X),
+        ((X,), ((X,), {"scale": 1.0, "mask": None}), X),
+        ((X, None), ((X,), {}), X),
+        ((X, None), ((), {"x": X}), X),
+        ({"x": X, "mask": X}, ((X, X), {}), X * X),
+        ({"mask": X, "x": X}, ((), {"x": X, "mask": X}), X * X),
+    ],
+)
+def test_defaults_may_be_given_or_left_out(captured, call, expected):
+    args, kwargs = call
+    assert torch.equal(prepare_model(Masked(), captured)(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize(
+    ("captured", "call", "message"),
+    [
+        ((X,), ((X, X), {}), "input mask was not given when the model was captured, and its default None"),
+        ((X,), ((X,), {"scale": 2.0}), "input scale was not given"),
+        ((X, None), ((X, X), {}), r"input mask is a tensor of shape \(2, 8\), and None is written"),
+        ((X, X), ((X, None), {}), "input mask is None, the model was captured with a tensor"),
+        ({"x": X, "mask": X}, ((), {"x": X}), "input mask is None, the model was captured with a tensor"),
+    ],
+)
+def test_other_arguments_than_the_captured_ones_are_refused(captured, call, message):
+    args, kwargs = call
+    with pytest.raises(CaptureError, match=message):
+        prepare_model(Masked(), captured)(*args, **kwargs)
+
+
+class Sums(nn.Module):
+    def forward(self, parts):
+        return sum(parts["list"]) + parts["one"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"list": [X] * 3, "one": X}, r"input parts\['list'\] has 3 items, the model was captured for 2"),
+        ({"list": [X], "one": X}, r"input parts\['list'\] has 1 items"),
+        ({"list": X, "one": X}, r"input parts\['list'\] is a Tensor, the model was captured for a list"),
+        ({"list": [X] * 2}, r"input parts has the keys \['list'\], the model was captured for \['list', 'one'\]"),
+        ({"list": [X] * 2, "one": X, "two": X}, "input parts has the keys"),
+    ],
+)
+def test_nesting_is_checked_to_the_bottom(parts, message):
+    model = prepare_model(Sums(), ({"list": [X, X], "one": X},))
+    assert torch.equal(model({"one": X, "list": (X, X)}), 3 * X)
+    with pytest.raises(CaptureError, match=message):
+        model(parts)
