@@ -26,7 +26,7 @@ from qtk.workflow.compare import SiteError, compare
 from qtk.workflow.export import export
 from qtk.workflow.feed import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
-from qtk.workflow.storage import load, restore, save
+from qtk.workflow.storage import load, restore, save, whole_state
 from qtk.workflow.verify_export import ExportVerification, verify_export
 
 
@@ -177,7 +177,7 @@ class QuantSim:
             "activation_bits": self.activation_bits,
             "config": self.config.model_dump(mode="json", exclude_none=True),
         }
-        save(directory, state=self.model.state_dict(), plan=self._plan, arguments=arguments, force=force)
+        save(directory, state=whole_state(self.model), plan=self._plan, arguments=arguments, force=force)
 
     @classmethod
     def load(

@@ -85,9 +85,10 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
-    _mark_sites(model, model.graph, graph, sites)
     output = graph.output_node()
-    output.args = (tuple(value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)),)
+    leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
+    output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
+    _mark_sites(model, model.graph, graph, sites)
     flat = fx.GraphModule(model, graph)
     for node in model.graph.nodes:
         composite = composite_called(node)

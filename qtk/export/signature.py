@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import _pytree as fx_pytree
 from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
@@ -46,7 +46,7 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
         values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
     nodes: dict[str, fx.Node] = {}
     for path, value in pytree.tree_flatten_with_path(values)[0]:
-        if isinstance(value, fx.Node):
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor):
             name, ordinal = _path_name(path), 0
             while (unique := f"{name}_{ordinal}" if ordinal else name) in nodes:
                 ordinal += 1

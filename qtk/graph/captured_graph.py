@@ -52,13 +52,16 @@ class CapturedGraph(fx.GraphModule):
         )
 
     def lend_attributes(self, original: nn.Module) -> None:
-        """Takes over the plain attributes of ``original``, which code around this graph may ask for."""
-        lent = {
-            name: value for name, value in vars(original).items()
-            if not name.startswith("_") and name not in self.__dict__ and not hasattr(type(self), name)
-        }
-        self.__dict__.update(lent)
-        self.meta[LENT] = tuple(lent)
+        """Takes over the plain attributes of ``original`` and its parts, which code around this graph may ask for."""
+        for path, module in original.named_modules():
+            holder = self.get_submodule(path)
+            lent = {
+                name: value for name, value in vars(module).items()
+                if not name.startswith("_") and name not in holder.__dict__ and not hasattr(type(holder), name)
+            }
+            holder.__dict__.update(lent)
+            if holder is self:
+                self.meta[LENT] = tuple(lent)
 
     def _adopt(self, registries: Mapping[str, object]) -> None:
         """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""

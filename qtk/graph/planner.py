@@ -34,6 +34,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from qtk.graph.op_table import OP_NAMES, Role, op_name
 from qtk.graph.patterns import PATTERNS, PatternMatch, match_patterns
+from qtk.graph.prepared_model import PreparedModel, parameters_outside
 from qtk.graph.rules import Decision, Rules, to_spec
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
 from qtk.graph.supergroups import match_supergroups
@@ -43,7 +44,7 @@ RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
 
 
 def plan(
-    model: nn.Module, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
+    model: PreparedModel, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
 ) -> QuantPlan:
     """Decides every site of a prepared model.
 
@@ -68,6 +69,7 @@ def plan(
     for planner in planners:
         sites |= planner.in_order()
         unquantized |= planner.left_out()
+    unquantized |= {Site.parameter(name): reason for name, reason in parameters_outside(model).items()}
     return QuantPlan(sites, unquantized, rules.unmatched())
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
+from qtk.graph.graphs import roots
 from qtk.graph.inputs import as_captured, check_inputs
 from qtk.graph.prepare_report import PrepareReport
 from qtk.nn.fast_path import fast_path_off
@@ -30,6 +31,20 @@ class PreparedModel(nn.Module):
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report
+
+
+def parameters_outside(model: PreparedModel) -> dict[str, str]:
+    """Parameters that no captured graph holds, each with what became of their module."""
+    held = {parameter for graph in roots(model).values() for parameter in graph.parameters()}
+    parts = {part.path: part for part in model.report.parts}
+    found = {}
+    for name, parameter in model.named_parameters():
+        path = name
+        while parameter not in held and name not in found and path:
+            path = path.rpartition(".")[0]
+            if path in parts:
+                found[name] = f"its module is {parts[path].rung}: {parts[path].reason}".removesuffix(": ")
+    return found
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):
@@ -58,7 +73,12 @@ class PreparedTree(PreparedModel):
         self.meta = {}
         self.training = parent.training
         self.__dict__["_parent"] = parent  # no member: it is this module, as its own code sees it
-        self.__dict__.update({name: parent.__dict__[name] for name in REGISTRIES})
+        if isinstance(parent, torch.jit.ScriptModule):  # its tables are no dicts
+            self._modules = dict(parent.named_children())
+            self._parameters = dict(parent.named_parameters(recurse=False))
+            self._buffers = dict(parent.named_buffers(recurse=False))
+        else:
+            self.__dict__.update({name: parent.__dict__[name] for name in REGISTRIES})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""

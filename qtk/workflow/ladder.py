@@ -58,7 +58,9 @@ def capture_graph(
     """
     reasons: list[str] = []
     if len({str(call.structure) for call in calls}) > 1:
-        raise CaptureError(f"{type(model).__name__} is called with arguments of several structures")
+        raise CaptureError(
+            f"{type(model).__name__} is called with arguments of several kinds (ranks, dtypes, None or a tensor)"
+        )
     example = max(calls, key=lambda call: call.numel)
     if example.numel == 0:
         with untouched(model):

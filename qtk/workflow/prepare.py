@@ -94,6 +94,7 @@ def prepare_model(
         _exclude(module.graph, excluded)
     owners = _owners(prepared)
     notes += [f"modules_to_exclude: {min(own)} runs no op" for own in names if own.isdisjoint(owners)]
+    notes += _unregistered(model)
     report = prepared.report
     if verify:
         try:
@@ -144,16 +145,23 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         path = raised_in(model, error)
         where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
+        hint = "; to pass one dict, wrap it in a tuple" if kwargs and isinstance(error, TypeError) else ""
         raise CaptureError(
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
-            f"{first_line(error)}; pass inputs that model(...) accepts"
+            f"{first_line(error)}; pass inputs that model(...) accepts{hint}"
         ) from error
     for index, (a, b) in enumerate(zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)):
-        if isinstance(a, Tensor) and not torch.equal(a.nan_to_num(), b.nan_to_num()):
+        if isinstance(a, Tensor) and not _is_same(a, b):
             raise CaptureError(
                 f"the forward of {type(model).__name__} changes its input {index} in place; let it work on a clone"
             )
     return outcome
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _register_dataclasses(tree: object) -> Iterator[str]:
@@ -163,6 +171,19 @@ def _register_dataclasses(tree: object) -> Iterator[str]:
             torch.export.register_dataclass(type(leaf))
             yield f"{type(leaf).__name__} is now known to torch's pytree as a dataclass"
             yield from _register_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _unregistered(model: nn.Module) -> Iterator[str]:
+    """Modules that torch does not know of, in lists and dicts. Yields: a note for each attribute that holds some."""
+    known = set(model.modules())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            if any(isinstance(item, nn.Module) and item not in known for item in held) and not name.startswith("_"):
+                yield (
+                    f"{join(path, name)} holds modules in a {type(value).__name__}, where torch finds neither them nor "
+                    "their parameters; use nn.ModuleList or nn.ModuleDict"
+                )
 
 
 def _names(model: nn.Module, module: nn.Module | str) -> set[str]:

@@ -1,6 +1,7 @@
 """A simulation on disk: every tensor in safetensors, everything else in JSON; nothing is ever unpickled.
 
-``model.safetensors`` holds the state_dict: float parameters, buffers, scales and zero points; tied tensors once.
+``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once) and
+what the model has besides: buffers that are not persistent, and tensors that its code holds without registering them.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, and name, dtype and shape of every tensor.
 """
 
@@ -39,12 +40,19 @@ class Stored:
     Args:
         arguments: keyword arguments of ``QuantSim``, as JSON holds them.
         plan: the plan it had.
-        state: its state_dict, on the CPU.
+        state: its tensors, on the CPU.
     """
 
     arguments: Mapping[str, object]
     plan: QuantPlan
     state: Mapping[str, Tensor]
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict, and the buffers that are in none."""
+    state = model.state_dict()
+    besides = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in state}
+    return {**state, **besides}
 
 
 def save(
@@ -59,7 +67,7 @@ def save(
 
     Args:
         directory: where the files will be.
-        state: the state_dict of the model with its quantizers; any layout, tensors may share memory.
+        state: ``whole_state`` of the model with its quantizers; any layout, tensors may share memory.
         plan: the plan.
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
         force: replace an existing directory.
@@ -118,15 +126,24 @@ def restore(stored: Stored, model: nn.Module, plan: QuantPlan) -> QuantPlan:
     """
     masked = {site: why for site, why in stored.plan.unquantized.items() if site in plan and site not in stored.plan}
     expected = {site: decided for site, decided in plan.items() if site not in masked}
-    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, model.state_dict())]
+    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, whole_state(model))]
     if findings:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
     if masked:
         plan = drop_sites(model, plan, masked)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    model.load_state_dict({name: tensor.to(device) for name, tensor in stored.state.items()})
+    registered = model.state_dict().keys() | _quantizer_state(stored.state)
+    model.load_state_dict({name: tensor.to(device) for name, tensor in stored.state.items() if name in registered})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name not in registered:
+                buffer.copy_(stored.state[name])
     return plan
+
+
+def _quantizer_state(state: Mapping[str, Tensor]) -> set[str]:
+    return {name for name in state if QUANTIZERS in name.split(".")}
 
 
 def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -171,8 +188,8 @@ def _how(decided: SitePlan) -> str:
 
 def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[str]:
     """Quantizers hold their tensors from the first encoding on, so only those of the float model must be there."""
-    stored_float = {name: tensor for name, tensor in stored.items() if QUANTIZERS not in name.split(".")}
-    own_float = {name: tensor for name, tensor in own.items() if QUANTIZERS not in name.split(".")}
+    stored_float = {name: tensor for name, tensor in stored.items() if name not in _quantizer_state(stored)}
+    own_float = {name: tensor for name, tensor in own.items() if name not in _quantizer_state(own)}
     for name in sorted(stored_float.keys() - own_float.keys()):
         yield f"tensor {name} is stored, the model has none{_nearest(name, own_float)}"
     for name in sorted(own_float.keys() - stored_float.keys()):

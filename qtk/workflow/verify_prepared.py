@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -87,24 +88,48 @@ def train_difference(
     """
     lost = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original, LOST))
     lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
-    both, calls = [], []
+    both, calls, custom = [], [], list[set[str]]()
     known = in_eval is not None and _does_the_same_in_both_modes(prepared)
     for model in (original,) if known else (original, prepared):
         with untouched(model):
             for module, name in list(_attributes_that_drop(model.train(), {**LOST, **KEPT})):
                 setattr(module, name, 0.0)
-            with torch.no_grad(), _WithoutDropout() as mode:
+            with torch.no_grad(), _WithoutDropout() as mode, _custom_functions() as seen:
                 both.append(_outcome(model, *detached((args, kwargs))))
         calls.append(mode.calls)
+        custom.append(seen)
     if in_eval is not None and known:
         both.append(in_eval)
         calls.append(_drops(prepared))
+        custom.append(set())
     lost += calls[0] - calls[1]
     notes = [
         f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
         for name, count in lost.items()
     ]
+    notes += [
+        f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
+        for name in sorted(custom[0] - custom[1])
+    ]
     return _both_differences(*both), notes
+
+
+@contextmanager
+def _custom_functions() -> Iterator[set[str]]:
+    """The names of the ``torch.autograd.Function`` classes, torch's own apart, that run inside."""
+    seen: set[str] = set()
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def recorded(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):
+            seen.add(kind.__qualname__)
+        return apply.__get__(None, kind)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(recorded)
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = apply
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
@@ -200,11 +225,17 @@ def _difference(expected: object, found: object, *, what: str = "output") -> flo
     worst = 0.0
     for (path, a), (_, b) in zip(wanted, got, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if type(a) is not type(b) or a != b:
+            if type(a) is type(b) and "__eq__" not in _members(type(a)) and hasattr(a, "__dict__"):
+                worst = max(worst, _difference(vars(a), vars(b), what=f"{what}{pytree.keystr(path)}."))
+            elif type(a) is not type(b) or a != b:
                 raise VerificationError(f"{what}{pytree.keystr(path)} is {b!r}, was {a!r}")
             continue
         worst = max(worst, tensor_difference(f"{what}{pytree.keystr(path)}", a, b))
     return worst
+
+
+def _members(kind: type) -> set[str]:
+    return {name for base in kind.__mro__[:-1] for name in vars(base)}
 
 
 def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
@@ -216,6 +247,8 @@ def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
         raise VerificationError(
             f"{name} is {b.dtype} of shape {tuple(b.shape)}, was {a.dtype} of {tuple(a.shape)}"
         )
+    if a.layout != torch.strided or b.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)

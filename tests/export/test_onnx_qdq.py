@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import qtk
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
@@ -102,13 +103,12 @@ def numpy_codes(value: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | i
 
 
 @pytest.mark.parametrize(
-    ("model", "example"),
-    [(SmallConvNet, torch.randn(2, 3, 12, 12)), (SmallAttention, torch.randn(2, 5, 32))],
-    ids=["conv", "attention"],
+    ("model", "shape"), [(SmallConvNet, (3, 12, 12)), (SmallAttention, (5, 32))], ids=["conv", "attention"]
 )
-def test_runtime_equals_the_simulation(model, example, tmp_path):
-    sim, path = exported(tmp_path, model(), example)
-    x = torch.randn(16, *example.shape[1:]) * 1.5
+def test_runtime_equals_the_simulation(model, shape, tmp_path):
+    torch.manual_seed(0)
+    sim, path = exported(tmp_path, model(), torch.randn(2, *shape))
+    x = torch.randn(16, *shape) * 1.5
     (expected,) = run_simulation(sim, x)
     scale = float(list(read(path).values())[-1].scale)
     assert_agrees(run_onnx(path, x)[0], expected, scale)
@@ -606,3 +606,18 @@ def test_read_refuses_other_files(conv_file, tmp_path):
     onnx.save(model, tmp_path / "bare.onnx")
     with pytest.raises(ExportError, match="was not written by qtk"):
         read(tmp_path / "bare.onnx")
+
+
+def test_numbers_that_a_model_returns_are_no_outputs_of_the_file(tmp_path):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(x), x.shape[0], 3
+
+    sim = qtk.QuantSim(Counts().eval(), torch.randn(4, 8))
+    sim.compute_encodings([torch.randn(4, 8)], progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    assert sim.verify_export(tmp_path / "out", [torch.randn(6, 8)]).exact.differing == 0.0

@@ -266,3 +266,68 @@ def test_a_model_that_answers_differently_each_time_is_told_so():
     model = Parent(Counts())
     with left_alone(model, X), pytest.raises(VerificationError, match="Parent does not repeat itself: run twice"):
         qtk.prepare_model(model, X)
+
+
+def test_one_dict_taken_for_keyword_arguments_is_hinted_at():
+    class Takes(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+    with pytest.raises(CaptureError, match="to pass one dict, wrap it in a tuple"):
+        qtk.prepare_model(Takes(8, 8), {"x": X})
+    assert qtk.prepare_model(Takes(8, 8), ({"x": X},)).report.rung == "export"
+
+
+class Multiplies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+    def forward(self, x, other):
+        return torch.sparse.mm(self.adjacency, self.fc(x)) + torch.sparse.mm(other, x)
+
+
+def test_sparse_inputs_and_buffers_are_taken():
+    model, inputs = Multiplies(), (torch.randn(3, 8), torch.eye(3).to_sparse())
+    prepared = qtk.prepare_model(model, inputs)
+    assert torch.equal(prepared(*inputs), model(*inputs))
+    assert [site.name for site in qtk.QuantSim(prepared, inputs).plan] == ["fc.input:input", "fc.weight", "fc:out"]
+
+
+def test_scripted_models_run_and_are_listed_as_opaque():
+    model = torch.jit.script(nn.Linear(8, 8))
+    prepared = qtk.prepare_model(model, X)
+    assert torch.equal(prepared(X), model(X))
+    assert [part.rung for part in prepared.report.parts] == ["opaque"]
+    mixed = nn.Sequential(nn.Linear(8, 8), model)
+    assert torch.equal(qtk.prepare_model(mixed, X)(X), mixed(X))
+
+
+def test_modules_in_a_plain_list_are_pointed_out():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(8, 8)]
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    notes = qtk.prepare_model(Listed(), X).report.notes
+    assert [note for note in notes if note.startswith("layers holds modules in a list")]
+
+
+def test_weights_outside_of_all_graphs_are_in_the_plan_with_the_reason():
+    class Ranks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return self.other(y) if y.sum() > 1e9 else self.fc(y[:, 0])
+
+    plan = qtk.QuantSim(Ranks(), torch.randn(2, 3, 8)).plan
+    reasons = {site.name: reason for site, reason in plan.unquantized.items()}
+    assert "opaque: Linear is called with arguments of several kinds" in reasons["fc.weight"]
+    assert reasons["other.weight"] == "its module is not called"

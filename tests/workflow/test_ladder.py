@@ -101,7 +101,7 @@ def test_the_largest_call_is_the_example():
 
 
 def test_calls_of_several_structures_are_no_one_graph():
-    with pytest.raises(CaptureError, match="Linear is called with arguments of several structures"):
+    with pytest.raises(CaptureError, match="Linear is called with arguments of several kinds"):
         capture_graph(nn.Linear(8, 4), [*ONE, Call((X[0],), {}, None)], "batch", verify=True)
 
 

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import qtk
 from qtk.core.dtypes import dtype
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
@@ -224,3 +225,24 @@ def test_other_versions_and_files(change, message, saved, tmp_path):
     (tmp_path / "sim.json").write_text(json.dumps(record | change))
     with pytest.raises(EncodingError, match=message):
         load(tmp_path)
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.shift = [nn.Linear(8, 8)], torch.randn(8)
+        self.out = nn.Linear(8, 2)
+        self.register_buffer("table", torch.randn(8), persistent=False)
+
+    def forward(self, x):
+        return self.out(self.layers[0](x).relu() + self.shift + self.table)
+
+
+def test_tensors_that_are_in_no_state_dict_are_stored_too(tmp_path):
+    x = torch.randn(4, 8)
+    sim = qtk.QuantSim(Unregistered().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.save(tmp_path / "sim")
+    again = qtk.QuantSim.load(tmp_path / "sim", Unregistered().eval(), x)
+    assert torch.equal(again.model(x), sim.model(x))
+    assert "table" not in again.model.state_dict()

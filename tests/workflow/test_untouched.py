@@ -51,3 +51,31 @@ def test_also_after_an_error():
     with pytest.raises(RuntimeError, match="stop"), untouched(model):
         fail()
     assert float(model.bn.running_mean.abs().max()) == 0
+
+
+def test_lists_and_dicts_get_their_items_back():
+    class Collects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.named = ["first"], {"a": 1}
+
+        def forward(self, x):
+            self.seen.append(x)
+            self.named["x"] = x
+            del self.named["a"]
+            return x
+
+    model = Collects()
+    seen, named = model.seen, model.named
+    with untouched(model):
+        model(torch.ones(1))
+    assert model.seen is seen
+    assert model.named is named
+    assert (seen, named) == (["first"], {"a": 1})
+
+
+def test_scripted_modules_keep_their_mode():
+    model = nn.Sequential(torch.jit.script(nn.Dropout()), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+    with untouched(model):
+        model.eval()(torch.ones(1, 2))
+    assert model[0].training

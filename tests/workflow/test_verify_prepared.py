@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qtk.errors import VerificationError
+from qtk.workflow.prepare import prepare_model
 from qtk.workflow.verify_prepared import eval_difference, train_difference
 
 X = (torch.randn(4, 3),)
@@ -29,6 +30,15 @@ class Attention(nn.Module):
         x = x[None]
         y = F.scaled_dot_product_attention(x, x, x, None, p, False)
         return y + F.scaled_dot_product_attention(x, x, x, dropout_p=p, is_causal=True)
+
+
+class Made(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
 
 
 def changed(model, edit):
@@ -108,14 +118,6 @@ def test_a_buffer_written_in_eval_mode_is_compared_and_restored():
     ],
 )
 def test_other_structure_dtype_shape_or_constant(other, message):
-    class Made(nn.Module):
-        def __init__(self, make):
-            super().__init__()
-            self.make = make
-
-        def forward(self, x):
-            return self.make(x)
-
     with pytest.raises(VerificationError, match=message):
         eval_difference(Made(lambda x: [x, 1]), Made(other), X, {})
     assert eval_difference(Made(lambda x: x / 0), Made(lambda x: x / 0), X, {}) == 0.0
@@ -165,3 +167,41 @@ def test_drops_without_a_trace_are_counted():
     assert [note.partition(" drop")[0] for note in notes] == [
         "in train mode 2 × DropPath", "in train mode 1 × MultiheadAttention",
     ]
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_custom_backward_that_capture_does_not_see_is_named():
+    class Binary(nn.Module):
+        def forward(self, x):
+            return Sign.apply(x)
+
+    apply = vars(torch.autograd.Function)["apply"]
+    report = prepare_model(Binary(), torch.randn(2, 3)).report
+    assert [note for note in report.notes if "the backward of Sign is not captured" in note]
+    assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_objects_of_a_class_without_equality_are_compared_by_what_they_hold():
+    class Held:
+        def __init__(self, x):
+            self.x = x
+
+    same, other = Made(lambda x: Held(x)), Made(lambda x: Held(x + 1))
+    assert eval_difference(same, same, X, {}) == 0.0
+    with pytest.raises(VerificationError, match=r"output\.\['x'\] differs"):
+        eval_difference(same, other, X, {})
+
+
+def test_sparse_outputs_are_compared():
+    assert eval_difference(Made(lambda x: x.to_sparse()), Made(lambda x: x.to_sparse()), X, {}) == 0.0
+    with pytest.raises(VerificationError, match="output differs"):
+        eval_difference(Made(lambda x: x.to_sparse()), Made(lambda x: (x + 1).to_sparse()), X, {})
