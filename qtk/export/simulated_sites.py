@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
-from qtk.graph.graphs import graphs
+from qtk.graph.graphs import with_nested
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, note
 from qtk.nn.eval_mode import evaluating
@@ -48,7 +48,7 @@ def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
     """
     sites: dict[str, SimulatedSite] = {}
     with evaluating(model), torch.no_grad():
-        for module in graphs(model).values():
+        for module in with_nested(model):
             sites |= {site.name: site for site in _simulated_in(module)}
     return list(sites.values())
 

@@ -36,10 +36,22 @@ class Call:
         return spec, [(leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
     @property
+    def kind(self) -> str:
+        """The same but for the width of floats, which follows the model."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return str((spec, [_kind_of(leaf) for leaf in leaves]))
+
+    @property
     def numel(self) -> int:
         """Elements of all tensors that go in."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _kind_of(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return leaf.ndim, "float" if leaf.is_floating_point() else leaf.dtype
 
 
 def record_calls(

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from qtk.errors import CaptureError
 
-HOME, LENT = "qtk_home", "qtk_lent"
-"""Keys of ``meta``: where and in which dtype a module without tensors of its own is; attributes taken over."""
+HOME, LENT, VARIANTS = "qtk_home", "qtk_lent", "qtk_variants"
+"""Keys of ``meta``: where and in which dtype a module without tensors of its own is; attributes taken over; graphs of
+the same module for calls of other kinds, by kind."""
 
 REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -35,12 +36,12 @@ class CapturedGraph(fx.GraphModule):
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph)
-        self._adopt(root.__dict__)
+        self.adopt(root.__dict__)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, CapturedGraph)
-        copied._adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in REGISTRIES})
+        copied.adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in REGISTRIES})
         for name in self.meta.get(LENT, ()):
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
@@ -50,6 +51,12 @@ class CapturedGraph(fx.GraphModule):
             "a prepared model cannot be pickled: its graph would lose the names of its sites; "
             "save its state_dict (or QuantSim.save) and prepare the model again"
         )
+
+    @property
+    def variants(self) -> dict[str, CapturedGraph]:
+        """Graphs of the same module, with the same members, for calls of other kinds."""
+        variants: dict[str, CapturedGraph] = self.meta.get(VARIANTS, {})
+        return variants
 
     def lend_attributes(self, original: nn.Module) -> None:
         """Takes over the plain attributes of ``original`` and its parts, which code around this graph may ask for."""
@@ -63,7 +70,7 @@ class CapturedGraph(fx.GraphModule):
             if holder is self:
                 self.meta[LENT] = tuple(lent)
 
-    def _adopt(self, registries: Mapping[str, object]) -> None:
+    def adopt(self, registries: Mapping[str, object]) -> None:
         """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""
         self.__dict__.update({name: registries[name] for name in REGISTRIES})
 
@@ -74,7 +81,8 @@ class CapturedGraph(fx.GraphModule):
             moved = fn(torch.empty(0, device=before[0], dtype=before[1]))
             self.meta[HOME] = (moved.device, moved.dtype)
         if self._home() != before:
-            self._retarget(before, self._home())
+            for graph in (self, *self.variants.values()):
+                graph._retarget(before, self._home())
         return self
 
     def _home(self) -> Home:

@@ -8,14 +8,24 @@ from qtk.graph.captured_graph import CapturedGraph
 
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
-    """Every captured graph by its module path, those around others first."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, CapturedGraph)}
+    """Every captured graph by its module path, those around others first; its variants as ``path@1`` and so on."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, CapturedGraph):
+            found[path] = module
+            found |= {f"{path}@{index}": graph for index, graph in enumerate(module.variants.values(), 1)}
+    return found
 
 
 def roots(model: nn.Module) -> dict[str, CapturedGraph]:
     """The graphs that lie in no other: the model itself, or its islands."""
     found = graphs(model)
     return {path: graph for path, graph in found.items() if not any(_is_below(path, other) for other in found)}
+
+
+def with_nested(graph: nn.Module) -> list[CapturedGraph]:
+    """``graph`` and those inside of it, without its variants."""
+    return [module for module in graph.modules() if isinstance(module, CapturedGraph)]
 
 
 def nested_graphs(node: fx.Node) -> dict[str, CapturedGraph]:

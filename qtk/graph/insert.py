@@ -63,9 +63,10 @@ def remove(model: nn.Module) -> None:
             assert isinstance(value, fx.Node)
             node.replace_all_uses_with(value)
             module.graph.erase_node(node)
+        module.recompile()
+    for module in graphs(model).values():  # after all: graphs of one module have one set of quantizers
         if hasattr(module, QUANTIZERS):
             module.delete_submodule(QUANTIZERS)
-        module.recompile()
 
 
 def quantizer_nodes(model: fx.GraphModule) -> list[fx.Node]:
@@ -130,10 +131,11 @@ def drop_sites(model: nn.Module, plan: QuantPlan, reasons: Mapping[Site, str]) -
             if node.target in targets:
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 module.graph.erase_node(node)
+        module.recompile()
+    for module in graphs(model).values():
         for target in targets:
             if _has(module, target):
                 module.delete_submodule(target)
-        module.recompile()
     kept = {site: decided for site, decided in plan.items() if site not in gone}
     return replace(plan, sites=kept, unquantized={**plan.unquantized, **gone})
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtk.graph.calls import Call
 from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.inputs import as_captured, check_inputs
@@ -55,6 +56,10 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
+            if self.variants:
+                variant = self.variants.get(Call(args, kwargs, None).kind)
+                if variant is not None:
+                    return variant(*args, **kwargs)
             args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)

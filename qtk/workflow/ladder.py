@@ -28,9 +28,13 @@ from qtk.graph.planner import unknown_ops
 from qtk.graph.prepare_report import Part, PrepareReport
 from qtk.graph.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.graph.tree import with_islands
+from qtk.graph.variants import add_variant
 from qtk.workflow.first_difference import first_difference
 from qtk.workflow.untouched import untouched
 from qtk.workflow.verify_prepared import Outcome, eval_difference
+
+MOST_KINDS = 4
+"""Of calls of one module that get a graph each."""
 
 BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
 
@@ -167,16 +171,33 @@ class _Climb:
             self._note(module, path, EXCLUDED, None)
             return
         try:
-            island = capture_graph(module, calls, self.dynamic_shapes, verify=True, place=path)
-            if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
-                raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
+            island = self._island(module, path, calls)
         except CaptureError as error:
             self.islands.pop(module, None)
             self.into(module, path, calls, error)
             return
         island.lend_attributes(module)
         self.islands[module] = island
-        self._note(module, path, island.report.rung, None)
+        several = f"calls of {1 + len(island.variants)} kinds, a graph for each" if island.variants else ""
+        self._note(module, path, island.report.rung, CaptureError(several) if several else None)
+
+    def _island(self, module: nn.Module, path: str, calls: list[Call]) -> PreparedGraph:
+        kinds: dict[str, list[Call]] = {}
+        for call in calls:
+            kinds.setdefault(call.kind, []).append(call)
+        if len(kinds) > MOST_KINDS:
+            raise CaptureError(
+                f"{type(module).__name__} is called with arguments of {len(kinds)} kinds (ranks, dtypes, constants)"
+            )
+        islands = []
+        for own in kinds.values():
+            island = capture_graph(module, own, self.dynamic_shapes, verify=True, place=path)
+            if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
+                raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
+            islands.append(island)
+        for kind, island in zip(list(kinds)[1:], islands[1:], strict=True):
+            add_variant(islands[0], kind, island)
+        return islands[0]
 
     def give_up_on(self, module: nn.Module, error: Exception) -> None:
         """The island of ``module`` does not do in its place: tries the modules inside."""

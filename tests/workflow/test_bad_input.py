@@ -318,16 +318,21 @@ def test_modules_in_a_plain_list_are_pointed_out():
 
 
 def test_weights_outside_of_all_graphs_are_in_the_plan_with_the_reason():
-    class Ranks(nn.Module):
+    class Times(nn.Linear):
+        def forward(self, x, times):
+            return super().forward(x) * times
+
+    class Steps(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.fc, self.other = Times(8, 8), nn.Linear(8, 8)
 
         def forward(self, x):
-            y = self.fc(x)
-            return self.other(y) if y.sum() > 1e9 else self.fc(y[:, 0])
+            for times in range(1, 9):
+                x = self.fc(x, times) * sign(x)
+            return self.other(x) if x.sum() > 1e9 else x
 
-    plan = qtk.QuantSim(Ranks(), torch.randn(2, 3, 8)).plan
+    plan = qtk.QuantSim(Steps(), X).plan
     reasons = {site.name: reason for site, reason in plan.unquantized.items()}
-    assert "opaque: Linear is called with arguments of several kinds" in reasons["fc.weight"]
+    assert "opaque: Times is called with arguments of 8 kinds" in reasons["fc.weight"]
     assert reasons["other.weight"] == "its module is not called"

@@ -38,7 +38,7 @@ def test_the_islands_are_the_largest_that_can_be_captured(name):
     prepared = pair(name)[1]
     assert set(roots(prepared)) == set(PYTHON[name].islands)
     rungs = {part.path: part.rung for part in prepared.report.parts}
-    assert [path for path, rung in rungs.items() if rung == "export"] == list(PYTHON[name].islands)
+    assert [path for path, rung in rungs.items() if rung == "export"] == list(PYTHON[name].modules)
     assert rungs[""] == prepared.report.rung == "python"
 
 
@@ -53,7 +53,7 @@ def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
     assert {part.path: part.parameters for part in report.parts} == {
         part.path: sum(p.numel() for p in model.get_submodule(part.path).parameters()) for part in report.parts
     }
-    inside = {p for island in PYTHON[name].islands for p in model.get_submodule(island).parameters()}
+    inside = {p for island in PYTHON[name].modules for p in model.get_submodule(island).parameters()}
     assert report.covered == sum(p.numel() for p in inside) / total
     lines = str(report).splitlines()
     assert f"graphs cover {report.covered:.1%} of the parameters" in lines

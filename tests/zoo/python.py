@@ -53,6 +53,29 @@ class ListLoop(nn.Module):
         return self.head(torch.cat(rows))
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, gate=None):
+        y = self.fc(x)
+        return y if gate is None else y * gate
+
+
+class Kinds(nn.Module):
+    """Calls its parts with three axes and with two, with a gate and without, as generation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gated, self.head = block(8, 8), Gated(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.gated(self.body(x)) * sign(x)
+        last = self.body(y[:, -1])
+        return self.head(self.gated(last, torch.sigmoid(last)))
+
+
 class Masked(nn.Module):
     """Works on as many rows as hold something positive, and returns them."""
 
@@ -369,9 +392,17 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True)
 class PythonEntry(Entry):
-    """A model and its ``islands``: the modules that must become graphs, in the order they are called."""
+    """A model and its ``islands``: the modules that must become graphs, in the order they are called.
+
+    ``path@1`` is a second graph of one module, for calls of another kind.
+    """
 
     islands: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the islands."""
+        return tuple(path for path in self.islands if "@" not in path)
 
 
 PYTHON: dict[str, PythonEntry] = {}
@@ -391,6 +422,7 @@ def _keywords(batch: int) -> Mapping[str, Any]:
 
 _add("branch", Branch, vectors(), "body plus")
 _add("list_loop", ListLoop, _pictures, "conv head")
+_add("kinds", Kinds, sequences(6, 8), "body body@1 gated gated@1 head")
 _add("masked", Masked, sequences(6, 8), "inner score outer")
 _add("experts", Experts, sequences(12, 8), "router experts.0 experts.1 experts.2")
 _add("detector", Detector, images(), "backbone boxes scores")

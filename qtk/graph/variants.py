@@ -1,0 +1,56 @@
+"""Several graphs of one module, for calls of several kinds: ranks, dtypes, with a mask and without."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from qtk.errors import CaptureError
+from qtk.graph.captured_graph import VARIANTS, CapturedGraph
+
+
+def add_variant(main: CapturedGraph, kind: str, other: CapturedGraph) -> None:
+    """Lets ``main`` hand calls of ``kind`` on to ``other``, a graph of the same module. Changes both.
+
+    From now on they have one set of members: parameters, buffers, modules and, later on, quantizers.
+
+    Raises: CaptureError if both have a member of one name that is not the same; then nothing has changed.
+    """
+    clash = _clash(main, other, "")
+    if clash:
+        raise CaptureError(f"graphs for several kinds of calls would each have a {clash} of their own")
+    _move(main, other)
+    other.adopt(main.__dict__)
+    main.meta.setdefault(VARIANTS, {})[kind] = other
+
+
+def _clash(main: nn.Module, other: nn.Module, path: str) -> str:
+    for table in ("_parameters", "_buffers"):
+        mine, theirs = main.__dict__[table], other.__dict__[table]
+        for name in mine.keys() & theirs.keys():
+            a, b = mine[name], theirs[name]
+            if a is not b and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)):
+                return f"{path}{name}"
+    for name in main._modules.keys() & other._modules.keys():
+        a, b = main._modules[name], other._modules[name]
+        if a is None or b is None or a is b:
+            continue
+        if type(a) is type(b) is nn.Module:
+            inner = _clash(a, b, f"{path}{name}.")
+            if inner:
+                return inner
+        elif repr(a) != repr(b) or any(isinstance(module, CapturedGraph) for module in (*a.modules(), *b.modules())):
+            return f"{path}{name}"
+    return ""
+
+
+def _move(main: nn.Module, other: nn.Module) -> None:
+    main._non_persistent_buffers_set |= other._non_persistent_buffers_set
+    for table in ("_parameters", "_buffers"):
+        main.__dict__[table].update({
+            name: value for name, value in other.__dict__[table].items() if name not in main.__dict__[table]
+        })
+    for name, child in other._modules.items():
+        mine = main._modules.setdefault(name, child)
+        if mine is not child and type(mine) is type(child) is nn.Module:
+            _move(mine, child)
