@@ -621,3 +621,22 @@ def test_numbers_that_a_model_returns_are_no_outputs_of_the_file(tmp_path):
     sim.compute_encodings([torch.randn(4, 8)], progress=False)
     sim.export(tmp_path / "out", formats=("onnx",))
     assert sim.verify_export(tmp_path / "out", [torch.randn(6, 8)]).exact.differing == 0.0
+
+
+def test_chunks_of_a_dynamic_batch_are_exported(tmp_path):
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, y):
+            first, second = torch.chunk(self.conv(torch.cat([x, y])), 2)
+            return first * second
+
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 2, 3, 8, 8)
+    sim = qtk.QuantSim(Pairs().eval(), (x, y))
+    sim.compute_encodings([(x, y)], progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    more = (torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8))
+    assert sim.verify_export(tmp_path / "out", [more]).exact.differing == 0.0
