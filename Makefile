@@ -13,7 +13,11 @@ ARGS    ?=
 # A stamp says that this checkout is what the environment holds; it lives and dies with the environment.
 STAMPS  := $(VENV)/.qtk-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 STAMP    = find $(VENV) -maxdepth 1 -name '.qtk-*' ! -path '$(STAMPS)' -exec rm -r {} + && mkdir -p $(STAMPS) && touch
-SOURCES := pyproject.toml setup.py
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+
+# Compiles the C++ kernels against the torch just installed; without a compiler the package works without them.
+KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
+           $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
 
 .PHONY: demo test lint bench clean
 .DEFAULT_GOAL := test
@@ -33,10 +37,12 @@ bench: $(STAMPS)/all
 
 $(STAMPS)/demo: $(SOURCES) | $(PYTHON)
 	$(PYTHON) -m pip install --editable ".[vision,onnx,demo,report]"
+	$(KERNELS)
 	$(STAMP) $@
 
 $(STAMPS)/all: $(SOURCES) | $(PYTHON)
 	$(PYTHON) -m pip install --editable ".[all]"
+	$(KERNELS)
 	$(STAMP) $@ $(STAMPS)/demo
 
 $(PYTHON):

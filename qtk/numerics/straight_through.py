@@ -7,7 +7,8 @@ With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``,
     dzero_point = Σ g · (0                              where inside, else -scale)
 
 summed over the elements that share a scale: LSQ (arXiv 1902.08153, eq. 3) and LSQ+ (arXiv 2004.09576, eq. 5), without
-their gradient scaling. A float zero point acts rounded, and its own rounding is passed straight through.
+their gradient scaling. A float zero point acts rounded, and its own rounding is passed straight through. A NaN is
+outside and makes dscale NaN.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) 
     # On whole numbers the open interval of hardtanh's gradient is the closed one that is meant. It is one vectorized
     # pass; comparing and selecting by a boolean mask takes ten times as long on the CPU.
     torch.ops.aten.hardtanh_backward.grad_input(
-        values, code.nan_to_num_(torch.inf), qmin - 1, qmax + 1, grad_input=out
+        values, code.nan_to_num(torch.inf), qmin - 1, qmax + 1, grad_input=out
     )
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtk.core.granularity import Granularity, PerTensor
+from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
-from qtk.numerics.blocks import flat, split_shape
+from qtk.ops.statistics import min_max
 
 SENTINEL = -1e30
 """Values down here (−inf, finfo.min) mark masked places; they are no measurement."""
@@ -69,11 +69,5 @@ def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
 def _reduce(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
     """Minimum and maximum, float32 in the qparam shape; NaN wins in both."""
     shape = granularity.qparam_shape(tuple(x.shape))
-    if isinstance(granularity, PerTensor):
-        elements = flat(x)  # aminmax of anything but a contiguous tensor takes 10 to 100 times as long
-        low, high = torch.aminmax(x if elements is None else elements)
-    else:
-        split, inside = split_shape(x.shape, granularity.block_size(x.ndim))
-        blocks = x.view(split)
-        low, high = (blocks.amin(inside), blocks.amax(inside)) if inside else (blocks, blocks.clone())
-    return low.to(torch.float32, copy=True).reshape(shape), high.to(torch.float32).reshape(shape)
+    low, high = min_max(x, granularity.block_size(x.ndim))
+    return low.reshape(shape), high.reshape(shape)

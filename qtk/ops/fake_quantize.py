@@ -3,7 +3,8 @@
 The formula is that of ``qtk.numerics.affine``, the gradient that of ``qtk.numerics.straight_through``.
 ``block_size`` is ``[]`` for one scale over the whole tensor, else one entry an axis: 1 for one index, -1 for the whole
 axis, n for blocks of n. A backend that is faster registers itself for its device key on ``qtk::fake_quantize`` and
-``qtk::fake_quantize_backward``.
+``qtk::fake_quantize_backward``. The C++ library, where it is built, brings the schemas and the autograd of all devices
+along, for theirs cost a tenth.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtk.kernels.native import why_not_native
 from qtk.numerics import affine, straight_through
+from qtk.numerics.blocks import check_fit
+from qtk.ops.decomposed import FakeQuantize
 
+_NATIVE = not why_not_native()
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
 
-torch.library.define("qtk::fake_quantize", f"(Tensor input, {_SPEC}) -> Tensor")
-torch.library.define(
-    "qtk::fake_quantize_backward",
-    f"(Tensor grad, Tensor input, {_SPEC}, bool wants_scale, bool wants_zero_point) -> (Tensor, Tensor, Tensor)",
-)
+if not _NATIVE:
+    torch.library.define("qtk::fake_quantize", f"(Tensor input, {_SPEC}) -> Tensor")
+    torch.library.define(
+        "qtk::fake_quantize_backward",
+        f"(Tensor grad, Tensor input, {_SPEC}, bool wants_scale, bool wants_zero_point) -> (Tensor, Tensor, Tensor)",
+    )
 torch.library.impl("qtk::fake_quantize", "CompositeExplicitAutograd", affine.fake_quantize)
 torch.library.register_fake("qtk::fake_quantize", lambda input, *spec: torch.empty_like(input))
 _OP = torch.ops.qtk.fake_quantize.default
@@ -83,8 +89,9 @@ def _autograd_twice(ctx: Any, grad: Tensor, *of_ranges: Tensor | None) -> tuple[
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
-torch.library.register_autograd("qtk::fake_quantize", _autograd, setup_context=_setup_context)
-torch.library.register_autograd("qtk::fake_quantize_backward", _autograd_twice, setup_context=_setup_twice)
+if not _NATIVE:
+    torch.library.register_autograd("qtk::fake_quantize", _autograd, setup_context=_setup_context)
+    torch.library.register_autograd("qtk::fake_quantize_backward", _autograd_twice, setup_context=_setup_twice)
 
 
 def fake_quantize(
@@ -100,12 +107,23 @@ def fake_quantize(
     >>> fake_quantize(torch.tensor([0.3, 9.0]), torch.tensor([0.25]), None, (), -8, 7)
     tensor([0.2500, 1.7500])
     """
+    result: Tensor
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
+        return result
+    if _NATIVE:
+        try:
+            result = _OP(x, scale, zero_point, block_size, qmin, qmax)
+        except ValueError:
+            check_fit(scale, x.shape, block_size)  # says better what does not fit
+            raise
+        return result
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x, scale, zero_point)):
-        differentiable: Tensor = _OP(x, scale, zero_point, block_size, qmin, qmax)
-        return differentiable
+        result = _OP(x, scale, zero_point, block_size, qmin, qmax)
+        return result
     with torch._C._AutoDispatchBelowAutograd():  # the op's autograd layer is Python: as slow as the math of a small x
-        plain: Tensor = _OP(x, scale, zero_point, block_size, qmin, qmax)
-    return plain
+        result = _OP(x, scale, zero_point, block_size, qmin, qmax)
+    return result
 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:

@@ -94,6 +94,10 @@ def test_infinities_and_nan_give_no_gradient_to_x_and_none_leaks_into_the_scale(
     )
     assert dscale.tolist() == [-1.0]
     assert dzero.tolist() == [-2.0]
+    _, dscale, _ = fake_quantize_backward(
+        torch.ones(4), x, torch.ones(1), None, (), -8, 7, wants_scale=True, wants_zero_point=False
+    )
+    assert dscale.isnan().all()
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

@@ -1,0 +1,207 @@
+#include "fake_quantize.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "elements.h"
+#include "fake_quantize_loops.h"
+#include "tiles.h"
+
+namespace qtk {
+namespace {
+
+constexpr int64_t MOST_CHUNKS = 256;
+
+// Scales and zero points as floats, the zero points whole numbers; zeros where there are none.
+class Range {
+ public:
+  Range(const Tensor& scale, const OptionalTensor& zero_point) : scale_(scale.contiguous()) {
+    TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
+    TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
+    if (zero_point) {
+      zero_ = (zero_point->is_floating_point() ? zero_point->round() : *zero_point).to(at::kFloat).contiguous();
+    } else if (scale.numel() != 1) {
+      zero_ = at::zeros_like(scale_);
+    }
+  }
+
+  const Tensor& scale() const { return scale_; }
+
+  Scales from(int64_t index) const {
+    return {scale_.const_data_ptr<float>() + index, zero_.defined() ? zero_.const_data_ptr<float>() + index : &NONE};
+  }
+
+ private:
+  static constexpr float NONE = 0.0f;
+  Tensor scale_, zero_;
+};
+
+// The elements of `value` in the order of x.
+Tensor ordered_like(const Tensor& value, const Tensor& x) {
+  return value.strides() == x.strides() ? value : at::empty_like(x, value.options()).copy_(value);
+}
+
+template <class T>
+void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range, Codes codes) {
+  const T* from = source<T>(x);
+  T* into = target<T>(y);
+  at::parallel_for(0, x.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+    tiles.each(begin, end, [&](Tile tile) {
+      const auto run = [&](auto loop) {
+        loop(from + tile.offset, into + tile.offset, tile.rows, tile.width, range.from(tile.index), codes);
+      };
+      tiles.by_column() ? run([](auto... a) { fake_quantize_columns(a...); })
+                        : run([](auto... a) { fake_quantize_rows(a...); });
+    });
+  });
+}
+
+// Gradients of one tensor, all of its dtype and in its order.
+template <class T>
+class Backward {
+ public:
+  Backward(const Tensor& x, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range, Codes codes)
+      : x_(source<T>(x)), g_(source<T>(g)), dx_(target<T>(dx)), total_(x.numel()), tiles_(tiles), range_(range),
+        codes_(codes) {}
+
+  void pass() const {
+    at::parallel_for(0, total_, GRAIN, [&](int64_t begin, int64_t end) {
+      tiles_.each(begin, end, [&](Tile tile) {
+        tiles_.by_column() ? run(tile, [](auto... a) { pass_columns(a...); })
+                           : run(tile, [](auto... a) { pass_rows(a...); });
+      });
+    });
+  }
+
+  // Adds to the sums of all scales. What a thread adds up depends on sizes alone, not on how many threads there are.
+  void sum(Sums<double> sums, int64_t scales) const {
+    if (total_ == 0) {
+      return;
+    }
+    if (tiles_.one_row_a_scale() && scales > 1) {
+      const int64_t width = tiles_.width();
+      at::parallel_for(0, scales, std::max<int64_t>(GRAIN / width, 1), [&](int64_t begin, int64_t end) {
+        rows(begin * width, end * width, sums);
+      });
+      return;
+    }
+    const int64_t chunks = std::clamp<int64_t>(total_ / std::max(GRAIN, 8 * scales), 1, MOST_CHUNKS);
+    tiles_.by_column() ? in_chunks<float>(chunks, sums, scales) : in_chunks<double>(chunks, sums, scales);
+  }
+
+ private:
+  template <class Loop, class... Rest>
+  void run(Tile tile, Loop loop, Rest... rest) const {
+    loop(x_ + tile.offset, g_ + tile.offset, dx_ + tile.offset, tile.rows, tile.width, range_.from(tile.index), codes_,
+         rest...);
+  }
+
+  void rows(int64_t begin, int64_t end, Sums<double> sums) const {
+    tiles_.each(begin, end, [&](Tile tile) {
+      const Sums<double> own{sums.of_scale + tile.index, sums.clipped + tile.index};
+      run(tile, [](auto... a) { backward_rows(a...); }, own);
+    });
+  }
+
+  void columns(int64_t begin, int64_t end, Sums<float> sums) const {
+    tiles_.each(begin, end, [&](Tile tile) {
+      const Sums<float> own{sums.of_scale + tile.index, sums.clipped + tile.index};
+      run(tile, [](auto... a) { backward_columns(a...); }, own);
+    });
+  }
+
+  template <class Part>
+  void in_chunks(int64_t chunks, Sums<double> sums, int64_t scales) const {
+    const int64_t length = (total_ + chunks - 1) / chunks;
+    std::vector<Part> parts(2 * chunks * scales);
+    at::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
+      for (int64_t chunk = first; chunk < last; ++chunk) {
+        const int64_t begin = chunk * length, end = std::min(begin + length, total_);
+        Part* own = parts.data() + 2 * chunk * scales;
+        if constexpr (std::is_same_v<Part, float>) {
+          columns(begin, end, {own, own + scales});
+        } else {
+          rows(begin, end, {own, own + scales});
+        }
+      }
+    });
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const Part* own = parts.data() + 2 * chunk * scales;
+      for (int64_t index = 0; index < scales; ++index) {
+        sums.of_scale[index] += own[index];
+        sums.clipped[index] += own[scales + index];
+      }
+    }
+  }
+
+  const T* x_;
+  const T* g_;
+  T* dx_;
+  int64_t total_;
+  const Tiles& tiles_;
+  const Range& range_;
+  Codes codes_;
+};
+
+}  // namespace
+
+Tensor fake_quantize_cpu(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax) {
+  if (!has_loops(input.scalar_type())) {
+    return fake_quantize_cpu(input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax).to(input.scalar_type());
+  }
+  Tensor result = at::empty_like(input);
+  const Tensor x = dense(input);
+  const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
+  const Range range(scale, zero_point);
+  const Tiles tiles(x, block_size, scale.numel());
+  const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
+  by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, codes); });
+  return y.is_same(result) ? result : result.copy_(y);
+}
+
+Gradients fake_quantize_backward_cpu(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
+    at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point) {
+  TORCH_CHECK_VALUE(
+      grad.sizes() == input.sizes(), "a gradient of shape ", grad.sizes(), " is not that of an input of shape ",
+      input.sizes());
+  if (!has_loops(input.scalar_type()) || grad.scalar_type() != input.scalar_type()) {
+    auto [dx, of_scale, of_zero] = fake_quantize_backward_cpu(
+        grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax, wants_scale,
+        wants_zero_point);
+    return {dx.to(grad.scalar_type()), of_scale, of_zero};
+  }
+  Tensor result = at::empty_like(input);
+  const Tensor x = dense(input);
+  const Tensor g = ordered_like(grad, x);
+  const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
+  const Range range(scale, zero_point);
+  const Tiles tiles(x, block_size, scale.numel());
+  const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
+  const bool wants_sums = wants_scale || wants_zero_point;
+  Tensor of_scale, clipped;
+  Sums<double> sums{};
+  if (wants_sums) {
+    of_scale = at::zeros_like(range.scale(), at::kDouble);
+    clipped = at::zeros_like(of_scale);
+    sums = {of_scale.mutable_data_ptr<double>(), clipped.mutable_data_ptr<double>()};
+  }
+  by_type(x.scalar_type(), [&](auto type) {
+    const Backward<decltype(type)> backward(x, g, dx, tiles, range, codes);
+    wants_sums ? backward.sum(sums, scale.numel()) : backward.pass();
+  });
+  const Tensor nothing = at::empty({0}, scale.options());
+  return {
+      dx.is_same(result) ? result : result.copy_(dx), wants_scale ? of_scale.to(at::kFloat) : nothing,
+      wants_zero_point ? clipped.mul_(range.scale()).neg_().to(at::kFloat) : nothing.clone()};
+}
+
+}  // namespace qtk

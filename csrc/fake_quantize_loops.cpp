@@ -1,0 +1,217 @@
+#include "fake_quantize_loops.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace qtk {
+namespace {
+
+constexpr int LANES = 16;          // sums are kept apart by lane, so that the compiler need not reorder them
+constexpr int64_t STRETCH = 4096;  // elements summed in float before the sums go on in double
+constexpr int DEPTH = 4;           // rows whose columns are summed before memory is touched
+
+// A NaN stays NaN. In this order of operands each line is one instruction.
+INLINE float clamped(float code, Codes codes) {
+  const float raised = codes.qmin > code ? codes.qmin : code;
+  return codes.qmax < raised ? codes.qmax : raised;
+}
+
+INLINE float fake_quantized(float x, float scale, float zero, Codes codes) {
+  return (clamped(std::nearbyint(x / scale) + zero, codes) - zero) * scale;
+}
+
+// All bits where the code needs no clamping, else none: what is masked with it needs no branch.
+INLINE uint32_t inside(float code, float nearest) { return nearest == code ? 0xffffffffu : 0u; }
+
+INLINE float masked(float value, uint32_t mask) { return as_float(as_bits(value) & mask); }
+
+template <class T>
+INLINE T masked(T value, uint32_t mask) {
+  return {static_cast<uint16_t>(value.bits & mask)};
+}
+
+template <class T>
+INLINE void pass(T x, T g, T* dx, float scale, float zero, Codes codes) {
+  const float code = std::nearbyint(load(x) / scale) + zero;
+  *dx = masked(g, inside(code, clamped(code, codes)));
+}
+
+// Writes dx and adds to the sums.
+template <class T>
+INLINE void backward(T x, T g, T* dx, float scale, float zero, Codes codes, float* of_scale, float* clipped) {
+  const float steps = load(x) / scale;
+  const float code = std::nearbyint(steps) + zero;
+  const float nearest = clamped(code, codes);
+  const uint32_t mask = inside(code, nearest);
+  const float slope = load(g);
+  *dx = masked(g, mask);
+  *of_scale += slope * ((nearest - zero) - masked(steps, mask));
+  *clipped += masked(slope, ~mask);
+}
+
+template <class T>
+INLINE void forward_rows_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes) {
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    const float scale = scales.scale[row], zero = scales.zero[row];
+    for (int64_t i = 0; i < width; ++i) {
+      store(fake_quantized(load(x[i]), scale, zero, codes), y + i);
+    }
+  }
+}
+
+template <class T>
+INLINE void forward_columns_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes) {
+  const float* __restrict scale = scales.scale;
+  const float* __restrict zero = scales.zero;
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    for (int64_t i = 0; i < width; ++i) {
+      store(fake_quantized(load(x[i]), scale[i], zero[i], codes), y + i);
+    }
+  }
+}
+
+template <class T>
+INLINE void pass_rows_of(
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes) {
+  for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
+    const float scale = scales.scale[row], zero = scales.zero[row];
+    for (int64_t i = 0; i < width; ++i) {
+      pass(x[i], g[i], dx + i, scale, zero, codes);
+    }
+  }
+}
+
+template <class T>
+INLINE void pass_columns_of(
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes) {
+  const float* __restrict scale = scales.scale;
+  const float* __restrict zero = scales.zero;
+  for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
+    for (int64_t i = 0; i < width; ++i) {
+      pass(x[i], g[i], dx + i, scale[i], zero[i], codes);
+    }
+  }
+}
+
+INLINE float sum_of(float* lanes) {
+  for (int half = LANES / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
+}
+
+template <class T>
+INLINE void backward_rows_of(
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums) {
+  for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
+    const float scale = scales.scale[row], zero = scales.zero[row];
+    int64_t i = 0;
+    while (i + LANES <= width) {
+      float of_scale[LANES] = {};
+      float clipped[LANES] = {};
+      const int64_t end = std::min(i + STRETCH, width);
+      for (; i + LANES <= end; i += LANES) {
+        for (int lane = 0; lane < LANES; ++lane) {
+          const int64_t at = i + lane;
+          backward(x[at], g[at], dx + at, scale, zero, codes, of_scale + lane, clipped + lane);
+        }
+      }
+      sums.of_scale[row] += sum_of(of_scale);
+      sums.clipped[row] += sum_of(clipped);
+    }
+    float of_scale = 0, clipped = 0;
+    for (; i < width; ++i) {
+      backward(x[i], g[i], dx + i, scale, zero, codes, &of_scale, &clipped);
+    }
+    sums.of_scale[row] += of_scale;
+    sums.clipped[row] += clipped;
+  }
+}
+
+// One strip of LANES columns, or a single one.
+template <int ROWS, int COLUMNS, class T>
+INLINE void backward_strip(
+    const T* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Codes codes, float* of_scale,
+    float* clipped) {
+  float sums_of_scale[COLUMNS], sums_clipped[COLUMNS];
+  for (int lane = 0; lane < COLUMNS; ++lane) {
+    sums_of_scale[lane] = of_scale[lane];
+    sums_clipped[lane] = clipped[lane];
+  }
+  for (int row = 0; row < ROWS; ++row, x += width, g += width, dx += width) {
+    for (int lane = 0; lane < COLUMNS; ++lane) {
+      backward(x[lane], g[lane], dx + lane, scale[lane], zero[lane], codes, sums_of_scale + lane, sums_clipped + lane);
+    }
+  }
+  for (int lane = 0; lane < COLUMNS; ++lane) {
+    of_scale[lane] = sums_of_scale[lane];
+    clipped[lane] = sums_clipped[lane];
+  }
+}
+
+template <int ROWS, class T>
+INLINE void backward_deep(
+    const T* x, const T* g, T* dx, int64_t width, Scales scales, Codes codes, Sums<float> sums) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    backward_strip<ROWS, LANES>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, codes,
+                                sums.of_scale + i, sums.clipped + i);
+  }
+  for (; i < width; ++i) {
+    backward_strip<ROWS, 1>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, codes, sums.of_scale + i,
+                            sums.clipped + i);
+  }
+}
+
+template <class T>
+INLINE void backward_columns_of(
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<float> sums) {
+  int64_t row = 0;
+  for (; row + DEPTH <= rows; row += DEPTH) {
+    backward_deep<DEPTH>(x + row * width, g + row * width, dx + row * width, width, scales, codes, sums);
+  }
+  for (; row < rows; ++row) {
+    backward_deep<1>(x + row * width, g + row * width, dx + row * width, width, scales, codes, sums);
+  }
+}
+
+}  // namespace
+
+// Clones are made of plain functions only.
+#define DEFINE(T)                                                                                                     \
+  FOR_EVERY_CPU void fake_quantize_rows(                                                                              \
+      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Codes codes) {              \
+    forward_rows_of(x, y, rows, width, scales, codes);                                                                \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void fake_quantize_columns(                                                                           \
+      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Codes codes) {              \
+    forward_columns_of(x, y, rows, width, scales, codes);                                                             \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void pass_rows(                                                                                       \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
+      Codes codes) {                                                                                                  \
+    pass_rows_of(x, g, dx, rows, width, scales, codes);                                                               \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void pass_columns(                                                                                    \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
+      Codes codes) {                                                                                                  \
+    pass_columns_of(x, g, dx, rows, width, scales, codes);                                                            \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void backward_rows(                                                                                   \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
+      Codes codes, Sums<double> sums) {                                                                               \
+    backward_rows_of(x, g, dx, rows, width, scales, codes, sums);                                                     \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void backward_columns(                                                                                \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
+      Codes codes, Sums<float> sums) {                                                                                \
+    backward_columns_of(x, g, dx, rows, width, scales, codes, sums);                                                  \
+  }
+
+DEFINE(float)
+DEFINE(BFloat16)
+DEFINE(Half)
+
+}  // namespace qtk

@@ -1,0 +1,46 @@
+// The inner loops, each compiled for several instruction sets; the best one is chosen when the library loads.
+//
+// A tile is `rows` rows of `width` elements, one after the other in memory. Either each row has a scale (`..._rows`) or
+// each column (`..._columns`). The formulas are those of qtk/numerics/affine.py and straight_through.py.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace qtk {
+
+struct Codes {
+  float qmin;
+  float qmax;
+};
+
+// Scales and zero points, one a row or one a column.
+struct Scales {
+  const float* scale;
+  const float* zero;
+};
+
+// What each scale gathers: Σ g · (x̂ − x)/scale where x is rounded, Σ g · x̂/scale where it is clipped; Σ g where clipped.
+template <class Sum>
+struct Sums {
+  Sum* of_scale;
+  Sum* clipped;
+};
+
+// fake_quantize: y = x̂. pass: dx = g where x is not clipped, else 0. backward: the same, and adds to the sums.
+#define QTK_DECLARE_LOOPS(T)                                                                                          \
+  void fake_quantize_rows(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes);                 \
+  void fake_quantize_columns(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes);              \
+  void pass_rows(const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes);             \
+  void pass_columns(const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes);          \
+  void backward_rows(                                                                                                 \
+      const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums);     \
+  void backward_columns(                                                                                              \
+      const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<float> sums);
+
+QTK_DECLARE_LOOPS(float)
+QTK_DECLARE_LOOPS(BFloat16)
+QTK_DECLARE_LOOPS(Half)
+
+}  // namespace qtk

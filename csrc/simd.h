@@ -1,0 +1,60 @@
+// What the inner loops are made of: one clone an instruction set; half precision to float and back, ties to even, in
+// integer arithmetic that compilers vectorize.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#define INLINE inline __attribute__((always_inline))
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EVERY_CPU  // the baseline of other processors is vectorized as it is
+#endif
+
+namespace qtk {
+
+// Half precision by its bits.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+INLINE float as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+INLINE uint32_t as_bits(float value) { return std::bit_cast<uint32_t>(value); }
+
+INLINE float load(float value) { return value; }
+
+INLINE float load(BFloat16 value) { return as_float(static_cast<uint32_t>(value.bits) << 16); }
+
+INLINE float load(Half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t rest = value.bits & 0x7fffu;  // exponent and mantissa
+  const uint32_t bias = 112u << 23;
+  const uint32_t normal = (rest << 13) + bias + (rest >= 0x7c00u ? bias : 0u);  // inf and NaN stay what they are
+  const float small = as_float(0x3f000000u + rest) - 0.5f;  // a subnormal's unit is that of a float at 0.5
+  return as_float(sign | (rest < 0x0400u ? as_bits(small) : normal));
+}
+
+INLINE void store(float value, float* into) { *into = value; }
+
+INLINE void store(float value, BFloat16* into) {
+  const uint32_t bits = as_bits(value);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  into->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);  // NaN
+}
+
+INLINE void store(float value, Half* into) {
+  const uint32_t bits = as_bits(value);
+  const uint32_t rest = bits & 0x7fffffffu;
+  const uint32_t normal = (rest - (112u << 23) + 0x0fffu + (rest >> 13 & 1u)) >> 13;
+  const uint32_t small = as_bits(as_float(rest) + 0.5f) - 0x3f000000u;
+  const uint32_t finite = rest < 0x38800000u ? small : normal;                                 // below 2⁻¹⁴
+  const uint32_t half = rest > 0x7f800000u ? 0x7e00u : (rest >= 0x47800000u ? 0x7c00u : finite);  // NaN, from 2¹⁶ on
+  into->bits = static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
+}
+
+}  // namespace qtk

@@ -1,0 +1,237 @@
+// qtk::min_max and qtk::histogram on the CPU, as in qtk/ops/statistics.py.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "elements.h"
+#include "statistics_loops.h"
+#include "tiles.h"
+
+namespace qtk {
+namespace {
+
+using at::Tensor;
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+Tensor with_loops(const Tensor& input) {
+  return dense(has_loops(input.scalar_type()) ? input.detach() : input.detach().to(at::kFloat));
+}
+
+// Cuts [0, total) into pieces for threads, at the ends of scales where each has elements of its own.
+template <class Run>
+void in_pieces(const Tiles& tiles, int64_t total, int64_t scales, Run run) {
+  const int64_t unit = tiles.one_row_a_scale() && scales > 1 ? tiles.width() : 1;
+  at::parallel_for(0, total / unit, std::max<int64_t>(GRAIN / unit, 1), [&](int64_t begin, int64_t end) {
+    run(begin * unit, end * unit);
+  });
+}
+
+struct Found {
+  explicit Found(int64_t scales) : low(scales, INF), high(scales, -INF), nan(scales, 0) {}
+
+  Extremes from(int64_t index) { return {low.data() + index, high.data() + index, nan.data() + index}; }
+
+  void merge(const Found& other) {
+    for (size_t index = 0; index < low.size(); ++index) {
+      low[index] = std::min(low[index], other.low[index]);
+      high[index] = std::max(high[index], other.high[index]);
+      nan[index] |= other.nan[index];
+    }
+  }
+
+  std::vector<float> low, high;
+  std::vector<uint32_t> nan;
+};
+
+std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef block_size, int64_t scales) {
+  TORCH_CHECK_VALUE(input.numel() > 0, "nothing has no extremes");
+  const Tensor x = with_loops(input);
+  const Tiles tiles(x, block_size, scales);
+  Found found(scales);
+  std::mutex merging;
+  by_type(x.scalar_type(), [&](auto type) {
+    const auto* from = source<decltype(type)>(x);
+    in_pieces(tiles, x.numel(), scales, [&](int64_t begin, int64_t end) {
+      const bool alone = tiles.one_row_a_scale() && scales > 1;
+      Found mine(alone ? 0 : scales);
+      tiles.each(begin, end, [&](Tile tile) {
+        const Extremes into = (alone ? found : mine).from(tile.index);
+        tiles.by_column() ? min_max_columns(from + tile.offset, tile.rows, tile.width, into)
+                          : min_max_rows(from + tile.offset, tile.rows, tile.width, into);
+      });
+      if (!alone) {
+        const std::lock_guard<std::mutex> lock(merging);
+        found.merge(mine);
+      }
+    });
+  });
+  Tensor low = at::empty({scales}, at::kFloat), high = at::empty({scales}, at::kFloat);
+  for (int64_t index = 0; index < scales; ++index) {
+    const bool broken = found.nan[index] != 0;
+    low.mutable_data_ptr<float>()[index] = broken ? NAN : found.low[index];
+    high.mutable_data_ptr<float>()[index] = broken ? NAN : found.high[index];
+  }
+  return {low, high};
+}
+
+// Counts of one scale: several tables take turns, for the next count must not wait for the last.
+class Tally {
+ public:
+  static constexpr int64_t MOST = int64_t{1} << 31;  // elements between two emptyings
+
+  explicit Tally(int64_t bins) : slots_(bins + 2), tables_(TABLES * slots_) {}
+
+  template <class T>
+  void count(const T* x, int64_t n, Bins bins) {
+    std::array<int32_t, SLOTS> found;
+    uint32_t* const table = tables_.data();
+    for (int64_t done = 0; done < n; done += SLOTS) {
+      const int64_t here = std::min(SLOTS, n - done);
+      find_bins_row(x + done, here, bins, found.data());
+      int64_t i = 0;
+      for (; i + TABLES <= here; i += TABLES) {
+        for (int64_t turn = 0; turn < TABLES; ++turn) {
+          ++table[turn * slots_ + found[i + turn]];
+        }
+      }
+      for (; i < here; ++i) {
+        ++table[found[i]];
+      }
+    }
+  }
+
+  // Adds what was counted and forgets it.
+  void empty_into(int64_t* counts) {
+    for (int64_t bin = 0; bin < slots_ - 2; ++bin) {
+      for (int64_t turn = 0; turn < TABLES; ++turn) {
+        counts[bin] += tables_[turn * slots_ + bin];
+      }
+    }
+    std::fill(tables_.begin(), tables_.end(), 0);
+  }
+
+ private:
+  static constexpr int64_t TABLES = 4;
+  int64_t slots_;  // the last but one stays empty, the last is for what is outside
+  std::vector<uint32_t> tables_;
+};
+
+// Counts into [scales, bins], tile by tile.
+template <class T>
+class Counter {
+ public:
+  Counter(const T* x, const Tiles& tiles, const float* low, const float* width, int64_t bins)
+      : x_(x), tiles_(tiles), low_(low), width_(width), bins_(bins), tally_(bins) {}
+
+  void count(int64_t begin, int64_t end, int64_t* counts) {
+    tiles_.each(begin, end, [&](Tile tile) {
+      for (int64_t row = 0; row < tile.rows; ++row) {
+        const T* x = x_ + tile.offset + row * tile.width;
+        if (tiles_.by_column()) {
+          columns(x, tile.width, tile.index, counts);
+        } else if (tile.width > 4 * bins_) {
+          for (int64_t done = 0; done < tile.width; done += Tally::MOST) {
+            tally_.count(x + done, std::min(Tally::MOST, tile.width - done), of(tile.index + row));
+            tally_.empty_into(counts + (tile.index + row) * bins_);
+          }
+        } else {
+          single(x, tile.width, tile.index + row, counts);
+        }
+      }
+    });
+  }
+
+ private:
+  Bins of(int64_t index) const { return {low_ + index, width_ + index, bins_}; }
+
+  void single(const T* x, int64_t n, int64_t index, int64_t* counts) const {
+    std::array<int32_t, SLOTS> found;
+    for (int64_t done = 0; done < n; done += SLOTS) {
+      const int64_t here = std::min(SLOTS, n - done);
+      find_bins_row(x + done, here, of(index), found.data());
+      for (int64_t i = 0; i < here; ++i) {
+        add(found[i], index, counts);
+      }
+    }
+  }
+
+  void columns(const T* x, int64_t n, int64_t index, int64_t* counts) const {
+    std::array<int32_t, SLOTS> found;
+    for (int64_t done = 0; done < n; done += SLOTS) {
+      const int64_t here = std::min(SLOTS, n - done);
+      find_bins_columns(x + done, here, of(index + done), found.data());
+      for (int64_t i = 0; i < here; ++i) {
+        add(found[i], index + done + i, counts);
+      }
+    }
+  }
+
+  void add(int32_t bin, int64_t index, int64_t* counts) const {
+    if (bin < bins_) {
+      ++counts[index * bins_ + bin];
+    }
+  }
+
+  const T* x_;
+  const Tiles& tiles_;
+  const float* low_;
+  const float* width_;
+  int64_t bins_;
+  Tally tally_;
+};
+
+Tensor histogram_cpu(
+    const Tensor& input, const Tensor& low, const Tensor& width, int64_t bins, at::IntArrayRef block_size) {
+  const int64_t scales = low.numel();
+  TORCH_CHECK_VALUE(bins > 0 && bins < (1 << 24), bins, " bins; must be 1 to 2^24 - 1");
+  TORCH_CHECK_VALUE(width.numel() == scales, width.numel(), " widths for ", scales, " histograms");
+  const Tensor x = with_loops(input);
+  const Tensor from = low.detach().to(at::kFloat).contiguous(), steps = width.detach().to(at::kFloat).contiguous();
+  const Tiles tiles(x, block_size, scales);
+  Tensor counts = at::zeros({scales, bins}, at::kLong);
+  int64_t* const all = counts.mutable_data_ptr<int64_t>();
+  std::mutex merging;
+  by_type(x.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    in_pieces(tiles, x.numel(), scales, [&](int64_t begin, int64_t end) {
+      Counter<T> counter(source<T>(x), tiles, source<float>(from), source<float>(steps), bins);
+      if (tiles.one_row_a_scale() && scales > 1) {
+        counter.count(begin, end, all);
+        return;
+      }
+      std::vector<int64_t> mine(scales * bins);
+      counter.count(begin, end, mine.data());
+      const std::lock_guard<std::mutex> lock(merging);
+      std::transform(mine.begin(), mine.end(), all, all, std::plus<>());
+    });
+  });
+  return counts;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(qtk, library) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  library.def("min_max(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)", tags);
+  library.def("histogram(Tensor input, Tensor low, Tensor width, int bins, int[] block_size) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(qtk, CPU, library) {
+  library.impl("min_max", min_max_cpu);
+  library.impl("histogram", histogram_cpu);
+}
+
+}  // namespace qtk

@@ -1,0 +1,38 @@
+// The inner loops over tiles that gather statistics; tiles as in fake_quantize_loops.h.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace qtk {
+
+// Smallest and largest number of each scale, and whether there was a NaN (not 0).
+struct Extremes {
+  float* low;
+  float* high;
+  uint32_t* nan;
+};
+
+// `count` bins of one width from `low` on, for each scale; numbers outside are not counted, one on the upper edge is in
+// the last bin.
+struct Bins {
+  const float* low;
+  const float* width;
+  int64_t count;
+};
+
+constexpr int64_t SLOTS = 1024;
+
+#define QTK_DECLARE_STATISTICS(T)                                                      \
+  void min_max_rows(const T* x, int64_t rows, int64_t width, Extremes into);           \
+  void min_max_columns(const T* x, int64_t rows, int64_t width, Extremes into);        \
+  /* Bin of each of n <= SLOTS elements; bins.count + 1 for one that is not counted */ \
+  void find_bins_row(const T* x, int64_t n, Bins bins, int32_t* slots);                \
+  void find_bins_columns(const T* x, int64_t n, Bins bins, int32_t* slots);
+
+QTK_DECLARE_STATISTICS(float)
+QTK_DECLARE_STATISTICS(BFloat16)
+QTK_DECLARE_STATISTICS(Half)
+
+}  // namespace qtk

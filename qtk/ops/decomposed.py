@@ -1,0 +1,64 @@
+"""``qtk::fake_quantize`` in plain aten, for compilers: they fuse it with its neighbours, forward and backward.
+
+The formulas of ``qtk.numerics.affine`` and ``straight_through``, without the views and buffers that make those fast in
+eager mode. On GPUs Inductor divides approximately by default: a value within a rounding error of a tie may fall to
+the next code unless ``torch._inductor.config.eager_numerics.division_rounding`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtk.numerics.blocks import align, split_shape, whole_steps
+
+
+class FakeQuantize(torch.autograd.Function):
+    """Forward and straight-through backward; arguments as ``qtk.ops.fake_quantize.fake_quantize``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.spec = block_size, qmin, qmax
+        steps, step, zero = _lined_up(x, scale, zero_point, block_size)
+        code = (steps.round() + zero).clamp(qmin, qmax)
+        return ((code - zero) * step).reshape(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero_point = ctx.saved_tensors
+        block_size, qmin, qmax = ctx.spec
+        _, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
+        steps, _, zero = _lined_up(x, scale, zero_point, block_size)
+        slope = grad.reshape(steps.shape)
+        code = steps.round() + zero
+        inside = (code >= qmin) & (code <= qmax)
+        dx = torch.where(inside, slope, 0.0).reshape(x.shape)
+        of_scale = of_zero_point = None
+        if wants_scale:
+            error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)
+            of_scale = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
+        if wants_zero_point:
+            clipped = torch.where(inside, 0.0, slope.float())
+            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * scale)
+        return dx, of_scale, of_zero_point, None, None, None
+
+
+def _lined_up(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """``x / scale``, and both numbers of the range, broadcastable against it."""
+    split = split_shape(x.shape, block_size)[0]
+    step = align(scale, x.shape, block_size)
+    zero = 0.0 if zero_point is None else align(whole_steps(zero_point), x.shape, block_size)
+    return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step, zero
+
+
+def _sum(values: Tensor, block_size: Sequence[int], shape: Sequence[int]) -> Tensor:
+    inside = split_shape(shape, block_size)[1]
+    return values.sum(inside) if inside else values

@@ -1,0 +1,67 @@
+"""``qtk::min_max`` and ``qtk::histogram``: one pass over a tensor each; formulas in ``qtk.numerics.statistics``.
+
+``block_size`` as in ``qtk.ops.fake_quantize``. They carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.kernels.native import why_not_native
+from qtk.numerics import statistics
+
+if why_not_native():
+    torch.library.define("qtk::min_max", "(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)")
+    torch.library.define(
+        "qtk::histogram", "(Tensor input, Tensor low, Tensor width, int bins, int[] block_size) -> Tensor"
+    )
+
+
+@torch.library.impl("qtk::min_max", "CompositeExplicitAutograd")
+def _min_max(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
+    return statistics.min_max(input.detach(), block_size)
+
+
+def _min_max_fake(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
+    low = input.new_empty(scales, dtype=torch.float32)
+    return low, torch.empty_like(low)
+
+
+torch.library.register_fake("qtk::min_max", _min_max_fake)
+torch.library.impl("qtk::histogram", "CompositeExplicitAutograd", statistics.histogram)
+
+
+def _histogram_fake(input: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    return low.new_empty((low.numel(), bins), dtype=torch.int64)
+
+
+torch.library.register_fake("qtk::histogram", _histogram_fake)
+
+
+def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of each scale; NaN in both where there is a NaN.
+
+    Shape: ``x`` any, not empty; results float32, one axis, the scales in their order.
+
+    >>> min_max(torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), (1, -1))
+    (tensor([ 1., -3.]), tensor([2.0000, 0.5000]))
+    """
+    low, high = torch.ops.qtk.min_max.default(x, block_size, statistics.count_scales(x.shape, block_size))
+    return low, high
+
+
+def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """How many elements of each scale lie in each of ``bins`` bins of equal ``width`` from ``low`` on.
+
+    What lies on the upper edge of the last bin is in it, what lies outside (NaN too) in none.
+
+    Shape: ``x`` any; ``low`` and ``width`` float32 [scales]; result int64 [scales, bins].
+
+    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0, 2.1]), torch.zeros(1), torch.ones(1), 2, ())
+    tensor([[2, 2]])
+    """
+    counts: Tensor = torch.ops.qtk.histogram.default(x, low, width, bins, block_size)
+    return counts

@@ -1,0 +1,134 @@
+"""What every backend of ``qtk::fake_quantize`` must do, whatever it runs on: the checks and the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.core.granularity import WHOLE
+from qtk.numerics import affine
+
+Forward = Callable[..., Tensor]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+CODES = {"int8": (-128, 127), "uint4": (0, 15), "int2": (-2, 1), "int16": (-32768, 32767), "narrow": (-7, 7)}
+SHAPES = {  # shape, block size: granularities on odd shapes
+    "tensor": ((1023,), ()),
+    "tensor_small": ((1,), ()),
+    "tensor_scalar": ((), ()),
+    "tensor_empty": ((0, 3), ()),
+    "tensor_large": ((37, 1031), ()),
+    "channel_first": ((7, 131), (1, WHOLE)),
+    "channel_last": ((131, 7), (WHOLE, 1)),
+    "channel_last_wide": ((5, 2053), (WHOLE, 1)),
+    "channel_middle": ((3, 5, 7, 11), (WHOLE, 1, WHOLE, WHOLE)),
+    "channel_of_a_vector": ((13,), (1,)),
+    "channel_of_nothing": ((0, 3), (WHOLE, 1)),
+    "block_rows": ((6, 96), (1, 32)),
+    "block_columns": ((64, 5), (16, 1)),
+    "block_tiles": ((12, 30), (4, 5)),
+    "block_of_a_wide_axis": ((4, 6144), (1, 2048)),
+    "block_single": ((5, 8), (1, 4)),
+    "block_whole": ((6, 9), (2, WHOLE)),
+    "block_deep": ((2, 6, 3, 5), (1, 2, 1, WHOLE)),
+    "block_ones": ((3, 4), (1, 1)),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "reversed_axes": lambda x: x.permute(list(range(x.ndim))[::-1]).contiguous().permute(list(range(x.ndim))[::-1]),
+    "first_axis_inside": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0) if x.ndim else x,
+    "with_gaps": lambda x: x.repeat_interleave(2, -1)[..., ::2] if x.ndim else x,
+    "offset": lambda x: torch.cat((x.new_zeros(3), x.reshape(-1)))[3:].reshape(x.shape),
+}
+
+
+def counts(shape: Sequence[int], block_size: Sequence[int]) -> tuple[int, ...]:
+    """How many scales there are along each axis."""
+    if not block_size:
+        return (1,)
+    return tuple(1 if size == WHOLE else length // size for length, size in zip(shape, block_size, strict=True))
+
+
+def ranges(shape: Sequence[int], block_size: Sequence[int], zero_point: torch.dtype | None, qmin: int, qmax: int,
+           seed: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Scales, and zero points if of a dtype; one kept axis gives a vector."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = counts(shape, block_size)
+    if block_size and set(block_size) <= {1, WHOLE} and list(block_size).count(1) == 1:
+        kept = (kept[list(block_size).index(1)],)
+    scale = torch.rand(kept, generator=generator) * 0.2 + 0.02
+    if zero_point is None:
+        return scale, None
+    zeros = torch.randint(qmin, qmax + 1, kept, generator=generator)
+    return scale, zeros.to(zero_point) + (0.3 if zero_point.is_floating_point else 0)
+
+
+def values(shape: Sequence[int], scale: Tensor, kind: torch.dtype, seed: int = 0) -> Tensor:
+    """Random numbers about as wide as the codes; among them ties of the first scale, infinities, NaN, denormals."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tuple(shape), generator=generator) * 8 * (float(scale.mean()) if scale.numel() else 1.0)
+    step = float(scale.reshape(-1)[0]) if scale.numel() else 1.0
+    tiny = torch.finfo(kind).smallest_normal
+    special = [(k + 0.5) * step for k in range(-10, 10)]
+    special += [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, tiny, -tiny / 2, tiny / 4, torch.finfo(kind).max,
+                torch.finfo(kind).min, step * 127.5, -step * 128.5]
+    count = min(len(special), x.numel())
+    at = torch.randperm(x.numel(), generator=generator)[:count]
+    x.view(-1)[at] = torch.tensor(special[:count]) if x.numel() > 40 else x.view(-1)[at]
+    return x.to(kind)
+
+
+def same_bits(own: Tensor, other: Tensor) -> bool:
+    """Equal, signs of zero included, every NaN being the same."""
+    if own.dtype != other.dtype or own.shape != other.shape:
+        return False
+    kind = {4: torch.int32, 2: torch.int16}[own.element_size()]
+    own, other = (torch.where(x.isnan(), torch.zeros_like(x), x).contiguous().view(kind) for x in (own, other))
+    return torch.equal(own, other)
+
+
+def check_forward(forward: Forward, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: tuple) -> None:
+    """The reference, bit for bit, in the layout that torch gives the result of an op on ``x``."""
+    result = forward(x, scale, zero_point, *spec)
+    expected = affine.fake_quantize(x, scale, zero_point, *spec)
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert same_bits(result, expected)
+    assert result.stride() == torch.empty_like(x).stride()
+
+
+def owners(shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
+    """Number of the scale of every element, by index arithmetic. Shape: ``shape``."""
+    index = torch.zeros(tuple(shape), dtype=torch.int64)
+    for axis, count in enumerate(counts(shape, block_size) if block_size else ()):
+        along = torch.arange(shape[axis]) // max(shape[axis] // max(count, 1), 1)
+        index = index * count + along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return index
+
+
+def check_backward(
+    backward: Backward, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: tuple
+) -> None:
+    """dx exactly; the gradients of the range against sums in float64, within the rounding of float32 sums."""
+    block_size, qmin, qmax = spec
+    dx, dscale, dzero = backward(grad, x, scale, zero_point, *spec, True, True)
+    index = owners(x.shape, block_size)
+    step = scale.reshape(-1)[index]
+    zero = torch.zeros_like(step) if zero_point is None else zero_point.float().round().reshape(-1)[index]
+    steps = x.float() / step  # in float32, as the codes are
+    code = steps.round() + zero
+    inside = (code >= qmin) & (code <= qmax)
+    assert torch.equal(dx, torch.where(inside, grad, torch.zeros_like(grad)))
+    assert (dx.dtype, dx.stride()) == (grad.dtype, torch.empty_like(x).stride())
+    slope = grad.double()
+    of_scale = slope * torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero).double()
+    of_zero = torch.where(inside, 0.0, -slope * step)
+    for own, terms in ((dscale, of_scale), (dzero, of_zero)):
+        expected = torch.zeros(scale.numel(), dtype=torch.float64).index_add(0, index.reshape(-1), terms.reshape(-1))
+        size = torch.zeros_like(expected).index_add(0, index.reshape(-1), terms.abs().reshape(-1))
+        assert own.shape == scale.shape
+        assert own.dtype == torch.float32
+        error = (own.reshape(-1).double() - expected).abs()
+        assert bool((error <= 4e-6 * size + 1e-30).all()), float((error / (size + 1e-30)).max())

@@ -1,0 +1,133 @@
+"""The C++ kernels, checked as ``conformance`` says. Without them the reference runs, which has tests of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import qtk
+from qtk.kernels.native import DISABLE, why_not_native
+from tests.kernels import conformance
+
+pytestmark = pytest.mark.skipif(bool(why_not_native()), reason=f"C++ kernels: {why_not_native()}")
+
+forward = torch.ops.qtk.fake_quantize.default
+backward = torch.ops.qtk.fake_quantize_backward.default
+
+
+@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+@pytest.mark.parametrize("case", conformance.SHAPES)
+def test_forward(case, kind, zero_point):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
+    x = conformance.values(shape, scale, kind)
+    for layout in conformance.LAYOUTS.values():
+        conformance.check_forward(forward, layout(x), scale, zero, (block_size, -8, 7))
+
+
+@pytest.mark.parametrize("codes", conformance.CODES)
+@pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
+def test_forward_of_every_width(case, codes):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, torch.int32, *conformance.CODES[codes])
+    x = conformance.values(shape, scale, torch.float32)
+    conformance.check_forward(forward, x * 10, scale, zero, (block_size, *conformance.CODES[codes]))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_half_precision(kind):
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(kind)
+    for scale in (1.0, 0.1, 1e-7, 1e4):
+        spec = (torch.tensor([scale]), None, ((), -32768, 32767))
+        conformance.check_forward(forward, x, *spec)
+
+
+@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+@pytest.mark.parametrize("case", conformance.SHAPES)
+def test_backward(case, kind, zero_point):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
+    x = torch.nan_to_num(conformance.values(shape, scale, kind), nan=0.5)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
+    for layout in conformance.LAYOUTS.values():
+        conformance.check_backward(backward, grad, layout(x), scale, zero, (block_size, -8, 7))
+        conformance.check_backward(backward, layout(grad), x, scale, zero, (block_size, -8, 7))
+
+
+def test_a_gradient_of_another_dtype_or_spread_out():
+    x, scale = torch.randn(37, 1031), torch.rand(37) + 0.1
+    for grad in (torch.randn(37, 1031).bfloat16(), torch.ones(()).expand(37, 1031), torch.randn(37, 1).expand_as(x)):
+        conformance.check_backward(backward, grad, x, scale, None, ((1, -1), -8, 7))
+
+
+def test_a_nan_gets_no_gradient_and_spoils_that_of_the_scale():
+    x = torch.tensor([[torch.nan, 1.0], [1.0, 2.0]])
+    dx, dscale, _ = backward(torch.ones(2, 2), x, torch.ones(2), None, [1, -1], -8, 7, True, False)
+    assert dx.tolist() == [[0, 1], [1, 1]]
+    assert dscale.isnan().tolist() == [True, False]
+
+
+def test_what_it_is_given_is_left_alone():
+    given = torch.randn(6, 8), torch.rand(6) + 0.1, torch.rand(6) * 4
+    before = [tensor.clone() for tensor in given]
+    forward(*given, [1, -1], -8, 7)
+    backward(given[0], *given, [1, -1], -8, 7, True, True)
+    assert all(torch.equal(own, other) for own, other in zip(given, before, strict=True))
+
+
+def test_double_precision_is_computed_in_float32_as_the_reference_does():
+    x = torch.randn(1000, dtype=torch.float64)
+    own = forward(x, torch.tensor([0.1]), None, [], -8, 7)
+    assert own.dtype == torch.float64
+    assert torch.equal(own, qtk.numerics.affine.fake_quantize(x, torch.tensor([0.1]), None, (), -8, 7))
+
+
+@pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_tiles", "block_rows"])
+def test_sums_do_not_depend_on_the_number_of_threads(case):
+    shape, block_size = conformance.SHAPES[case]
+    shape = (shape[0] * 60, *shape[1:])
+    scale, zero = conformance.ranges(shape, block_size, torch.float32, -8, 7)
+    x, grad = conformance.values(shape, scale, torch.float32).nan_to_num(), torch.randn(shape)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(backward(grad, x, scale, zero, block_size, -8, 7, True, True))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(own, same) for own, same in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("block_size", [[1, 5], [3, -1], [1], [1, 0]])
+def test_blocks_that_do_not_fit_are_refused_before_memory_is_touched(block_size):
+    with pytest.raises(ValueError, match="block"):
+        forward(torch.zeros(4, 6), torch.ones(4), None, block_size, -8, 7)
+    with pytest.raises(ValueError, match="block"):
+        backward(torch.zeros(4, 6), torch.zeros(4, 6), torch.ones(4), None, block_size, -8, 7, True, False)
+
+
+def test_scales_and_gradients_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="3 scales for 4 blocks"):
+        forward(torch.zeros(4, 6), torch.ones(3), None, [1, -1], -8, 7)
+    with pytest.raises(ValueError, match="zero points"):
+        forward(torch.zeros(4, 6), torch.ones(4), torch.zeros(3), [1, -1], -8, 7)
+    with pytest.raises(TypeError, match="float32"):
+        forward(torch.zeros(4, 6), torch.ones(4, dtype=torch.float64), None, [1, -1], -8, 7)
+    with pytest.raises(ValueError, match="gradient"):
+        backward(torch.zeros(4, 5), torch.zeros(4, 6), torch.ones(4), None, [1, -1], -8, 7, True, False)
+
+
+def test_it_can_be_switched_off():
+    code = ("import qtk, torch; from qtk.ops.fake_quantize import fake_quantize; print(qtk.backends()['cpu']);"
+            "x = torch.tensor([0.3, 9.0], requires_grad=True); y = fake_quantize(x, torch.ones(1), None, [], -8, 7);"
+            "y.sum().backward(); print(y.tolist(), x.grad.tolist())")
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, DISABLE: "1"}, capture_output=True, text=True,
+                         check=True)
+    assert run.stdout.splitlines() == [f"reference; C++ kernels switched off by {DISABLE}", "[0.0, 7.0] [1.0, 0.0]"]
+    assert qtk.backends()["cpu"] == "C++ kernels"
