@@ -3,9 +3,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -18,28 +20,59 @@ namespace {
 
 constexpr int64_t MOST_CHUNKS = 256;
 
-// Scales and zero points as floats, the zero points whole numbers; zeros where there are none.
+// Scales and zero points as they act: qtk/numerics/acting.py. Zeros where there are no zero points.
 class Range {
  public:
-  Range(const Tensor& scale, const OptionalTensor& zero_point) : scale_(scale.contiguous()) {
+  Range(const Tensor& scale, const OptionalTensor& zero_point, Codes codes)
+      : given_(scale.contiguous()), scale_(scale.numel()), zero_(scale.numel(), 0.0f) {
     TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
     TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
-    if (zero_point) {
-      zero_ = (zero_point->is_floating_point() ? zero_point->round() : *zero_point).to(at::kFloat).contiguous();
-    } else if (scale.numel() != 1) {
-      zero_ = at::zeros_like(scale_);
+    const float* given = given_.const_data_ptr<float>();
+    for (size_t index = 0; index < scale_.size(); ++index) {
+      const float size = std::abs(given[index]);
+      scale_[index] = size < SMALLEST ? SMALLEST : size;
+    }
+    if (!zero_point) {
+      return;
+    }
+    if (zero_point->is_floating_point()) {
+      const Tensor zeros = zero_point->to(at::kFloat).contiguous();
+      const float* learned = zeros.const_data_ptr<float>();
+      std::transform(learned, learned + zero_.size(), zero_.begin(), [&](float zero) {
+        return std::nearbyint(std::min(std::max(zero, codes.qmin), codes.qmax));
+      });
+    } else {
+      const Tensor zeros = zero_point->to(at::kInt).contiguous();
+      std::copy_n(zeros.const_data_ptr<int32_t>(), zero_.size(), zero_.begin());
     }
   }
 
-  const Tensor& scale() const { return scale_; }
+  Scales from(int64_t index) const { return {scale_.data() + index, zero_.data() + index}; }
 
-  Scales from(int64_t index) const {
-    return {scale_.const_data_ptr<float>() + index, zero_.defined() ? zero_.const_data_ptr<float>() + index : &NONE};
+  Tensor gradient_of_scale(const double* of_acting) const {
+    Tensor result = at::empty_like(given_);
+    const float* given = given_.const_data_ptr<float>();
+    float* gradient = result.mutable_data_ptr<float>();
+    for (size_t index = 0; index < scale_.size(); ++index) {
+      const double sum = given[index] < 0 ? -of_acting[index] : of_acting[index];
+      gradient[index] = std::abs(given[index]) < SMALLEST ? 0.0f : static_cast<float>(sum);
+    }
+    return result;
+  }
+
+  Tensor gradient_of_zero_point(const double* clipped) const {
+    Tensor result = at::empty_like(given_);
+    float* gradient = result.mutable_data_ptr<float>();
+    for (size_t index = 0; index < scale_.size(); ++index) {
+      gradient[index] = static_cast<float>(-clipped[index] * scale_[index]);
+    }
+    return result;
   }
 
  private:
-  static constexpr float NONE = 0.0f;
-  Tensor scale_, zero_;
+  static constexpr float SMALLEST = std::numeric_limits<float>::min();
+  Tensor given_;
+  c10::SmallVector<float, 4> scale_, zero_;
 };
 
 // The elements of `value` in the order of x.
@@ -160,9 +193,9 @@ Tensor fake_quantize_cpu(
   Tensor result = at::empty_like(input);
   const Tensor x = dense(input);
   const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
-  const Range range(scale, zero_point);
-  const Tiles tiles(x, block_size, scale.numel());
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
+  const Range range(scale, zero_point, codes);
+  const Tiles tiles(x, block_size, scale.numel());
   by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, codes); });
   return y.is_same(result) ? result : result.copy_(y);
 }
@@ -183,25 +216,20 @@ Gradients fake_quantize_backward_cpu(
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
   const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
-  const Range range(scale, zero_point);
-  const Tiles tiles(x, block_size, scale.numel());
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
+  const Range range(scale, zero_point, codes);
+  const Tiles tiles(x, block_size, scale.numel());
   const bool wants_sums = wants_scale || wants_zero_point;
-  Tensor of_scale, clipped;
-  Sums<double> sums{};
-  if (wants_sums) {
-    of_scale = at::zeros_like(range.scale(), at::kDouble);
-    clipped = at::zeros_like(of_scale);
-    sums = {of_scale.mutable_data_ptr<double>(), clipped.mutable_data_ptr<double>()};
-  }
+  std::vector<double> of_scale(wants_sums ? scale.numel() : 0), clipped(of_scale.size());
   by_type(x.scalar_type(), [&](auto type) {
     const Backward<decltype(type)> backward(x, g, dx, tiles, range, codes);
-    wants_sums ? backward.sum(sums, scale.numel()) : backward.pass();
+    wants_sums ? backward.sum({of_scale.data(), clipped.data()}, scale.numel()) : backward.pass();
   });
-  const Tensor nothing = at::empty({0}, scale.options());
+  const auto nothing = [&] { return at::empty({0}, scale.options()); };
   return {
-      dx.is_same(result) ? result : result.copy_(dx), wants_scale ? of_scale.to(at::kFloat) : nothing,
-      wants_zero_point ? clipped.mul_(range.scale()).neg_().to(at::kFloat) : nothing.clone()};
+      dx.is_same(result) ? result : result.copy_(dx),
+      wants_scale ? range.gradient_of_scale(of_scale.data()) : nothing(),
+      wants_zero_point ? range.gradient_of_zero_point(clipped.data()) : nothing()};
 }
 
 }  // namespace qtk

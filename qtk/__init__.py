@@ -9,7 +9,7 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import QtkError
 from qtk.graph.prepared_model import PreparedModel
-from qtk.kernels.native import backends
+from qtk.kernels.backends import backends
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
 from qtk.workflow.export import EXPORTERS

@@ -4,7 +4,8 @@
     x̂     = (code - zero_point) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear, bit for bit. Half precision is widened to
-float32 first and x̂ rounded back at the end. No result carries a gradient: ``qtk.numerics.straight_through`` has it.
+float32 first and x̂ rounded back at the end. A range that is being learned enters as ``qtk.numerics.acting`` says. No
+result carries a gradient: ``qtk.numerics.straight_through`` has it.
 
 >>> x, scale = torch.tensor([0.25, 0.75, -9.0]), torch.tensor([0.5])
 >>> quantize(x, scale, None, (), -8, 7)          # 0.5 and 1.5 go to even
@@ -15,12 +16,14 @@ tensor([ 0.,  1., -4.])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import align, pieces, split_shape, whole_steps
+from qtk.numerics.acting import acting_scale, acting_zero_point
+from qtk.numerics.blocks import align, pieces, split_shape
 
 
 def quantize(
@@ -32,7 +35,7 @@ def quantize(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point)
+    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
     codes = torch.empty_like(x, dtype=torch.int32)
     for (part, out), (step, zero) in pieces((x, codes), (scale, zero_point), block_size):
         assert step is not None
@@ -59,7 +62,7 @@ def fake_quantize(
 
     Shape and Raises: as ``quantize``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point)
+    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
     result = torch.empty_like(x)
     for (part, out), (step, zero) in pieces((x, result), (scale, zero_point), block_size):
         assert step is not None
@@ -83,9 +86,12 @@ def expand(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> T
     return lined if len(split) == len(shape) else lined.expand(split).reshape(tuple(shape))
 
 
-def _bare(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three without autograd, the zero point as it acts."""
-    return x.detach(), scale.detach(), None if zero_point is None else whole_steps(zero_point.detach())
+def _bare(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: float = -math.inf, qmax: float = math.inf
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three without autograd, the range as it acts."""
+    zero = None if zero_point is None else acting_zero_point(zero_point.detach(), qmin, qmax)
+    return x.detach(), acting_scale(scale.detach()), zero
 
 
 def _code(part: Tensor, step: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape,
 
 
 def align(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
-    """Scales or zero points as float32, broadcastable against the tensor seen in its split shape; zero points rounded.
+    """Scales or zero points as float32, broadcastable against the tensor seen in its split shape.
 
     Raises: SpecError if they do not fit.
     """
@@ -79,11 +79,6 @@ def align(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Te
         return values.reshape(1)
     split, inside = split_shape(shape, block_size)
     return values.reshape([1 if axis in inside else length for axis, length in enumerate(split)])
-
-
-def whole_steps(zero_point: Tensor) -> Tensor:
-    """A zero point as it acts: one that is learned is float32 and acts rounded half to even."""
-    return zero_point.round() if zero_point.is_floating_point() else zero_point
 
 
 def flat(x: Tensor) -> Tensor | None:

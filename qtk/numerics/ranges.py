@@ -7,9 +7,7 @@ from torch import Tensor
 
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest normal float32; a smaller scale would lose its own digits."""
+from qtk.numerics.acting import SMALLEST_SCALE
 
 LARGEST_REAL = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
 """Largest real a code may stand for: float32's largest, less the rounding of the scale."""

@@ -7,8 +7,8 @@ With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``,
     dzero_point = Σ g · (0                              where inside, else -scale)
 
 summed over the elements that share a scale: LSQ (arXiv 1902.08153, eq. 3) and LSQ+ (arXiv 2004.09576, eq. 5), without
-their gradient scaling. A float zero point acts rounded, and its own rounding is passed straight through. A NaN is
-outside and makes dscale NaN.
+their gradient scaling. A range that is being learned acts as ``qtk.numerics.acting`` says. A NaN is outside and makes
+dscale NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import pieces, split_shape, whole_steps
+from qtk.numerics.acting import acting_scale, acting_zero_point, gradient_of_given_scale
+from qtk.numerics.blocks import pieces, split_shape
 
 
 def fake_quantize_backward(
@@ -40,8 +41,8 @@ def fake_quantize_backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    grad, x, scale = grad.detach(), x.detach(), scale.detach()
-    zero_point = None if zero_point is None else whole_steps(zero_point.detach())
+    grad, x, given, scale = grad.detach(), x.detach(), scale.detach(), acting_scale(scale.detach())
+    zero_point = None if zero_point is None else acting_zero_point(zero_point.detach(), qmin, qmax)
     grad_x = torch.empty_like(x, dtype=grad.dtype)
     grad_scale = torch.zeros_like(scale) if wants_scale else None
     grad_zero_point = torch.zeros_like(scale) if wants_zero_point else None
@@ -64,7 +65,7 @@ def fake_quantize_backward(
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
             of_scale.add_(_sum(real.sub_(steps).mul_(slope), x.shape, block_size))
-    return grad_x, grad_scale, grad_zero_point
+    return grad_x, None if grad_scale is None else gradient_of_given_scale(grad_scale, given), grad_zero_point
 
 
 def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import align, split_shape, whole_steps
+from qtk.numerics.acting import acting_scale, acting_zero_point, gradient_of_given_scale
+from qtk.numerics.blocks import align, split_shape
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -25,7 +26,7 @@ class FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.spec = block_size, qmin, qmax
-        steps, step, zero = _lined_up(x, scale, zero_point, block_size)
+        steps, step, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
         code = (steps.round() + zero).clamp(qmin, qmax)
         return ((code - zero) * step).reshape(x.shape).to(x.dtype)
 
@@ -34,7 +35,7 @@ class FakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         block_size, qmin, qmax = ctx.spec
         _, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
-        steps, _, zero = _lined_up(x, scale, zero_point, block_size)
+        steps, _, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
         slope = grad.reshape(steps.shape)
         code = steps.round() + zero
         inside = (code >= qmin) & (code <= qmax)
@@ -42,20 +43,21 @@ class FakeQuantize(torch.autograd.Function):
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)
-            of_scale = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
+            of_acting = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
+            of_scale = gradient_of_given_scale(of_acting, scale)
         if wants_zero_point:
             clipped = torch.where(inside, 0.0, slope.float())
-            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * scale)
+            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * acting_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
 
 
 def _lined_up(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int]
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """``x / scale``, and both numbers of the range, broadcastable against it."""
     split = split_shape(x.shape, block_size)[0]
-    step = align(scale, x.shape, block_size)
-    zero = 0.0 if zero_point is None else align(whole_steps(zero_point), x.shape, block_size)
+    step = align(acting_scale(scale), x.shape, block_size)
+    zero = 0.0 if zero_point is None else align(acting_zero_point(zero_point, qmin, qmax), x.shape, block_size)
     return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step, zero
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.kernels.native import why_not_native
+from qtk.kernels.backends import why_not_native, why_not_triton
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 from qtk.ops.decomposed import FakeQuantize
@@ -35,7 +35,6 @@ _OP = torch.ops.qtk.fake_quantize.default
 _BACKWARD = torch.ops.qtk.fake_quantize_backward.default
 
 
-@torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd")
 def _backward(
     grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,
@@ -47,6 +46,33 @@ def _backward(
     # an op cannot return None, and its results may not share memory
     nothing = scale.new_empty(0)
     return dx, nothing if dscale is None else dscale, nothing.clone() if dzero_point is None else dzero_point
+
+
+torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd", _backward)
+
+
+@torch.library.impl("qtk::fake_quantize", "CUDA")
+def _on_gpu(
+    input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Tensor:
+    if why_not_triton():
+        return affine.fake_quantize(input, scale, zero_point, block_size, qmin, qmax)
+    from qtk.kernels.gpu import fake_quantize as kernels
+
+    return kernels.fake_quantize(input, scale, zero_point, block_size, qmin, qmax)
+
+
+@torch.library.impl("qtk::fake_quantize_backward", "CUDA")
+def _backward_on_gpu(
+    grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
+    qmax: int, wants_scale: bool, wants_zero_point: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = scale, zero_point, block_size, qmin, qmax, wants_scale, wants_zero_point
+    if why_not_triton():
+        return _backward(grad, input, *spec)
+    from qtk.kernels.gpu import fake_quantize as kernels
+
+    return kernels.fake_quantize_backward(grad, input, *spec)
 
 
 def _backward_fake(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.kernels.native import why_not_native
+from qtk.kernels.backends import why_not_native
 from qtk.numerics import statistics
 
 if why_not_native():

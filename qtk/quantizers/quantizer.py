@@ -14,7 +14,7 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
 from qtk.nn.tap import Tap
-from qtk.numerics.ranges import SMALLEST_SCALE
+from qtk.numerics.acting import acting_scale, acting_zero_point
 from qtk.observers.observer import Observer
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.observe import Listener
@@ -103,10 +103,11 @@ class Quantizer(Tap):
         """A copy of the encoding in force, ``None`` before there is one."""
         if self.scale is None:
             return None
-        scale, zero_point = self._acting()
+        scale, zero_point = self.scale.detach(), self.zero_point
         if zero_point is not None:
-            zero_point = zero_point.detach().round().to(torch.int32, copy=True)
-        return Encoding(self.spec, scale.detach().clone(), zero_point)
+            zero_point = acting_zero_point(zero_point.detach(), self.spec.qmin, self.spec.qmax)
+            zero_point = zero_point.to(torch.int32, copy=True)
+        return Encoding(self.spec, acting_scale(scale) if self.learns_range else scale.clone(), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Takes over an encoding. Raises: EncodingError if its spec differs or this quantizer is frozen."""
@@ -160,20 +161,9 @@ class Quantizer(Tap):
             self._listener.observe_when_run(x)
 
     def _simulate(self, x: Tensor) -> Tensor:
-        scale, zero_point = self._acting()
-        block_size = self.spec.granularity.block_size(x.ndim)
-        return fake_quantize(x, scale, zero_point, block_size, self.spec.qmin, self.spec.qmax)
-
-    def _acting(self) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point as they act: what is learned may have left its bounds."""
         assert self.scale is not None
-        if not self.learns_range:
-            return self.scale, self.zero_point
-        zero_point = self.zero_point
-        if zero_point is not None:
-            # the gradient passes straight through: one that is clamped may come back
-            zero_point = zero_point + (zero_point.clamp(self.spec.qmin, self.spec.qmax) - zero_point).detach()
-        return self.scale.abs().clamp(min=SMALLEST_SCALE), zero_point
+        block_size = self.spec.granularity.block_size(x.ndim)
+        return fake_quantize(x, self.scale, self.zero_point, block_size, self.spec.qmin, self.spec.qmax)
 
     def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Takes both over as what they are, parameters or buffers."""

@@ -54,7 +54,7 @@ def counts(shape: Sequence[int], block_size: Sequence[int]) -> tuple[int, ...]:
 
 def ranges(shape: Sequence[int], block_size: Sequence[int], zero_point: torch.dtype | None, qmin: int, qmax: int,
            seed: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Scales, and zero points if of a dtype; one kept axis gives a vector."""
+    """Scales, and zero points if of a dtype; one kept axis gives a vector. A range that is learned strays."""
     generator = torch.Generator().manual_seed(seed)
     kept = counts(shape, block_size)
     if block_size and set(block_size) <= {1, WHOLE} and list(block_size).count(1) == 1:
@@ -62,15 +62,17 @@ def ranges(shape: Sequence[int], block_size: Sequence[int], zero_point: torch.dt
     scale = torch.rand(kept, generator=generator) * 0.2 + 0.02
     if zero_point is None:
         return scale, None
-    zeros = torch.randint(qmin, qmax + 1, kept, generator=generator)
-    return scale, zeros.to(zero_point) + (0.3 if zero_point.is_floating_point else 0)
+    if zero_point.is_floating_point:
+        signs = torch.randint(0, 2, kept, generator=generator) * 2 - 1
+        return scale * signs, (torch.rand(kept, generator=generator) * 1.2 - 0.1) * (qmax - qmin) + qmin
+    return scale, torch.randint(qmin, qmax + 1, kept, generator=generator).to(zero_point)
 
 
 def values(shape: Sequence[int], scale: Tensor, kind: torch.dtype, seed: int = 0) -> Tensor:
     """Random numbers about as wide as the codes; among them ties of the first scale, infinities, NaN, denormals."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tuple(shape), generator=generator) * 8 * (float(scale.mean()) if scale.numel() else 1.0)
-    step = float(scale.reshape(-1)[0]) if scale.numel() else 1.0
+    x = torch.randn(tuple(shape), generator=generator) * 8 * (float(scale.abs().mean()) if scale.numel() else 1.0)
+    step = float(scale.reshape(-1)[0].abs()) if scale.numel() else 1.0
     tiny = torch.finfo(kind).smallest_normal
     special = [(k + 0.5) * step for k in range(-10, 10)]
     special += [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, tiny, -tiny / 2, tiny / 4, torch.finfo(kind).max,
@@ -115,15 +117,18 @@ def check_backward(
     block_size, qmin, qmax = spec
     dx, dscale, dzero = backward(grad, x, scale, zero_point, *spec, True, True)
     index = owners(x.shape, block_size)
-    step = scale.reshape(-1)[index]
-    zero = torch.zeros_like(step) if zero_point is None else zero_point.float().round().reshape(-1)[index]
+    step = scale.abs().reshape(-1)[index]
+    zero = torch.zeros_like(step)
+    if zero_point is not None:
+        zero = zero_point.float().clamp(qmin, qmax).round().reshape(-1)[index]
     steps = x.float() / step  # in float32, as the codes are
     code = steps.round() + zero
     inside = (code >= qmin) & (code <= qmax)
     assert torch.equal(dx, torch.where(inside, grad, torch.zeros_like(grad)))
     assert (dx.dtype, dx.stride()) == (grad.dtype, torch.empty_like(x).stride())
     slope = grad.double()
-    of_scale = slope * torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero).double()
+    error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero).double()
+    of_scale = slope * scale.sign().reshape(-1)[index] * error
     of_zero = torch.where(inside, 0.0, -slope * step)
     for own, terms in ((dscale, of_scale), (dzero, of_zero)):
         expected = torch.zeros(scale.numel(), dtype=torch.float64).index_add(0, index.reshape(-1), terms.reshape(-1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qtk
-from qtk.kernels.native import DISABLE, why_not_native
+from qtk.kernels.backends import DISABLE, why_not_native
 from tests.kernels import conformance
 
 pytestmark = pytest.mark.skipif(bool(why_not_native()), reason=f"C++ kernels: {why_not_native()}")

@@ -114,7 +114,3 @@ def test_flat_is_a_view_in_memory_order(permutation):
 def test_what_has_holes_or_overlaps_is_not_flat():
     assert blocks.flat(torch.zeros(4, 6)[:, ::2]) is None
     assert blocks.flat(torch.zeros(4, 1).expand(4, 3)) is None
-
-
-def test_a_learned_zero_point_acts_rounded_half_to_even():
-    assert blocks.whole_steps(torch.tensor([0.5, 1.5, -2.4])).tolist() == [0.0, 2.0, -2.0]

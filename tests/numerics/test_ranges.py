@@ -8,8 +8,9 @@ from qtk.core.dtypes import DTYPES, dtype
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
+from qtk.numerics.acting import SMALLEST_SCALE
 from qtk.numerics.affine import fake_quantize
-from qtk.numerics.ranges import SMALLEST_SCALE, choose_range
+from qtk.numerics.ranges import choose_range
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 HUGE, TINY = 2.0**123, 2.0**-60

@@ -1,0 +1,62 @@
+"""Which kernels can run here: the C++ library, built by ``setup.py`` where torch and a compiler are, and Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+
+DISABLE = "QTK_DISABLE_NATIVE"
+"""Environment variable: set to 1, the reference runs instead of the C++ kernels."""
+
+DISABLE_TRITON = "QTK_DISABLE_TRITON"
+"""Environment variable: set to 1, the reference runs instead of the Triton kernels."""
+
+LIBRARY = Path(__file__).parents[1] / "_native.so"
+
+
+def backends() -> dict[str, str]:
+    """What computes on each kind of device, and why not something faster.
+
+    >>> sorted(backends())
+    ['cpu', 'cuda']
+    """
+    kernels = {"cpu": ("C++", why_not_native()), "cuda": ("Triton", why_not_triton())}
+    return {
+        device: f"reference; {name} kernels {missing}" if missing else f"{name} kernels"
+        for device, (name, missing) in kernels.items()
+    }
+
+
+@functools.cache
+def why_not_native() -> str:
+    """Loads the library. Returns: why it is not in use; empty if it is."""
+    if _is_set(DISABLE):
+        return f"switched off by {DISABLE}"
+    if not LIBRARY.exists():
+        return "not built; run pip install --no-build-isolation --editable . where a C++ compiler is"
+    try:
+        torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        return f"built for another torch than {torch.__version__}, build it again: {first}"
+    return ""
+
+
+@functools.cache
+def why_not_triton() -> str:
+    """Why the Triton kernels are not in use; empty if they are. Does not import Triton."""
+    if _is_set(DISABLE_TRITON):
+        return f"switched off by {DISABLE_TRITON}"
+    if not torch.cuda.is_available():
+        return "wait for a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "not there; run pip install triton"
+    return ""
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")

@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA and AMD GPUs; imported when a tensor on one comes along."""

@@ -1,0 +1,278 @@
+"""Fake-quantization and its gradient as Triton kernels: one launch a call, float32 inside.
+
+Formulas of ``qtk.numerics.affine``, ``straight_through`` and ``acting``; ``qtk.kernels.gpu.walk`` says which program
+takes what. The gradients of the range are reduced inside the launch: where several programs share a scale, each leaves
+its part and takes a ticket, and the one that draws the last ticket adds the parts up in their order. The sums do not
+depend on which program that is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.walk import TILE, Walk, walk
+from qtk.numerics import affine, straight_through
+from qtk.numerics.blocks import check_fit
+
+WARPS = 8
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Triton's interpreter cuts the digits that bfloat16 has no place for; GPUs round."""
+
+
+@triton.jit
+def rounded(value):
+    """Nearest whole number, ties to even, of what is no larger than 2²². A NaN stays."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def clamped(value, low, high):
+    """A NaN stays."""
+    value = tl.where(value < low, low, value)
+    return tl.where(value > high, high, value)
+
+
+@triton.jit
+def narrowed(value, kind: tl.constexpr):
+    """``value`` in another float format, ties to even."""
+    if INTERPRETED and kind == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        result = tl.where(value == value, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(kind)
+    return result
+
+
+@triton.jit
+def acting_scale(scale):
+    """Positive, at least the smallest normal number."""
+    size = tl.abs(scale)
+    return tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)
+
+
+@triton.jit
+def acting_zero_point(zero_at, index, exists, qmin, qmax):
+    """One of the codes."""
+    return rounded(clamped(tl.load(zero_at + index, mask=exists, other=0).to(tl.float32), qmin, qmax))
+
+
+@triton.jit
+def code_of(steps, zero):
+    """The code before it is clamped; what lies further out than any code may lie anywhere there."""
+    return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
+
+
+@triton.jit
+def places(group, s2, step1, step2, SCALES: tl.constexpr):
+    """Of a group of scales: its s1, its places along s2, which of these exist, and the numbers of the scales."""
+    tiles = tl.cdiv(s2, SCALES)
+    along1 = (group // tiles).to(tl.int64)
+    along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
+    return along1, along2, along2 < s2, along1 * step1 + along2 * step2
+
+
+@triton.jit
+def tile(
+    turn, along1, along2, exists, s1, middle, s2, inner,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and which of them exist."""
+    if COLUMNS:
+        chunks = tl.cdiv(middle, REACH)
+        row = (turn % chunks) * REACH + tl.arange(0, REACH)
+        start = ((turn // chunks) * s1 + along1) * middle
+        offsets = (start + row)[:, None] * s2 + along2[None, :]
+        mask = (row < middle)[:, None] & exists[None, :]
+    else:
+        chunks = tl.cdiv(inner, REACH)
+        column = (turn % chunks) * REACH + tl.arange(0, REACH)
+        rest = turn // chunks
+        start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
+        offsets = (start + along2)[:, None] * inner + column[None, :]
+        mask = exists[:, None] & (column < inner)[None, :]
+    return offsets, mask
+
+
+@triton.jit
+def spread(value, COLUMNS: tl.constexpr):
+    """One number a scale, along the tile."""
+    if COLUMNS:
+        return value[None, :]
+    else:
+        return value[:, None]
+
+
+@triton.jit
+def forward_kernel(
+    x_at, y_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    scale = spread(acting_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = spread(acting_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        code = clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax)
+        tl.store(y_at + offsets, narrowed((code - zero) * scale, y_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, count,
+    s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    group = program // splits
+    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    given = tl.load(scale_at + index, mask=exists, other=1.0)
+    own_scale = acting_scale(given)
+    scale = spread(own_scale, COLUMNS)
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = spread(acting_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+    if COLUMNS:
+        of_scale = tl.zeros([REACH, SCALES], tl.float32)
+        clipped = tl.zeros([REACH, SCALES], tl.float32)
+    else:
+        of_scale = tl.zeros([SCALES, REACH], tl.float32)
+        clipped = tl.zeros([SCALES, REACH], tl.float32)
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
+        g = tl.load(g_at + offsets, mask=mask, other=0.0)
+        code = code_of(steps, zero)
+        nearest = clamped(code, qmin, qmax)
+        inside = nearest == code
+        tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
+        if SUMS:
+            slope = g.to(tl.float32)
+            of_scale += slope * ((nearest - zero) - tl.where(inside, steps, 0.0))
+            clipped += tl.where(inside, 0.0, slope)
+    if SUMS:
+        sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
+        sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
+        last = True
+        if splits > 1:
+            own = (program % splits).to(tl.int64) * count + index
+            tl.store(parts_at + own, sum_of_scale, mask=exists)
+            tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
+            tl.debug_barrier()  # the parts are written before the ticket is drawn
+            last = tl.atomic_add(tickets_at + group, 1, sem="acq_rel") == splits - 1
+            if last:
+                sum_of_scale = tl.zeros_like(sum_of_scale)
+                sum_clipped = tl.zeros_like(sum_clipped)
+                for begin in range(0, splits, PARTS):
+                    split = begin + tl.arange(0, PARTS)
+                    at = split.to(tl.int64)[:, None] * count + index[None, :]
+                    there = (split < splits)[:, None] & exists[None, :]
+                    sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                    at += splits.to(tl.int64) * count
+                    sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                tl.store(tickets_at + group, 0)
+        if last:
+            # the scale acts by its size
+            sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
+            sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
+            tl.store(of_scale_at + index, sum_of_scale, mask=exists)
+            if OF_ZERO:
+                tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
+
+
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Tensor:
+    """As ``qtk.ops.fake_quantize.fake_quantize``.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
+    """
+    check_fit(scale, x.shape, block_size)
+    result = torch.empty_like(x)
+    if not x.numel():
+        return result
+    found = walk(x, block_size) if is_dense(x) else None
+    if found is None and x.is_contiguous():  # blocks along more than two axes
+        return affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax)
+    if found is None:
+        return result.copy_(fake_quantize(x.contiguous(), scale, zero_point, block_size, qmin, qmax))
+    splits = found.splits(programs(x.device))
+    zero = scale if zero_point is None else zero_point.contiguous()
+    with on_device_of(x):
+        forward_kernel[(found.groups * splits,)](
+            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *_axes(found), found.turns, splits,
+            ASYMMETRIC=zero_point is not None, **_tile(found),
+        )
+    return result
+
+
+def fake_quantize_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+    wants_scale: bool, wants_zero_point: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``qtk.numerics.straight_through.fake_quantize_backward``, an empty tensor for what is not wanted.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
+    """
+    check_fit(scale, x.shape, block_size)
+    dx = torch.empty_like(x, dtype=grad.dtype)
+    sums = wants_scale or wants_zero_point
+    of_scale = torch.empty_like(scale) if sums else scale.new_empty(0)
+    of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
+    if not x.numel():
+        return dx, of_scale.zero_(), of_zero.zero_()
+    spec = scale, zero_point, block_size, qmin, qmax, wants_scale, wants_zero_point
+    found = walk(x, block_size) if is_dense(x) else None
+    if found is None and x.is_contiguous():  # blocks along more than two axes
+        dx, *found_of_range = straight_through.fake_quantize_backward(
+            grad, x, *spec[:-2], wants_scale=wants_scale, wants_zero_point=wants_zero_point
+        )
+        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in found_of_range)
+        return dx, of_scale, of_zero
+    if found is None:
+        flat, of_scale, of_zero = fake_quantize_backward(grad.contiguous(), x.contiguous(), *spec)
+        return dx.copy_(flat), of_scale, of_zero
+    slope = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
+    splits = found.splits(programs(x.device))
+    parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
+    zero = scale if zero_point is None else zero_point.contiguous()
+    with on_device_of(x):
+        backward_kernel[(found.groups * splits,)](
+            x, slope, dx, scale.contiguous(), zero, float(qmin), float(qmax), parts, of_scale, of_zero,
+            tickets(x.device, found.groups if sums else 0), scale.numel(), *_axes(found), found.turns, splits,
+            ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
+            PARTS=TILE // found.scales_a_tile, **_tile(found),
+        )
+    return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements lie without gaps, in any order of the axes."""
+    return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
+
+
+def _axes(found: Walk) -> tuple[int, ...]:
+    return found.s1, found.middle, found.s2, found.inner, found.step1, found.step2
+
+
+def _tile(found: Walk) -> dict[str, int | bool]:
+    return {
+        "SCALES": found.scales_a_tile, "REACH": found.reach, "COLUMNS": found.columns,
+        "num_warps": WARPS,
+    }

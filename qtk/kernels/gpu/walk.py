@@ -1,0 +1,138 @@
+"""How a grid of GPU programs walks over a tensor so that each loads the scales it needs once.
+
+The elements of a dense tensor, in memory order, are seen as ``[outer, s1, middle, s2, inner]``: an element's scale is
+``s1 · step1 + s2 · step2``, whatever its place on the other three axes. Every granularity with at most two block axes
+is of this form: per tensor all is ``inner``; per channel ``s2`` is the channel; blocks of ``(4, 32)`` cut a matrix into
+``s1 = rows / 4``, ``middle = 4``, ``s2 = columns / 32``, ``inner = 32``.
+
+A program takes a tile: some scales along ``s2`` times some elements along ``inner``, or, where there is no ``inner``
+(channels last), along ``middle``. It repeats it along all that shares these scales, or, if that is long, its split of
+it: a reduction then has a second stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtk.core.granularity import WHOLE
+
+TILE = 4096
+"""Elements of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A tensor's five axes, and the tile.
+
+    ``columns`` says that ``inner`` is one element long and a tile reaches along ``middle`` instead. ``scales_a_tile``
+    and ``reach`` are powers of two.
+    """
+
+    outer: int
+    s1: int
+    middle: int
+    s2: int
+    inner: int
+    step1: int
+    step2: int
+    columns: bool
+    scales_a_tile: int
+    reach: int
+
+    @property
+    def groups(self) -> int:
+        """Tiles that do not share scales."""
+        return self.s1 * -(-self.s2 // self.scales_a_tile)
+
+    @property
+    def turns(self) -> int:
+        """Tiles with the same scales."""
+        reached = self.middle if self.columns else self.inner
+        return -(-reached // self.reach) * self.outer * (1 if self.columns else self.middle)
+
+    def splits(self, programs: int) -> int:
+        """Programs that share the turns of a group, for a grid of about ``programs`` in all."""
+        wanted = min(self.turns, max(1, programs // self.groups))
+        return -(-self.turns // -(-self.turns // wanted))  # none without a turn
+
+
+def walk(x: Tensor, block_size: Sequence[int]) -> Walk | None:
+    """The walk over a dense tensor, ``None`` if its blocks do not have this form.
+
+    >>> import torch
+    >>> found = walk(torch.zeros(8, 3, 5, 5), (-1, 1, -1, -1))
+    >>> found.outer, found.s1, found.middle, found.s2, found.inner
+    (8, 1, 1, 3, 25)
+    """
+    return _walk(tuple(x.shape), x.stride(), tuple(block_size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _walk(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[int, ...]) -> Walk | None:
+    axes = _merged(shape, strides, block_size)
+    scaled = [place for place, (_, step) in enumerate(axes) if step]
+    if len(scaled) > 2:
+        return None
+    if not scaled:
+        outer, s1, middle, s2 = 1, 1, 1, 1
+        step1 = step2 = 0
+        inner = math.prod(length for length, _ in axes)
+    else:
+        (s2, step2), inner = axes[scaled[-1]], math.prod(length for length, _ in axes[scaled[-1] + 1 :])
+        s1, step1 = axes[scaled[0]] if len(scaled) == 2 else (1, 0)
+        before = math.prod(length for length, _ in axes[: scaled[0]])
+        between = math.prod(length for length, _ in axes[scaled[0] + 1 : scaled[-1]])
+        # with one axis of scales, all before it is alike
+        outer, middle = (before, between) if len(scaled) == 2 else (1, before)
+    columns = inner == 1 and s2 > 1
+    if not columns and len(scaled) == 1:
+        outer, middle = middle, 1
+    scales_a_tile, reach = _tile(s2, middle, inner, columns)
+    return Walk(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[int]) -> list[tuple[int, int]]:
+    """Axes in memory order as (length, step from one scale to the next or 0); neighbours that act as one are one."""
+    steps, count = [], 1
+    sizes = block_size or [WHOLE] * len(shape)
+    for length, size in zip(reversed(shape), reversed(sizes), strict=True):
+        block = length if size == WHOLE else size
+        steps.append((length // max(block, 1), count, block))
+        count *= length // max(block, 1)
+    steps.reverse()
+    axes: list[tuple[int, int]] = []
+    for axis in sorted(range(len(shape)), key=lambda axis: strides[axis], reverse=True):
+        blocks, step, block = steps[axis]
+        for length, own in ((blocks, step), (block, 0)):
+            if length == 1:
+                continue
+            if axes and axes[-1][1] == own * length:
+                axes[-1] = (axes[-1][0] * length, own)
+            else:
+                axes.append((length, own))
+    return axes
+
+
+def _tile(s2: int, middle: int, inner: int, columns: bool) -> tuple[int, int]:
+    """Scales and elements of a tile: as long as memory is contiguous, with few lanes beyond its end."""
+    if columns:
+        scales = min(_power_of_two(s2), 128)
+        return scales, min(TILE // scales, _power_of_two(middle))
+    reach = min((2**power for power in range(2, 13)), key=lambda reach: (_waste(inner, reach), -reach))
+    return min(TILE // reach, _power_of_two(s2)), reach
+
+
+def _waste(length: int, reach: int) -> float:
+    """Share of lanes beyond the end; up to a quarter counts as none, for lanes are cheaper than gaps."""
+    lanes = -(-length // reach) * reach
+    share = (lanes - length) / lanes
+    return share if share > 1 / 4 else 0.0
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << max(length - 1, 0).bit_length()

@@ -1,0 +1,44 @@
+"""Compiles every Triton kernel for GPUs that are not there: run as a script, without Triton's interpreter."""
+
+import itertools
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qtk.kernels.gpu import fake_quantize
+
+TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
+NUMBERS = {"qmin": "fp32", "qmax": "fp32"}
+
+
+def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
+    """Types of the arguments: pointers end in ``_at``."""
+    own = {"x_at": f"*{kind}", "y_at": f"*{kind}", "g_at": f"*{kind}", "dx_at": f"*{kind}", "zero_at": "*i32",
+           "tickets_at": "*i32", "counts_at": "*i64"}
+    return {
+        name: "constexpr" if name in constants else own.get(name, "*fp32" if name.endswith("_at") else
+                                                            NUMBERS.get(name, "i32"))
+        for name in kernel.arg_names
+    }
+
+
+def main() -> None:
+    kernels = {
+        fake_quantize.forward_kernel: {"ASYMMETRIC": True},
+        fake_quantize.backward_kernel: {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32},
+    }
+    for (name, target), (kernel, flags), kind, columns, alone in itertools.product(
+        TARGETS.items(), kernels.items(), ("fp32", "bf16", "fp16"), (False, True), (False, True)
+    ):
+        constants = {**flags, "SCALES": 128, "REACH": 32, "COLUMNS": columns}
+        if alone:  # the launcher makes a constant of a number that is 1
+            constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
+            constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        source = ASTSource(kernel, signature(kernel, kind, constants), constants)
+        made = triton.compile(source, target=target, options={"num_warps": 8})
+        print(name, kernel.__name__, kind, "columns" if columns else "rows", sorted(made.asm))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The Triton kernels, checked as ``conformance`` says: compiled on a GPU, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels import conformance
+
+kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
+launch = pytest.importorskip("qtk.kernels.gpu.launch")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(function):
+    def call(*given):
+        moved = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given]
+        result = function(*moved)
+        return result.cpu() if isinstance(result, torch.Tensor) else tuple(part.cpu() for part in result)
+
+    return call
+
+
+forward = on_device(kernels.fake_quantize)
+backward = on_device(kernels.fake_quantize_backward)
+
+
+@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+@pytest.mark.parametrize("case", conformance.SHAPES)
+def test_forward(case, kind, zero_point):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
+    x = conformance.values(shape, scale, kind)
+    for layout in conformance.LAYOUTS.values():
+        conformance.check_forward(forward, layout(x), scale, zero, (block_size, -8, 7))
+
+
+@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+@pytest.mark.parametrize("case", conformance.SHAPES)
+def test_backward(case, kind, zero_point):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
+    x = torch.nan_to_num(conformance.values(shape, scale, kind), nan=0.5)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
+    conformance.check_backward(backward, grad, x, scale, zero, (block_size, -8, 7))
+
+
+@pytest.mark.parametrize("codes", conformance.CODES)
+@pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
+def test_forward_of_every_width(case, codes):
+    shape, block_size = conformance.SHAPES[case]
+    scale, zero = conformance.ranges(shape, block_size, torch.int32, *conformance.CODES[codes])
+    x = conformance.values(shape, scale, torch.float32)
+    conformance.check_forward(forward, x * 10, scale, zero, (block_size, *conformance.CODES[codes]))
+
+
+def test_blocks_along_three_axes_are_left_to_the_reference():
+    scale, zero = conformance.ranges((4, 6, 8), (2, 3, 4), torch.float32, -8, 7)
+    x = torch.randn(4, 6, 8)
+    conformance.check_forward(forward, x, scale, zero, ((2, 3, 4), -8, 7))
+    conformance.check_backward(backward, torch.randn(4, 6, 8), x, scale, zero, ((2, 3, 4), -8, 7))
+
+
+@pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_tiles"])
+def test_the_sums_are_the_same_each_time_and_the_tickets_are_given_back(case):
+    shape, block_size = conformance.SHAPES[case]
+    shape = (shape[0] * 12, *shape[1:])
+    scale, zero = conformance.ranges(shape, block_size, torch.float32, -8, 7)
+    x, grad = conformance.values(shape, scale, torch.float32).nan_to_num(), torch.randn(shape)
+    first, second = (backward(grad, x, scale, zero, block_size, -8, 7, True, True) for _ in range(2))
+    assert all(torch.equal(own, same) for own, same in zip(first, second, strict=True))
+    assert not launch.tickets(torch.device(DEVICE), 1).any()
+
+
+def test_every_gradient_that_is_written_was_asked_for():
+    x, scale, zero = torch.randn(5, 7), torch.ones(5), torch.zeros(5)
+    for wants in ((False, False), (True, False), (True, True)):
+        _, of_scale, of_zero = backward(x, x, scale, zero, [1, -1], -8, 7, *wants)
+        assert (of_scale.numel() > 0, of_zero.numel() > 0) == wants
+
+
+def test_every_kernel_compiles_for_gpus_that_are_not_here():
+    """The interpreter takes more than the compiler does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3])}
+    script = Path(__file__).with_name("compile_for_gpus.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "cuda" in run.stdout
+    assert "hip" in run.stdout

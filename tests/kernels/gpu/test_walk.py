@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from qtk.kernels.gpu.walk import TILE, walk
+from tests.kernels import conformance
+
+
+@pytest.mark.parametrize("layout", conformance.LAYOUTS)
+@pytest.mark.parametrize("case", [name for name, (shape, _) in conformance.SHAPES.items() if 0 not in shape])
+def test_every_element_is_visited_with_its_scale(case, layout):
+    shape, block_size = conformance.SHAPES[case]
+    x = conformance.LAYOUTS[layout](torch.zeros(shape))
+    if not x.is_contiguous() and sorted(x.stride()) != sorted(torch.empty_like(x).stride()):
+        x = x.contiguous()
+    owners = torch.empty_like(x, dtype=torch.int64).copy_(conformance.owners(shape, block_size))
+    found = walk(x, block_size)
+    if found is None:
+        assert case == "block_deep"  # three axes of scales in this order of memory
+        return
+    lengths = found.outer, found.s1, found.middle, found.s2, found.inner
+    index = torch.arange(x.numel()).reshape(lengths)
+    s1 = torch.arange(found.s1).reshape(1, -1, 1, 1, 1) * found.step1
+    s2 = torch.arange(found.s2).reshape(1, 1, 1, -1, 1) * found.step2
+    in_memory_order = owners.as_strided((x.numel(),), (1,))
+    assert torch.equal((s1 + s2 + 0 * index).reshape(-1), in_memory_order)
+    assert found.scales_a_tile * found.reach <= TILE
+    covered = found.groups * found.turns * found.scales_a_tile * found.reach
+    assert x.numel() <= covered <= max(8 * x.numel(), TILE)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 1000])
+def test_splits_share_all_turns_and_none_is_idle(programs):
+    found = walk(torch.zeros(3, 5, 7000), (-1, 1, -1))
+    splits = found.splits(programs)
+    each = -(-found.turns // splits)
+    assert 1 <= splits <= max(1, programs // found.groups)
+    assert (splits - 1) * each < found.turns <= splits * each
