@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import why_not_native
+from qtk.kernels.backends import why_not_native, why_not_triton
 from qtk.numerics import statistics
 
 if why_not_native():
@@ -23,6 +23,24 @@ if why_not_native():
 @torch.library.impl("qtk::min_max", "CompositeExplicitAutograd")
 def _min_max(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
     return statistics.min_max(input.detach(), block_size)
+
+
+@torch.library.impl("qtk::min_max", "CUDA")
+def _min_max_on_gpu(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
+    if why_not_triton():
+        return statistics.min_max(input.detach(), block_size)
+    from qtk.kernels.gpu import statistics as kernels
+
+    return kernels.min_max(input.detach(), block_size, scales)
+
+
+@torch.library.impl("qtk::histogram", "CUDA")
+def _histogram_on_gpu(input: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    if why_not_triton():
+        return statistics.histogram(input, low, width, bins, block_size)
+    from qtk.kernels.gpu import statistics as kernels
+
+    return kernels.histogram(input.detach(), low, width, bins, block_size)
 
 
 def _min_max_fake(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:

@@ -216,8 +216,8 @@ def fake_quantize(
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         forward_kernel[(found.groups * splits,)](
-            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *_axes(found), found.turns, splits,
-            ASYMMETRIC=zero_point is not None, **_tile(found),
+            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *axes_of(found), found.turns, splits,
+            ASYMMETRIC=zero_point is not None, **tile_of(found),
         )
     return result
 
@@ -255,9 +255,9 @@ def fake_quantize_backward(
     with on_device_of(x):
         backward_kernel[(found.groups * splits,)](
             x, slope, dx, scale.contiguous(), zero, float(qmin), float(qmax), parts, of_scale, of_zero,
-            tickets(x.device, found.groups if sums else 0), scale.numel(), *_axes(found), found.turns, splits,
+            tickets(x.device, found.groups if sums else 0), scale.numel(), *axes_of(found), found.turns, splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // found.scales_a_tile, **_tile(found),
+            PARTS=TILE // found.scales_a_tile, **tile_of(found),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 
@@ -267,11 +267,11 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
 
 
-def _axes(found: Walk) -> tuple[int, ...]:
+def axes_of(found: Walk) -> tuple[int, ...]:
     return found.s1, found.middle, found.s2, found.inner, found.step1, found.step2
 
 
-def _tile(found: Walk) -> dict[str, int | bool]:
+def tile_of(found: Walk) -> dict[str, int | bool]:
     return {
         "SCALES": found.scales_a_tile, "REACH": found.reach, "COLUMNS": found.columns,
         "num_warps": WARPS,

@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import fake_quantize
+from qtk.kernels.gpu import fake_quantize, statistics
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 NUMBERS = {"qmin": "fp32", "qmax": "fp32"}
@@ -24,14 +24,18 @@ def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[st
 
 
 def main() -> None:
-    kernels = {
-        fake_quantize.forward_kernel: {"ASYMMETRIC": True},
-        fake_quantize.backward_kernel: {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32},
-    }
+    many, one = {"SCALES": 128, "REACH": 32}, {"SCALES": 1, "REACH": 4096}
+    kernels = [
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, **many}),
+        (fake_quantize.backward_kernel, {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **many}),
+        (statistics.min_max_kernel, {"PARTS": 32, **many}),
+        (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
+        (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
+    ]
     for (name, target), (kernel, flags), kind, columns, alone in itertools.product(
-        TARGETS.items(), kernels.items(), ("fp32", "bf16", "fp16"), (False, True), (False, True)
+        TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     ):
-        constants = {**flags, "SCALES": 128, "REACH": 32, "COLUMNS": columns}
+        constants = {**flags, "COLUMNS": columns}
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
             constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

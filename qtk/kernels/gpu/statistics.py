@@ -1,0 +1,139 @@
+"""Extremes and histograms as Triton kernels; formulas of ``qtk.numerics.statistics``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.errors import SpecError
+from qtk.kernels.gpu.fake_quantize import axes_of, is_dense, places, spread, tile, tile_of
+from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.walk import TILE, walk
+from qtk.numerics import statistics
+
+MOST_BINS = 4096
+"""Bins that a program counts in its own memory; more are counted by the reference."""
+
+
+@triton.jit
+def min_max_kernel(
+    x_at, low_at, high_at, parts_at, tickets_at, count, s1, middle, s2, inner, step1, step2, turns, splits,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    group = program // splits
+    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    if COLUMNS:
+        low = tl.full([REACH, SCALES], float("inf"), tl.float32)
+    else:
+        low = tl.full([SCALES, REACH], float("inf"), tl.float32)
+    high = -low
+    broken = tl.zeros_like(low)  # 1 where there was a NaN
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        low = tl.where(mask & (x < low), x, low)
+        high = tl.where(mask & (x > high), x, high)
+        broken = tl.where(x == x, broken, 1.0)
+    lowest = tl.min(low, 0 if COLUMNS else 1)
+    highest = tl.max(high, 0 if COLUMNS else 1)
+    lowest = tl.where(tl.max(broken, 0 if COLUMNS else 1) > 0, float("nan"), lowest)
+    last = True
+    if splits > 1:
+        own = (program % splits).to(tl.int64) * count + index
+        tl.store(parts_at + own, lowest, mask=exists)
+        tl.store(parts_at + splits.to(tl.int64) * count + own, highest, mask=exists)
+        tl.debug_barrier()  # the parts are written before the ticket is drawn
+        last = tl.atomic_add(tickets_at + group, 1, sem="acq_rel") == splits - 1
+        if last:
+            lowest = tl.full([SCALES], float("inf"), tl.float32)
+            highest = -lowest
+            spoilt = tl.zeros([SCALES], tl.float32)
+            for begin in range(0, splits, PARTS):
+                split = begin + tl.arange(0, PARTS)
+                at = split.to(tl.int64)[:, None] * count + index[None, :]
+                there = (split < splits)[:, None] & exists[None, :]
+                part = tl.load(parts_at + at, mask=there, other=float("inf"), cache_modifier=".cg")
+                spoilt = tl.maximum(spoilt, tl.max(tl.where(part == part, 0.0, 1.0), 0))
+                lowest = tl.minimum(lowest, tl.min(tl.where(part == part, part, float("inf")), 0))
+                at += splits.to(tl.int64) * count
+                part = tl.load(parts_at + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+                highest = tl.maximum(highest, tl.max(part, 0))
+            lowest = tl.where(spoilt > 0, float("nan"), lowest)
+            tl.store(tickets_at + group, 0)
+    if last:
+        tl.store(low_at + index, lowest, mask=exists)
+        tl.store(high_at + index, tl.where(lowest == lowest, highest, float("nan")), mask=exists)
+
+
+@triton.jit
+def histogram_kernel(
+    x_at, counts_at, low_at, width_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+):
+    """Where a program has one scale, it counts in shared memory. Sums of integers do not depend on their order."""
+    program = tl.program_id(0)
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    low = spread(tl.load(low_at + index, mask=exists, other=0.0), COLUMNS)
+    width = spread(tl.load(width_at + index, mask=exists, other=1.0), COLUMNS)
+    own = tl.zeros([SLOTS], tl.int32)
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        place = tl.div_rn(x - low, width)
+        counted = mask & (place >= 0) & (place <= bins)
+        bin = tl.minimum(tl.where(counted, place, 0.0).to(tl.int32), bins - 1)
+        if SCALES == 1:
+            slot = tl.where(counted, bin, bins)  # one slot more than there are bins
+            own += tl.histogram(tl.reshape(slot, [REACH]), SLOTS)
+        else:
+            at = spread(index, COLUMNS) * bins + bin
+            tl.atomic_add(counts_at + at, tl.full(at.shape, 1, tl.int64), mask=counted, sem="relaxed")
+    if SCALES == 1:
+        slots = tl.arange(0, SLOTS)
+        first_bin = tl.sum(index, 0) * bins
+        tl.atomic_add(counts_at + first_bin + slots, own.to(tl.int64), mask=slots < bins, sem="relaxed")
+
+
+def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
+    """As ``qtk.ops.statistics.min_max``; ``scales`` says how many there are. Raises: SpecError if ``x`` is empty."""
+    if not x.numel():
+        raise SpecError(f"a tensor of shape {tuple(x.shape)} has no extremes; observe one that has elements")
+    x = x if is_dense(x) else x.contiguous()
+    found = walk(x, block_size)
+    if found is None:
+        return statistics.min_max(x.contiguous(), block_size)
+    low = torch.empty(scales, dtype=torch.float32, device=x.device)
+    high = torch.empty_like(low)
+    splits = found.splits(programs(x.device))
+    parts = low.new_empty(2 * splits * scales if splits > 1 else 0)
+    with on_device_of(x):
+        min_max_kernel[(found.groups * splits,)](
+            x, low, high, parts, tickets(x.device, found.groups), scales, *axes_of(found), found.turns, splits,
+            PARTS=TILE // found.scales_a_tile, **tile_of(found),
+        )
+    return low, high
+
+
+def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """As ``qtk.ops.statistics.histogram``."""
+    x = x if is_dense(x) else x.contiguous()
+    found = walk(x, block_size) if x.numel() else None
+    if found is None or bins > MOST_BINS:
+        return statistics.histogram(x.contiguous(), low, width, bins, block_size)
+    counts = torch.zeros(low.numel(), bins, dtype=torch.int64, device=x.device)
+    splits = found.splits(programs(x.device))
+    with on_device_of(x):
+        histogram_kernel[(found.groups * splits,)](
+            x, counts, low.contiguous(), width.contiguous(), bins, *axes_of(found), found.turns, splits,
+            SLOTS=triton.next_power_of_2(bins + 1), **tile_of(found),
+        )
+    return counts
