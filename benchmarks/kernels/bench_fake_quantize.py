@@ -11,34 +11,26 @@ not first compute what the reference does: codes exactly where the definition is
 
 from __future__ import annotations
 
-import argparse
-import csv
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from setting import commit, threads
+from turns import Given, Setting, Timed, arguments, finish, multiples
 
-import qtk
 from qtk.numerics import affine
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import fake_quantize
 
-MILLION = 1_000_000
 WIDTH = 1536
 SIZES = {"cpu": (0.00026, 0.016, 2.4, 64), "cuda": (0.016, 0.26, 2.4, 67, 268, 1074)}  # in million elements
-KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRANULARITIES = ("tensor", "channel", "channel_last", "block")
 CODES = (-128, 127)
 Quantize = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,28 +46,13 @@ class Case:
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         width = min(WIDTH, self.elements)
-        x = torch.randn(self.elements // width, width, device=self.device).to(KINDS[self.kind])
+        x = torch.randn(self.elements // width, width, device=self.device).to(getattr(torch, self.kind))
         count = {"tensor": (1,), "channel": (x.shape[0],), "channel_last": (width,), "block": (x.shape[0], width // 32)}
         return x, torch.rand(count[self.granularity], device=self.device) * 0.01 + 0.02
 
     @property
     def block_size(self) -> tuple[int, ...]:
         return {"tensor": (), "channel": (1, -1), "channel_last": (-1, 1), "block": (1, 32)}[self.granularity]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Cost of one way of computing one case."""
-
-    device: str
-    kind: str
-    granularity: str
-    elements: int
-    action: str
-    way: str
-    median_us: float
-    copies: float
-    share_of_bandwidth: float
 
 
 def ways(case: Case) -> dict[str, Quantize]:
@@ -177,101 +154,27 @@ def able(case: Case, way: str, run: Callable[[], object]) -> bool:
     return True
 
 
-def measure(case: Case, *, repeats: int, progress: tqdm) -> list[Figure]:
-    torch.compiler.reset()
-    x, _ = case.tensors()
-    into = torch.empty_like(x)
-    figures = []
-    for action, bytes_moved, actions in (("forward", 2, forward_actions), ("forward + backward", 5, training_actions)):
+def measure(case: Case, given: Given) -> list[Timed]:
+    found = []
+    for action, copies, actions in (("forward", 1.0, forward_actions), ("forward + backward", 2.5, training_actions)):
+        torch.compiler.reset()
+        x, _ = case.tensors()
+        into = torch.empty_like(x)
         with torch.set_grad_enabled(action != "forward"):
-            floors = {"copy_": lambda: into.copy_(x), "clone": lambda: x.clone()}
-            seconds = turns({**floors, **actions(case)}, repeats, case.device)
-        for way, taken in seconds.items():
-            copies = statistics.median(mine / base for mine, base in zip(taken, seconds["copy_"], strict=True))
-            share = 1 / copies if way in ("copy_", "clone") else bytes_moved / 2 / copies
-            figures.append(Figure(**asdict(case), action=action, way=way, median_us=statistics.median(taken) * 1e6,
-                                  copies=copies, share_of_bandwidth=share))
-        progress.update()
-    return figures
-
-
-def turns(actions: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each action, one entry a turn; short ones run many times a turn."""
-    loops = {}
-    for way, run in actions.items():
-        for _ in range(3):
-            run()
-        loops[way] = max(1, int(0.02 / max(timed(run, 3, device), 1e-7)))
-    taken: dict[str, list[float]] = {way: [] for way in actions}
-    for _ in range(repeats):
-        for way, run in actions.items():
-            taken[way].append(timed(run, loops[way], device))
-    return taken
-
-
-def timed(run: Callable[[], object], loops: int, device: str) -> float:
-    """Seconds a call."""
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(loops):
-            run()
-        return (time.perf_counter() - start) / loops
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(loops):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / loops / 1000
-
-
-def show(figures: list[Figure]) -> None:
-    table = Table(title="multiples of copy_")
-    for name in ("device", "dtype", "granularity", "M elements", "action", "way"):
-        table.add_column(name)
-    for name in ("µs", "× copy_", "of bandwidth"):
-        table.add_column(name, justify="right")
-    for figure, following in zip(figures, [*figures[1:], None], strict=True):
-        table.add_row(
-            figure.device, figure.kind, figure.granularity, f"{figure.elements / MILLION:.4g}", figure.action,
-            figure.way, f"{figure.median_us:.1f}", f"{figure.copies:.2f}", f"{100 * figure.share_of_bandwidth:.0f} %",
-            end_section=following is None or following.action != figure.action,
-        )
-    Console(width=130).print(table)
+            floors = {"copy_": lambda into=into, x=x: into.copy_(x), "clone": lambda x=x: x.clone()}
+            setting = Setting(case.device, case.kind, case.granularity, case.elements, action, copies)
+            found += multiples({**floors, **actions(case)}, setting, given)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["float32", "bfloat16"])
-    parser.add_argument("--granularities", nargs="+", default=["tensor", "channel", "channel_last", "block"])
-    parser.add_argument("--sizes", nargs="+", type=float, help="million elements")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=threads, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="one size, float32")
-    parser.add_argument("--csv", type=Path)
-    arguments = parser.parse_args()
-    sizes = arguments.sizes or ((2.4,) if arguments.quick else SIZES[arguments.device])
-    kinds = ["float32"] if arguments.quick else arguments.kinds
-    cases = [
-        Case(arguments.device, kind, granularity, max(1, int(size * MILLION / WIDTH)) * WIDTH if size > 0.01 else 256)
-        for size in sizes for kind in kinds for granularity in arguments.granularities
-    ]
-    figures: list[Figure] = []
-    with tqdm(total=2 * len(cases), unit="case") as progress:
-        for case in cases:
-            progress.set_description(f"{case.kind} per {case.granularity}, {case.elements / MILLION:.4g} M")
-            figures += measure(case, repeats=arguments.repeats, progress=progress)
-    show(figures)
-    setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "backend": qtk.backends()[arguments.device]}
-    print(", ".join(f"{key} {value}" for key, value in setting.items()))
-    if arguments.csv:
-        with arguments.csv.open("w", newline="", encoding="utf-8") as file:
-            rows = [{**setting, **asdict(figure)} for figure in figures]
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+    given = arguments(__doc__, sizes=SIZES)
+    found: list[Timed] = []
+    for elements in given.elements:
+        for kind in given.kinds:
+            for granularity in GRANULARITIES:
+                found += measure(Case(given.device, kind, granularity, elements), given)
+    finish(found, given)
 
 
 if __name__ == "__main__":

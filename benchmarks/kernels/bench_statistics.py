@@ -1,0 +1,59 @@
+"""What extremes and histograms cost, as multiples of ``torch.Tensor.copy_`` of the same tensor, beside torch's own.
+
+    python benchmarks/kernels/bench_statistics.py --csv statistics.csv
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from turns import Setting, Timed, arguments, finish, multiples
+
+from qtk.ops.statistics import histogram, min_max
+
+BINS = 512
+
+
+def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Everything is timed on x [rows, 1536]; no speed is given unless it counts what torch counts."""
+    low, high = min_max(x, ())
+    if (float(low), float(high)) != (float(x.min()), float(x.max())):
+        raise SystemExit("min_max is not torch's; no speed is given")
+    width = (high - low) / BINS
+    counts = histogram(x, low, width, BINS, ())
+    if int(counts.sum()) != x.numel():
+        raise SystemExit("the histogram does not count every element; no speed is given")
+    into = torch.empty_like(x)
+    channels = x.shape[-1]
+    lows, widths = low.expand(channels).contiguous(), width.expand(channels).contiguous()
+    return {
+        "copy_": lambda: into.copy_(x),
+        "qtk min_max, per tensor": lambda: min_max(x, ()),
+        "torch aminmax": lambda: torch.aminmax(x),
+        "qtk min_max, per last axis": lambda: min_max(x, (-1, 1)),
+        "qtk min_max, per row": lambda: min_max(x, (1, -1)),
+        "torch amin and amax, per last axis": lambda: (x.amin(0), x.amax(0)),
+        f"qtk histogram, {BINS} bins": lambda: histogram(x, low, width, BINS, ()),
+        f"torch histc, {BINS} bins": lambda: torch.histc(x, BINS),
+        f"qtk histogram, {BINS} bins, per last axis": lambda: histogram(x, lows, widths, BINS, (-1, 1)),
+    }
+
+
+def main() -> None:
+    given = arguments(__doc__, sizes={"cpu": (2.4, 64), "cuda": (2.4, 67, 268)})
+    found: list[Timed] = []
+    for kind in given.kinds:
+        for elements in given.elements:
+            x = torch.randn(elements // 1536, 1536, device=given.device).to(getattr(torch, kind))
+            found += multiples(actions(x), Setting(given.device, kind, "", elements, "statistics"), given)
+    finish(found, given)
+
+
+if __name__ == "__main__":
+    main()
