@@ -9,11 +9,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
+from qtk.export.onnx_session import open_session
 from qtk.export.signature import input_leaves, input_names
 
 
 class OnnxFile(nn.Module):
-    """Runs a file in ONNX Runtime on the CPU, as it comes, with all its optimizations.
+    """Runs a file in ONNX Runtime on the CPU, with all the optimizations it can bear.
 
     Args:
         path: the file.
@@ -24,17 +25,9 @@ class OnnxFile(nn.Module):
 
     def __init__(self, path: Path, model: fx.GraphModule) -> None:
         super().__init__()
-        require_onnxruntime()
-        import onnxruntime
-
         self.path = path
         self.signature = [model]  # in a list: it is no submodule
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+        self.session, _ = open_session(path, model)
         self.names = [value.name for value in self.session.get_inputs()]
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -47,14 +40,6 @@ class OnnxFile(nn.Module):
             return tuple(torch.from_numpy(array) for array in self.session.run(None, feed))
         except Exception as error:
             raise ExportError(f"{self.path}: ONNX Runtime: {type(error).__name__}: {error}") from error
-
-
-def require_onnxruntime() -> None:
-    """Raises: ExportError with what to install, if ONNX Runtime is not there."""
-    try:
-        import onnxruntime  # noqa: F401  an extra: loaded where it is needed
-    except ImportError as error:
-        raise ExportError("measuring an ONNX file needs onnxruntime; run: pip install \"qtk[onnx]\"") from error
 
 
 def nested_like(output: object, flat: object) -> object:

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from qtk.cli.batches import Batches
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
 from qtk.cli.model_source import build_model
-from qtk.cli.onnx_file import OnnxFile, nested_like, require_onnxruntime
+from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
 from qtk.errors import ConfigError
 from qtk.export.atomic import staged_directory
+from qtk.export.onnx_session import require_onnxruntime
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.prepared_model import PreparedGraph
 from qtk.quantsim import QuantSim

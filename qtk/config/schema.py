@@ -30,7 +30,7 @@ class TensorSetting(_Frozen):
 
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
-        dtype: the integer format by name (``int8``), in place of ``bits``.
+        dtype: the format by name (``int8``, ``fp8_e4m3``), in place of ``bits``.
         symmetric: the zero point is 0.
         granularity: which elements share a scale.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.

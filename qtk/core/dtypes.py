@@ -10,10 +10,10 @@ from qtk.registry import nearest
 
 @dataclass(frozen=True, slots=True)
 class QDtype:
-    """An integer format: ``bits`` wide, two's complement if ``signed``.
+    """A number format: ``bits`` wide. Integers are two's complement if ``signed``; floats are signed.
 
-    >>> dtype("int4").minimum, dtype("uint8").maximum
-    (-8, 255)
+    >>> dtype("int4").minimum, dtype("uint8").maximum, dtype("fp8_e4m3").maximum
+    (-8, 255, 448.0)
     """
 
     name: str
@@ -21,22 +21,53 @@ class QDtype:
     signed: bool
 
     @property
-    def minimum(self) -> int:
+    def minimum(self) -> float:
+        """The lowest code: a whole number, or the lowest finite float."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
-    def maximum(self) -> int:
+    def maximum(self) -> float:
+        """The highest code."""
         return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
 
     def __str__(self) -> str:
         return self.name
 
 
+@dataclass(frozen=True, slots=True)
+class FloatDtype(QDtype):
+    """A small float: sign, exponent with bias ``2^(exponent_bits - 1) - 1``, mantissa; subnormals, two zeros.
+
+    What is larger than ``largest`` becomes ``largest``: codes for infinity are not produced.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def minimum(self) -> float:
+        return -self.largest
+
+    @property
+    def maximum(self) -> float:
+        return self.largest
+
+
 BITS = range(2, 17)
-DTYPES = {
+DTYPES: dict[str, QDtype] = {
     f"{prefix}{bits}": QDtype(f"{prefix}{bits}", bits, signed)
     for prefix, signed in (("int", True), ("uint", False))
     for bits in BITS
+} | {
+    row.name: row
+    for row in (  # OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 3 to 5
+        FloatDtype("fp8_e4m3", 8, True, exponent_bits=4, mantissa_bits=3, largest=448.0),
+        FloatDtype("fp8_e5m2", 8, True, exponent_bits=5, mantissa_bits=2, largest=57344.0),
+        FloatDtype("fp6_e3m2", 6, True, exponent_bits=3, mantissa_bits=2, largest=28.0),
+        FloatDtype("fp6_e2m3", 6, True, exponent_bits=2, mantissa_bits=3, largest=7.5),
+        FloatDtype("fp4_e2m1", 4, True, exponent_bits=2, mantissa_bits=1, largest=6.0),
+    )
 }
 
 

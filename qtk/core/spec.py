@@ -1,10 +1,10 @@
-"""The question a quantizer answers: which integers, shared how, around which zero."""
+"""The question a quantizer answers: which codes, scales shared how, around which zero."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qtk.core.dtypes import QDtype, dtype
+from qtk.core.dtypes import FloatDtype, QDtype, dtype
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
 
@@ -16,7 +16,7 @@ class QuantSpec:
     """How a tensor is to be quantized; numbers come later, as an ``Encoding``.
 
     Args:
-        dtype: the integer format of the codes.
+        dtype: the format of the codes; a small float is symmetric and has no narrow range.
         granularity: which elements share a scale.
         symmetric: the zero point is 0 and not stored.
         narrow_range: leave the lowest code out (int8: -127…127).
@@ -36,15 +36,18 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if self.symmetric and not self.dtype.signed:
             raise SpecError(f"a symmetric spec needs a signed dtype, got {self.dtype}; use int{self.dtype.bits}")
+        if isinstance(self.dtype, FloatDtype) and (not self.symmetric or self.narrow_range):
+            raise SpecError(f"{self.dtype} has neither a zero point nor a narrow range; use symmetric=True, "
+                            "narrow_range=False, or an integer format")
         if self.dynamic:
             raise SpecError("dynamic=True is not built yet; use a calibrated (static) spec")
 
     @property
-    def qmin(self) -> int:
+    def qmin(self) -> float:
         return self.dtype.minimum + (1 if self.narrow_range else 0)
 
     @property
-    def qmax(self) -> int:
+    def qmax(self) -> float:
         return self.dtype.maximum
 
     def to_json(self) -> dict[str, object]:

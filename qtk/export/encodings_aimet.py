@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, Shape
 from qtk.core.spec import QuantSpec
@@ -26,6 +27,7 @@ from qtk.export.encodings_json import load_object, numbers
 from qtk.registry import nearest
 
 PRODUCER = {"package": "qtk", "version": "1"}
+FLOATS = {"fp8_e4m3": "float8e4m3fn", "fp8_e5m2": "float8e5m2", "fp4_e2m1": "float4e2m1"}
 ENC_TYPES = {PerTensor: "PER_TENSOR", PerChannel: "PER_CHANNEL", PerBlock: "PER_BLOCK"}
 
 Record = Mapping[str, object]
@@ -113,8 +115,21 @@ def _block_axis(site: str, sizes: Shape) -> int:
     return cut[0]
 
 
+def _output_dtype(site: str, spec: QuantSpec) -> str:
+    """The name of the format in schema 2.0.0."""
+    if not isinstance(spec.dtype, FloatDtype):
+        return spec.dtype.name
+    if spec.dtype.name not in FLOATS:
+        raise ExportError(f"{site}: AIMET's schemas know of floats only {', '.join(FLOATS)}, not {spec.dtype}; "
+                          'export formats=("encodings",), or plan one of these')
+    return FLOATS[spec.dtype.name]
+
+
 def _record_1_0_0(site: str, encoding: Encoding) -> Record:
     spec = encoding.spec
+    if isinstance(spec.dtype, FloatDtype):
+        raise ExportError(f"{site}: AIMET's schema 1.0.0 holds no {spec.dtype}; export schema 2.0.0, or "
+                          'formats=("encodings",)')
     zero = torch.zeros_like(encoding.scale, dtype=torch.int32) if encoding.zero_point is None else encoding.zero_point
     record: dict[str, object] = {
         "name": site,
@@ -123,7 +138,7 @@ def _record_1_0_0(site: str, encoding: Encoding) -> Record:
         "bw": spec.dtype.bits,
         "is_sym": spec.symmetric,
         "scale": encoding.scale.flatten().tolist(),
-        "offset": (spec.dtype.minimum - zero).flatten().tolist(),
+        "offset": (int(spec.dtype.minimum) - zero).flatten().tolist(),
     }
     if isinstance(spec.granularity, PerBlock):
         sizes = spec.granularity.sizes
@@ -133,7 +148,7 @@ def _record_1_0_0(site: str, encoding: Encoding) -> Record:
 
 def _record_2_0_0(site: str, encoding: Encoding) -> Record:
     spec, scale, zero = encoding.spec, encoding.scale, encoding.zero_point
-    record: dict[str, object] = {"name": site, "output_dtype": spec.dtype.name}
+    record: dict[str, object] = {"name": site, "output_dtype": _output_dtype(site, spec)}
     if isinstance(spec.granularity, PerTensor):
         scale, zero = scale.reshape(()), None if zero is None else zero.reshape(())
     record["y_scale"] = scale.tolist()
@@ -155,7 +170,7 @@ def _scale_and_zero_1_0_0(record: Record, spec: QuantSpec, shape: Shape | None) 
         expected["block_size"] = _size_of(spec.granularity)
     _agree(record, expected, spec)
     scale = numbers(record.get("scale"), torch.float32)
-    zero = spec.dtype.minimum - numbers(record.get("offset"), torch.int32)
+    zero = int(spec.dtype.minimum) - numbers(record.get("offset"), torch.int32)
     if isinstance(spec.granularity, PerBlock):
         if shape is None:
             raise EncodingError("schema 1.0.0 does not store the shape of blocks; pass the tensor's in shapes")
@@ -164,7 +179,7 @@ def _scale_and_zero_1_0_0(record: Record, spec: QuantSpec, shape: Shape | None) 
 
 
 def _scale_and_zero_2_0_0(record: Record, spec: QuantSpec, shape: Shape | None) -> tuple[Tensor, Tensor | None]:
-    expected: dict[str, object] = {"output_dtype": spec.dtype.name}
+    expected: dict[str, object] = {"output_dtype": _output_dtype("", spec)}
     scale = numbers(record.get("y_scale"), torch.float32)
     match spec.granularity:
         case PerTensor():

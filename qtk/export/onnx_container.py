@@ -1,4 +1,4 @@
-"""Which ONNX integer type stores the codes of a format."""
+"""Which ONNX type stores the codes of a format."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from qtk.core.dtypes import QDtype
+from qtk.core.dtypes import DTYPES, FloatDtype, QDtype
 from qtk.core.spec import QuantSpec
+from qtk.errors import ExportError
 
 BASE_OPSET = 21
 """The first with 4 and 16 bit QuantizeLinear, and with blocks."""
@@ -16,6 +17,7 @@ TWO_BIT_OPSET = 25
 """The first with 2 bit QuantizeLinear."""
 
 _BITS = (2, 4, 8, 16)
+_FLOATS = {"fp8_e4m3": ir.DataType.FLOAT8E4M3FN, "fp8_e5m2": ir.DataType.FLOAT8E5M2}
 
 
 def opset_for(weights: Iterable[QuantSpec], activations: Iterable[QuantSpec]) -> int:
@@ -39,16 +41,26 @@ def container(dtype: QDtype, *, opset: int) -> ir.DataType:
     >>> from qtk.core.dtypes import dtype
     >>> container(dtype("uint6"), opset=21).name, container(dtype("int2"), opset=21).name
     ('UINT8', 'INT4')
+
+    Raises: ExportError for a float that QuantizeLinear of this opset does not know.
     """
+    if isinstance(dtype, FloatDtype):
+        if dtype.name not in _FLOATS:
+            raise ExportError(f"ONNX QuantizeLinear of opset {opset} knows {' and '.join(_FLOATS)}, not {dtype}; "
+                              'export formats=("encodings",), or plan one of these')
+        return _FLOATS[dtype.name]
     bits = next(bits for bits in _BITS if bits >= dtype.bits and (bits > 2 or opset >= TWO_BIT_OPSET))
     return ir.DataType[f"{'INT' if dtype.signed else 'UINT'}{bits}"]
 
 
-def limits(kind: ir.DataType) -> tuple[int, int]:
+def limits(kind: ir.DataType) -> tuple[float, float]:
     """Lowest and highest code of a container.
 
-    >>> limits(ir.DataType.INT4)
-    (-8, 7)
+    >>> limits(ir.DataType.INT4), limits(ir.DataType.FLOAT8E4M3FN)
+    ((-8, 7), (-448.0, 448.0))
     """
+    for name, own in _FLOATS.items():
+        if kind == own:
+            return DTYPES[name].minimum, DTYPES[name].maximum
     bits = int(kind.itemsize * 8)
     return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind.is_signed() else (0, (1 << bits) - 1)

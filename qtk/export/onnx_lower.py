@@ -22,13 +22,14 @@ import torch
 from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
 from torch import Tensor
 
+from qtk.core.dtypes import FloatDtype
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx_container import container, limits
 from qtk.export.onnx_names import Names, name_batch, name_inputs_and_outputs
 from qtk.export.onnx_trace import DOMAIN, Traced
 from qtk.export.simulated_sites import SimulatedSite
-from qtk.numerics.affine import quantize
+from qtk.numerics import affine, minifloat
 
 SITE, SPEC = "qtk.site", "qtk.spec"
 """Metadata of a DequantizeLinear: the site it stands for, and its spec as JSON."""
@@ -155,7 +156,12 @@ class _Lowering:
     def _codes(self, constant: Tensor) -> ir.Value:
         spec, encoding = self.encoding.spec, self.encoding
         sizes = spec.granularity.block_size(constant.ndim)
-        codes = quantize(constant, encoding.scale, encoding.zero_point, sizes, spec.qmin, spec.qmax)
+        if isinstance(spec.dtype, FloatDtype):
+            codes = minifloat.quantize(constant, encoding.scale, sizes, spec.dtype)
+        else:
+            codes = affine.quantize(
+                constant, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax)
+            )
         return self._initializer(f"{self.site}.codes", _array(codes).astype(self.kind.numpy()))
 
     def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from qtk.config.schema import QuantConfig, Rule, TensorSetting
-from qtk.core.dtypes import dtype, integer
+from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError
@@ -92,6 +92,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     """
     symmetric = bool(setting.symmetric)
     chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+    symmetric = symmetric or isinstance(chosen, FloatDtype)
     granularity: Granularity = PerTensor()
     if axes is not None and setting.granularity == "per_channel":
         granularity = PerChannel(axes[0])

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.errors import ExportError
+from qtk.export.onnx_session import open_session
 from qtk.export.signature import input_leaves, input_names, output_nodes
 from qtk.graph.graphs import roots
 from qtk.numerics.affine import expand
@@ -117,20 +118,8 @@ def _verify(
 class _Comparison:
     """One way of running the file, and its differences so far."""
 
-    def __init__(self, path: Path, *, optimized: bool) -> None:
-        try:
-            import onnxruntime  # loaded here: it is an extra
-        except ImportError as error:
-            raise ExportError("verifying an ONNX file needs onnxruntime; pip install 'qtk[onnx]'") from error
-        self.runtime = f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}"
-        levels = onnxruntime.GraphOptimizationLevel
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-        options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise ExportError(f"{path}: {self.runtime} cannot load it: {error}") from error
+    def __init__(self, path: Path, graph: fx.GraphModule, *, optimized: bool) -> None:
+        self.session, self.runtime = open_session(path, graph, optimized=optimized)
         self.names = [value.name for value in self.session.get_inputs()]
         self.hits = self.rows = self.differing = self.elements = 0
         self.max_difference = 0.0
@@ -195,7 +184,7 @@ class _Witness:
     def __init__(self, graph: fx.GraphModule, path: Path) -> None:
         self.path = path
         self.graph = graph
-        self.comparisons = [_Comparison(path, optimized=optimized) for optimized in (False, True)]
+        self.comparisons = [_Comparison(path, graph, optimized=optimized) for optimized in (False, True)]
         self.quantizers = [_quantizer(graph, node) for node in output_nodes(graph).values()]
         self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
 

@@ -64,3 +64,12 @@ def test_it_is_frozen_and_a_value():
         SPECS[0].symmetric = True
     assert len({*SPECS, *map(dataclasses.replace, SPECS)}) == len(SPECS)
     assert str(SPECS[3]) == "int2 per_block(1, -1, 32) symmetric narrow"
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True, "narrow_range": True}])
+def test_a_float_has_no_zero_point_and_no_narrow_range(options):
+    with pytest.raises(SpecError, match="fp8_e4m3 has neither a zero point nor a narrow range"):
+        QuantSpec(dtype("fp8_e4m3"), **options)
+    spec = QuantSpec(dtype("fp8_e4m3"), PerChannel(0), symmetric=True)
+    assert (spec.qmin, spec.qmax) == (-448.0, 448.0)
+    assert QuantSpec.from_json(spec.to_json()) == spec

@@ -171,3 +171,17 @@ def test_symmetric_site_with_a_zero_point_is_refused(tmp_path):
     with pytest.raises(EncodingError, match="w: the zero point is not 0"):
         load({"w": QuantSpec(dtype("int8"), symmetric=True)})
     assert load({"w": QuantSpec(dtype("int8"))})["w"].zero_point.tolist() == [3]
+
+
+def test_small_floats_have_names_in_2_0_0_and_no_place_in_1_0_0(tmp_path):
+    spec = QuantSpec(dtype("fp8_e4m3"), PerChannel(0), symmetric=True)
+    encodings = {"w": Encoding(spec, torch.tensor([0.5, 0.25]))}
+    export_2_0_0(encodings, tmp_path / "two.json")
+    record = json.loads((tmp_path / "two.json").read_text())["encodings"][0]
+    assert record == {"name": "w", "output_dtype": "float8e4m3fn", "y_scale": [0.5, 0.25], "axis": 0}
+    assert read(tmp_path / "two.json", {"w": spec})["w"].equals(encodings["w"])
+    with pytest.raises(ExportError, match=r"w: AIMET's schema 1\.0\.0 holds no fp8_e4m3"):
+        export_1_0_0(encodings, tmp_path / "one.json")
+    six = {"w": Encoding(QuantSpec(dtype("fp6_e3m2"), symmetric=True), torch.ones(1))}
+    with pytest.raises(ExportError, match="not fp6_e3m2"):
+        export_2_0_0(six, tmp_path / "six.json")

@@ -13,6 +13,7 @@ from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.export.onnx_qdq import export, read
+from qtk.export.onnx_session import open_session
 from qtk.graph.insert import quantizer_nodes
 from qtk.quantizers.quantizer import Mode
 from tests.export.simulated import (
@@ -640,3 +641,26 @@ def test_chunks_of_a_dynamic_batch_are_exported(tmp_path):
     sim.export(tmp_path / "out", formats=("onnx",))
     more = (torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8))
     assert sim.verify_export(tmp_path / "out", [more]).exact.differing == 0.0
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_float8_weights_and_activations_run_as_simulated(tmp_path, name):
+    images = torch.randn(4, 3, 9, 9)
+    sim, path = exported(tmp_path, SmallConvNet().eval(), images, weight=symmetric(name),
+                         activation=activations(name, symmetric=True))
+    session, described = open_session(path, sim)
+    assert described.endswith("optimizations off (they take float8 for integers)")
+    theirs, = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    assert np.array_equal(theirs, sim(images).detach().numpy())
+    stored = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    assert stored["conv1.weight"] == {"fp8_e4m3": onnx.TensorProto.FLOAT8E4M3FN,
+                                      "fp8_e5m2": onnx.TensorProto.FLOAT8E5M2}[name]
+    found = read(path)
+    assert found.keys() == encodings_of(sim).keys()
+    assert all(found[site].equals(encoding) for site, encoding in encodings_of(sim).items())
+
+
+def test_a_float_that_onnx_does_not_know_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ExportError, match="knows fp8_e4m3 and fp8_e5m2, not fp4_e2m1"):
+        exported(tmp_path, Linear().eval(), torch.randn(2, 8), weight=symmetric("fp4_e2m1"), activation=nothing)
+    assert not list(tmp_path.iterdir())

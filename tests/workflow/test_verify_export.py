@@ -182,5 +182,5 @@ def test_a_file_of_another_model(written, tmp_path):
 def test_without_onnxruntime_the_extra_is_named(written, monkeypatch):
     sim, directory = written
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
+    with pytest.raises(ExportError, match=r'pip install "qtk\[onnx\]"'):
         verify_export(sim, directory, batches())

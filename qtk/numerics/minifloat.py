@@ -1,0 +1,81 @@
+"""Small floats: the nearest number of a format, ties to even, saturating.
+
+    x̂ = round_to(x / scale, format) · scale
+
+in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear to float8 with ``saturate=1``. A NaN stays
+NaN, ±inf become the largest numbers. The gradient is straight-through as in ``qtk.numerics.straight_through``: the
+number of the format takes the place of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.core.dtypes import FloatDtype
+from qtk.numerics.acting import acting_scale, gradient_of_given_scale
+from qtk.numerics.blocks import align, split_shape
+
+_BIAS, _MANTISSA_BITS = 127, 23
+"""Of float32."""
+
+
+def round_to(x: Tensor, format: FloatDtype) -> Tensor:
+    """The nearest numbers of ``format``. Shape: ``x`` float32, any; result alike.
+
+    >>> from qtk.core.dtypes import DTYPES
+    >>> round_to(torch.tensor([0.24, 0.25, 0.75, 2.5, -5.0, 99.0]), DTYPES["fp4_e2m1"])
+    tensor([ 0.,  0.,  1.,  2., -4.,  6.])
+    """
+    return _unbounded(x, format).clamp(-format.largest, format.largest)
+
+
+def quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+    """``x / scale`` as numbers of ``format``, in float32. Shape and Raises: as ``fake_quantize``."""
+    steps, _ = _lined_up(x, scale, block_size)
+    return round_to(steps, format).reshape(x.shape)
+
+
+def fake_quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+    """``x`` rounded to the numbers of ``format`` times its scale.
+
+    Shape: ``x`` any; ``scale`` the qparam shape of ``block_size``; result as ``x``, same dtype.
+
+    Raises: SpecError if the scale does not fit ``x``.
+    """
+    steps, step = _lined_up(x, scale, block_size)
+    return torch.empty_like(x).copy_((round_to(steps, format) * step).reshape(x.shape))
+
+
+def fake_quantize_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and ``scale``. Shape: as these; dtypes those of ``grad`` and float32."""
+    steps, _ = _lined_up(x, scale, block_size)
+    slope = grad.reshape(steps.shape)
+    number = _unbounded(steps, format)
+    inside = number.abs() <= format.largest
+    dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, slope, 0.0).reshape(x.shape))
+    error = torch.where(inside, number - steps, number.clamp(-format.largest, format.largest))
+    axes = split_shape(x.shape, block_size)[1]
+    of_acting = slope * error
+    summed = of_acting.sum(axes) if axes else of_acting
+    return dx, gradient_of_given_scale(summed.reshape(scale.shape).to(torch.float32), scale)
+
+
+def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
+    """As if the largest exponents of float32 belonged to the format."""
+    # the float32 with the exponent of x, and no smaller than the smallest normal number of the format
+    smallest = 2 - (1 << (format.exponent_bits - 1))
+    exponent = x.view(torch.int32).bitwise_and(0xFF << _MANTISSA_BITS).clamp(min=(smallest + _BIAS) << _MANTISSA_BITS)
+    unit = (exponent - (format.mantissa_bits << _MANTISSA_BITS)).view(torch.float32)
+    return (x / unit).round() * unit
+
+
+def _lined_up(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """``x / scale``, and the scale broadcastable against it."""
+    step = align(acting_scale(scale), x.shape, block_size)
+    split = split_shape(x.shape, block_size)[0]
+    return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step
