@@ -1,9 +1,10 @@
-"""What calibration and simulation cost, as multiples of the float forward of the original model.
+"""What calibration, simulation and training cost, as multiples of what the original float model takes.
 
-Four things run over the same batches: the original model, the prepared model with every quantizer bypassed,
-``compute_encodings`` (scheme min_max, weights and activations) and the W8A8 simulation. They take turns inside one
-process; each figure is the median over the repeats, each ratio the median of ratios within a repeat. Weights are
-random: the time does not depend on them. No speed is printed unless the bypassed model is bit-equal to the original.
+Over the same batches run: the original model, the prepared model with every quantizer bypassed, ``compute_encodings``
+(scheme min_max, weights and activations) and the W8A8 simulation; then training steps (forward, backward, SGD; ranges
+fixed) of the original and of the simulation. They take turns inside one process; each figure is the median over the
+repeats, each ratio the median of ratios within a repeat. Weights are random: the time does not depend on them. No speed
+is printed unless the bypassed model is bit-equal to the original.
 Calibration and simulation each pay for the weights once a repeat. A ``*`` behind the commit means that the
 working tree held changes.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +28,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from turns import commit
+
 import qtk
 from qtk.numerics.error import sqnr_db
 from qtk.quantizers.modes import in_mode
@@ -34,6 +39,9 @@ from qtk.quantizers.quantizer import Mode
 
 MODELS = ("vit_small_patch16_224", "resnet50")
 ORIGINAL = "original fp32 forward"
+TRAINING, SIMULATED_TRAINING = "original fp32 training step", "simulated training step"
+BASES = {TRAINING: TRAINING, SIMULATED_TRAINING: TRAINING}
+"""What an action is a multiple of, where it is not the original forward."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ def measure(name: str, *, num_batches: int, batch_size: int, repeats: int, progr
         "prepared, bypassed": bypassed,
         "compute_encodings (min_max)": lambda: sim.compute_encodings(batches, progress=False),
         "simulated W8A8 forward": lambda: forward(sim.model, batches),
+        TRAINING: lambda: train(model, batches),
+        SIMULATED_TRAINING: lambda: train(sim.model, batches),
     }
     seconds: dict[str, list[float]] = {action: [] for action in actions}
     for _ in range(repeats):
@@ -77,7 +87,7 @@ def measure(name: str, *, num_batches: int, batch_size: int, repeats: int, progr
             progress.update()
     figures = []
     for action, taken in seconds.items():
-        ratios = [mine / base for mine, base in zip(taken, seconds[ORIGINAL], strict=True)]
+        ratios = [mine / base for mine, base in zip(taken, seconds[BASES.get(action, ORIGINAL)], strict=True)]
         figures.append(Figure(name, action, median(taken), median(ratios), min(ratios), max(ratios)))
     return figures
 
@@ -111,12 +121,14 @@ def forward(model: nn.Module, batches: list[Tensor]) -> None:
         outputs(model, batch)
 
 
-def commit() -> str:
-    shown = subprocess.run(
-        ["git", "describe", "--always", "--dirty=*", "--abbrev=12", "--exclude=*"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )
-    return shown.stdout.strip() or "unknown"
+def train(model: nn.Module, batches: list[Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay: the next turn computes the same
+    model.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    model.eval()
 
 
 def main() -> None:
@@ -130,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
-    with tqdm(total=4 * arguments.repeats * len(arguments.models), unit="run") as progress:
+    with tqdm(total=6 * arguments.repeats * len(arguments.models), unit="run") as progress:
         for name in arguments.models:
             figures += measure(
                 name, num_batches=arguments.batches, batch_size=arguments.batch_size, repeats=arguments.repeats,

@@ -6,6 +6,7 @@ import torch
 
 from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.numerics.minifloat import fake_quantize, fake_quantize_backward, round_to
+from tests.numerics.small_floats import numbers
 
 FORMATS = {name: row for name, row in DTYPES.items() if isinstance(row, FloatDtype)}
 TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -16,16 +17,6 @@ OCP = {  # OCP Microscaling Formats 1.0, section 5.3: largest, smallest normal, 
     "fp6_e2m3": (7.5, 1.0, 0.125),
     "fp4_e2m1": (6.0, 1.0, 0.5),
 }
-
-
-def numbers(format):
-    """Every finite number that is not negative, from the definition of sign, exponent and mantissa."""
-    bias = (1 << (format.exponent_bits - 1)) - 1
-    found = []
-    for exponent, mantissa in itertools.product(range(1 << format.exponent_bits), range(1 << format.mantissa_bits)):
-        fraction = mantissa / (1 << format.mantissa_bits)
-        found.append(math.ldexp(fraction, 1 - bias) if exponent == 0 else math.ldexp(1 + fraction, exponent - bias))
-    return [number for number in found if number <= format.largest]
 
 
 @pytest.mark.parametrize("name", FORMATS)
