@@ -9,10 +9,21 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    model_validator,
+)
 
 from qtk.config.closest import closest
 from qtk.config.validate import UNION_TAGS
+from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import BITS, DTYPES, dtype
 from qtk.errors import ConfigError
 from qtk.registry import nearest
@@ -30,7 +41,8 @@ class TensorSetting(_Frozen):
 
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
-        dtype: the format by name (``int8``, ``fp8_e4m3``), in place of ``bits``.
+        dtype: the format by name (``int8``, ``fp8_e4m3``), in place of ``bits``. The name of a block format (``mxfp4``)
+            says the granularity too; weights alone can have one, and ``block_size`` another length.
         symmetric: the zero point is 0.
         granularity: which elements share a scale.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
@@ -50,18 +62,21 @@ class TensorSetting(_Frozen):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> TensorSetting:
+        blocks = None if self.dtype is None else BLOCK_FORMATS.get(self.dtype)
+        if blocks is not None and self.granularity not in (None, "per_block"):
+            raise ValueError(f"dtype {self.dtype} is in blocks, granularity says {self.granularity}; leave one out")
         if self.dtype is not None:
-            if self.dtype not in DTYPES:
-                raise ValueError(f"unknown dtype {self.dtype!r}; {nearest(self.dtype, DTYPES)}")
-            chosen = dtype(self.dtype)
+            if self.dtype not in DTYPES and blocks is None:
+                raise ValueError(f"unknown dtype {self.dtype!r}; {nearest(self.dtype, [*DTYPES, *BLOCK_FORMATS])}")
+            chosen = dtype(self.dtype) if blocks is None else blocks.dtype
             if self.bits not in (None, chosen.bits):
                 raise ValueError(f"dtype {self.dtype} has {chosen.bits} bits, bits says {self.bits}; give one of them")
             if self.symmetric and not chosen.signed:
                 raise ValueError(f"dtype {self.dtype} is unsigned and symmetric is true; use int{chosen.bits}")
-        if self.block_size is not None and self.granularity != "per_block":
+        if self.block_size is not None and self.granularity != "per_block" and blocks is None:
             raise ValueError(f"block_size {self.block_size} needs granularity per_block, got {self.granularity}; "
                              "add granularity: per_block")
-        if self.granularity == "per_block" and self.block_size is None:
+        if self.granularity == "per_block" and self.block_size is None and blocks is None:
             raise ValueError("granularity per_block needs a block_size; add one that divides the input channels")
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} must be [low, high] with low < high")
@@ -75,8 +90,9 @@ class TensorSetting(_Frozen):
     def overlaid(self, other: TensorSetting) -> TensorSetting:
         """A copy in which every field that ``other`` gives is replaced.
 
-        A width drops an earlier width, however either was written, and a granularity an earlier block size. Whether
-        the fields of the two agree is seen when they become a spec.
+        A width drops an earlier width, however either was written, and a granularity an earlier block size; a format
+        in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers. Whether the
+        fields of the two agree is seen when they become a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
         TensorSetting(bits=4, symmetric=True)
@@ -84,8 +100,12 @@ class TensorSetting(_Frozen):
         given = {name: value for name, value in other if value is not None}
         if other.names_width:
             given = {"bits": None, "dtype": None} | given
+        if other.dtype in BLOCK_FORMATS:
+            given = {"granularity": None, "block_size": None} | given
         if other.granularity is not None:
             given = {"block_size": None} | given
+            if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
+                given["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
         return self.model_copy(update=given)
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
@@ -101,6 +121,16 @@ Setting: TypeAlias = Annotated[
     Discriminator(_setting_tag),
 ]
 """How to quantize a tensor; ``float``: not at all; ``quantized``: undo an earlier ``float``."""
+
+
+def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    if isinstance(setting, TensorSetting) and setting.dtype in BLOCK_FORMATS:
+        raise ValueError(f"{setting.dtype} is for weights; activations in blocks need ranges taken at run time, which "
+                         "are not built yet; use the number format alone, as in dtype: fp8_e4m3")
+    return setting
+
+
+ActivationSetting = Annotated[Setting, AfterValidator(_not_in_blocks)]
 
 
 def _as_list(value: object) -> object:
@@ -134,9 +164,9 @@ class Rule(_Frozen):
 
     match: Match
     weight: Setting | None = None
-    bias: Setting | None = None
-    input: Setting | None = None
-    output: Setting | None = None
+    bias: ActivationSetting | None = None
+    input: ActivationSetting | None = None
+    output: ActivationSetting | None = None
     optional: StrictBool = False
 
 
@@ -144,8 +174,8 @@ class Defaults(_Frozen):
     """What holds where no rule says otherwise. Widths left out are those of the ``QuantSim``."""
 
     weight: Setting = TensorSetting()
-    activation: Setting = TensorSetting()
-    bias: Setting = "float"
+    activation: ActivationSetting = TensorSetting()
+    bias: ActivationSetting = "float"
 
 
 class Io(_Frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from qtk.core.dtypes import FloatDtype, QDtype, dtype
@@ -9,6 +10,17 @@ from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
 
 PER_TENSOR = PerTensor()
+
+
+class ScaleFormat(enum.Enum):
+    """How the scales of blocks are stored, where not as float32; ``qtk.numerics.scale_formats`` has the numbers."""
+
+    E8M0 = "e8m0"
+    """Powers of two: MX."""
+    E4M3 = "e4m3"
+    """Small floats times one float32 of the tensor: NVFP4."""
+    INT4 = "int4"
+    """Integers 1…16 times one float32 an output channel: LPBQ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,7 @@ class QuantSpec:
         symmetric: the zero point is 0 and not stored.
         narrow_range: leave the lowest code out (int8: -127…127).
         dynamic: the range is taken from each tensor at run time.
+        scale_format: how the scales of blocks are stored; ``None``: as float32.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
     >>> spec.qmin, spec.qmax
@@ -32,6 +45,7 @@ class QuantSpec:
     symmetric: bool = False
     narrow_range: bool = False
     dynamic: bool = False
+    scale_format: ScaleFormat | None = None
 
     def __post_init__(self) -> None:
         if self.symmetric and not self.dtype.signed:
@@ -39,6 +53,9 @@ class QuantSpec:
         if isinstance(self.dtype, FloatDtype) and (not self.symmetric or self.narrow_range):
             raise SpecError(f"{self.dtype} has neither a zero point nor a narrow range; use symmetric=True, "
                             "narrow_range=False, or an integer format")
+        if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, PerBlock)):
+            raise SpecError(f"scales stored as {self.scale_format.value} are those of symmetric blocks; use "
+                            "symmetric=True and PerBlock(sizes), or leave scale_format out")
         if self.dynamic:
             raise SpecError("dynamic=True is not built yet; use a calibrated (static) spec")
 
@@ -63,6 +80,7 @@ class QuantSpec:
             "granularity": granularity,
             "symmetric": self.symmetric,
             "narrow_range": self.narrow_range,
+            **({} if self.scale_format is None else {"scale_format": self.scale_format.value}),
         }
 
     @classmethod
@@ -75,8 +93,8 @@ class QuantSpec:
                 "symmetric": bool(symmetric),
                 "narrow_range": bool(narrow_range),
                 **rest,
-            } if not rest:
-                pass
+            } if rest.keys() <= {"scale_format"}:
+                stored = rest.get("scale_format")
             case _:
                 raise SpecError(f"not a quantization spec: {data}")
         match raw:
@@ -89,10 +107,16 @@ class QuantSpec:
             case _:
                 raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', {{'per_channel': axis}} or "
                                 "{'per_block': sizes}")
-        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range)
+        known = [each.value for each in ScaleFormat]
+        if stored is not None and stored not in known:
+            raise SpecError(f"unknown scale_format {stored!r}; use one of {', '.join(known)}")
+        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range,
+                   scale_format=None if stored is None else ScaleFormat(stored))
 
     def __str__(self) -> str:
         words = [self.dtype.name, str(self.granularity), "symmetric" if self.symmetric else "asymmetric"]
         if self.narrow_range:
             words.append("narrow")
+        if self.scale_format is not None:
+            words.append(f"{self.scale_format.value} scales")
         return " ".join(words)

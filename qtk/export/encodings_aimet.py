@@ -121,15 +121,15 @@ def _output_dtype(site: str, spec: QuantSpec) -> str:
         return spec.dtype.name
     if spec.dtype.name not in FLOATS:
         raise ExportError(f"{site}: AIMET's schemas know of floats only {', '.join(FLOATS)}, not {spec.dtype}; "
-                          'export formats=("encodings",), or plan one of these')
+                          "plan one of these, or take qtk's own encodings.json")
     return FLOATS[spec.dtype.name]
 
 
 def _record_1_0_0(site: str, encoding: Encoding) -> Record:
     spec = encoding.spec
     if isinstance(spec.dtype, FloatDtype):
-        raise ExportError(f"{site}: AIMET's schema 1.0.0 holds no {spec.dtype}; export schema 2.0.0, or "
-                          'formats=("encodings",)')
+        raise ExportError(f"{site}: AIMET's schema 1.0.0 holds no {spec.dtype}; schema 2.0.0 holds "
+                          f"{', '.join(FLOATS)}")
     zero = torch.zeros_like(encoding.scale, dtype=torch.int32) if encoding.zero_point is None else encoding.zero_point
     record: dict[str, object] = {
         "name": site,

@@ -47,7 +47,7 @@ def container(dtype: QDtype, *, opset: int) -> ir.DataType:
     if isinstance(dtype, FloatDtype):
         if dtype.name not in _FLOATS:
             raise ExportError(f"ONNX QuantizeLinear of opset {opset} knows {' and '.join(_FLOATS)}, not {dtype}; "
-                              'export formats=("encodings",), or plan one of these')
+                              'plan one of these, or export formats=("encodings",)')
         return _FLOATS[dtype.name]
     bits = next(bits for bits in _BITS if bits >= dtype.bits and (bits > 2 or opset >= TWO_BIT_OPSET))
     return ir.DataType[f"{'INT' if dtype.signed else 'UINT'}{bits}"]

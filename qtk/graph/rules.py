@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from qtk.config.schema import QuantConfig, Rule, TensorSetting
+from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
@@ -88,20 +89,28 @@ class Rules:
 def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> QuantSpec:
     """The spec a setting asks for on a tensor of ``rank`` whose (output, input) channel axes are ``axes``.
 
-    A tensor without channel axes is quantized per tensor. Raises: SpecError on contradictory settings.
+    A tensor without channel axes is quantized per tensor, and its scale stored as float32.
+
+    Raises: SpecError on contradictory settings.
     """
-    symmetric = bool(setting.symmetric)
-    chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
-    symmetric = symmetric or isinstance(chosen, FloatDtype)
+    symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
+    blocks = BLOCK_FORMATS.get(setting.dtype or "")
+    if blocks is not None:
+        chosen, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
+    else:
+        chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+        symmetric = symmetric or isinstance(chosen, FloatDtype)
     granularity: Granularity = PerTensor()
-    if axes is not None and setting.granularity == "per_channel":
-        granularity = PerChannel(axes[0])
-    elif axes is not None and setting.granularity == "per_block":
-        assert setting.block_size is not None
+    if axes is not None and (blocks is not None or setting.granularity == "per_block"):
+        length = setting.block_size or (blocks.length if blocks is not None else None)
+        assert length is not None
         sizes = [WHOLE] * rank
-        sizes[axes[0]], sizes[axes[1]] = 1, setting.block_size
+        sizes[axes[0]], sizes[axes[1]] = 1, length
         granularity = PerBlock(tuple(sizes))
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=bool(setting.narrow_range))
+    elif axes is not None and setting.granularity == "per_channel":
+        granularity = PerChannel(axes[0])
+    stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
+    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, scale_format=stored)
 
 
 def _bits(setting: TensorSetting) -> int:
@@ -109,9 +118,13 @@ def _bits(setting: TensorSetting) -> int:
     return setting.bits
 
 
+def _width(name: str) -> int:
+    return BLOCK_FORMATS[name].dtype.bits if name in BLOCK_FORMATS else dtype(name).bits
+
+
 def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, symmetric: bool) -> Decision:
     setting = value if isinstance(value, TensorSetting) else TensorSetting()
-    own = setting.bits if setting.dtype is None else dtype(setting.dtype).bits
+    own = setting.bits if setting.dtype is None else _width(setting.dtype)
     if own is not None and bits not in (None, DEFAULT_BITS, own):
         raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
                           f"pass {what}_bits={own} or take the width out of the config")

@@ -8,6 +8,7 @@ from torch import Tensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.acting import SMALLEST_SCALE
+from qtk.numerics.scale_formats import stored
 
 LARGEST_REAL = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
 """Largest real a code may stand for: float32's largest, less the rounding of the scale."""
@@ -18,8 +19,9 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
 
     Symmetric: ``scale = max(maximum / qmax, minimum / qmin)``. Asymmetric: the range is widened to hold 0,
     ``scale = (maximum - minimum) / (qmax - qmin)``, ``zero_point = round(qmin - minimum / scale)``. A range of width
-    0 gets scale 1: its only real is 0 and every scale holds it. Every code stands for a finite float32; a range that
-    reaches to the end of float32 loses up to one step for it.
+    0 gets scale 1: its only real is 0 and every scale holds it. Scales that are stored in few bits follow the rule of
+    their format, ``qtk.numerics.scale_formats``. Every code stands for a finite float32; a range that reaches to the
+    end of float32 loses up to one step for it.
 
     >>> from qtk.core.dtypes import dtype
     >>> choose_range(torch.tensor([-1.0]), torch.tensor([254.0]), QuantSpec(dtype("uint8")))
@@ -44,6 +46,8 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
         scale = (high - low) / (spec.qmax - spec.qmin)
     scale = torch.where(scale == 0, 1.0, scale.clamp(min=SMALLEST_SCALE)).to(torch.float32)
     if spec.symmetric:
+        if spec.scale_format is not None:
+            scale = stored(torch.maximum(high, -low).to(torch.float32), scale, spec)
         return _held(scale, torch.zeros_like(scale), spec), None
     zero_point = (spec.qmin - low / scale.to(torch.float64)).round().clamp(spec.qmin, spec.qmax)
     return _held(scale, zero_point, spec), zero_point.to(torch.int32)

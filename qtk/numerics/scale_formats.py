@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
+from qtk.core.granularity import PerBlock
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 from qtk.numerics.minifloat import round_to
 
@@ -21,7 +23,31 @@ _E4M3 = DTYPES["fp8_e4m3"]
 assert isinstance(_E4M3, FloatDtype)
 SMALLEST_E4M3 = 2.0**-9
 LARGEST_E4M3 = _E4M3.maximum
-LARGEST_E2M1 = DTYPES["fp4_e2m1"].maximum
+
+
+def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """The scales that ``spec.scale_format`` can store; the output channels are the axis with blocks of 1.
+
+    A block of zeros has scale 1 where the format allows it.
+
+    Shape: ``amax``, the largest magnitude of each block, and ``scale``, as it would be stored in float32: float32, the
+    qparam shape; result alike.
+    """
+    match spec.scale_format:
+        case ScaleFormat.E8M0:
+            if isinstance(spec.dtype, FloatDtype):
+                unit, exponent = 1.0, largest_exponent(spec.dtype)
+            else:  # codes are fractions of [-2, 2), as in MXINT8
+                unit, exponent = 2.0 ** (2 - spec.dtype.bits), 0
+            return torch.where(amax == 0, 1.0, power_of_two(amax, exponent) * unit)
+        case ScaleFormat.E4M3:
+            return float8(amax, amax.max(), spec.qmax)[0]
+        case ScaleFormat.INT4:
+            sizes = spec.granularity.sizes if isinstance(spec.granularity, PerBlock) else ()
+            axis = sizes.index(1) if 1 in sizes else 0
+            return integer_multiples(torch.where(amax == 0, 0.0, scale), axis, bits=4)[0]
+        case None:
+            return scale
 
 
 def largest_exponent(format: FloatDtype) -> int:
@@ -48,11 +74,11 @@ def power_of_two(amax: Tensor, element_exponent: int) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def float8(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """NVFP4 scales: E4M3 numbers times one float32 scale of the tensor, by which both kinds of scale are used whole.
+def float8(amax: Tensor, tensor_amax: Tensor, largest: float = 6.0) -> tuple[Tensor, Tensor]:
+    """NVFP4 scales: E4M3 numbers times one float32 scale of the tensor.
 
-    ``tensor_scale = tensor_amax / (448 · 6)``, ``stored = e4m3(amax / 6 / tensor_scale)``, at least 2⁻⁹. A tensor of
-    zeros has tensor scale 1.
+    ``tensor_scale = tensor_amax / (448 · largest)``, ``stored = e4m3(amax / largest / tensor_scale)``, at least 2⁻⁹;
+    ``largest`` is the largest number of the elements, 6 in E2M1. A tensor of zeros has tensor scale 1.
 
     Shape: ``amax``, the largest magnitude of each block, float32, any; ``tensor_amax`` []; the scales as ``amax``, and
     the tensor scale [].
@@ -61,10 +87,10 @@ def float8(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     >>> (scale / tensor_scale).tolist()
     [448.0, 44.0]
     """
-    tensor_scale = torch.where(tensor_amax > 0, tensor_amax / (LARGEST_E4M3 * LARGEST_E2M1), 1.0)
+    tensor_scale = torch.where(tensor_amax > 0, tensor_amax / (LARGEST_E4M3 * largest), 1.0)
     assert isinstance(_E4M3, FloatDtype)
-    stored = round_to(amax / LARGEST_E2M1 / tensor_scale, _E4M3).clamp(min=SMALLEST_E4M3)
-    return stored * tensor_scale, tensor_scale
+    small = round_to(amax / largest / tensor_scale, _E4M3).clamp(min=SMALLEST_E4M3)
+    return small * tensor_scale, tensor_scale
 
 
 def integer_multiples(scale: Tensor, axis: int, *, bits: int) -> tuple[Tensor, Tensor]:
@@ -86,4 +112,5 @@ def integer_multiples(scale: Tensor, axis: int, *, bits: int) -> tuple[Tensor, T
         raise SpecError(f"bits of integer scales must be 1 to 8, got {bits}")
     others = [other for other in range(scale.ndim) if other != axis % scale.ndim]
     channel_scale = scale.amax(others, keepdim=True) / (1 << bits)
+    channel_scale = torch.where(channel_scale == 0, 1.0, channel_scale)
     return (scale / channel_scale).round().clamp(1, 1 << bits) * channel_scale, channel_scale

@@ -130,11 +130,15 @@ class Quantizer(Tap):
     def learn_range(self) -> None:
         """Makes scale and zero point trainable.
 
-        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen.
+        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen or if the scales are
+        stored in few bits.
         """
         self._refuse_if_frozen()
         if self.scale is None:
             raise NotCalibratedError(f"{self.site} has no range to learn from; run sim.compute_encodings(data) first")
+        if self.spec.scale_format is not None:
+            raise EncodingError(f"{self.site} stores its scales as {self.spec.scale_format.value}, which gradients "
+                                "would leave; train the weights with fixed ranges")
         if not self.learns_range:
             zero_point = self.zero_point
             self._hold(

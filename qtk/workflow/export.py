@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,13 @@ def export(
 
 
 def _encodings(exported: Exported, folder: Path) -> None:
-    for write in (_encodings_json, _encodings_aimet_1_0_0, _encodings_aimet_2_0_0):
-        write(exported, folder)
+    """Our own, and AIMET's schemas as far as they can hold the model."""
+    _encodings_json(exported, folder)
+    for write in (_encodings_aimet_1_0_0, _encodings_aimet_2_0_0):
+        try:
+            write(exported, folder)
+        except ExportError as error:
+            warnings.warn(f"one file less: {error}", stacklevel=2)
 
 
 def _encodings_json(exported: Exported, folder: Path) -> None:

@@ -174,3 +174,31 @@ def test_unknown_methods_are_listed_with_path_and_nearest():
     assert "defaults.weight.method: unknown scheme 'min_mx'; did you mean 'min_max'?" in str(caught.value)
     assert "rules[0].output.method: unknown scheme 'msee'" in str(caught.value)
     check_methods(config, {"min_mx", "msee"})
+
+
+@pytest.mark.parametrize("key", ["input", "output", "bias"])
+def test_a_format_in_blocks_is_for_weights(key):
+    with pytest.raises(ConfigError, match=r"rules\[1\]\." + key + r".*mxfp4 is for weights.*dtype: fp8_e4m3"):
+        load_config(with_setting({"dtype": "mxfp4"}, key))
+    config = load_config(with_setting({"dtype": "mxfp4", "block_size": 16}))
+    assert config.rules[1].weight == TensorSetting(dtype="mxfp4", block_size=16)
+
+
+def test_a_format_in_blocks_has_no_other_granularity_nor_width():
+    with pytest.raises(ConfigError, match="dtype mxfp4 is in blocks, granularity says per_channel"):
+        load_config(with_setting({"dtype": "mxfp4", "granularity": "per_channel"}))
+    with pytest.raises(ConfigError, match="dtype mxfp4 has 4 bits, bits says 8"):
+        load_config(with_setting({"dtype": "mxfp4", "bits": 8}))
+    with pytest.raises(ConfigError, match="did you mean 'mxfp4'"):
+        load_config(with_setting({"dtype": "mxpf4"}))
+
+
+def test_overlaying_formats_in_blocks():
+    channel, mx = TensorSetting(bits=8, granularity="per_channel"), TensorSetting(dtype="mxfp4")
+    assert channel.overlaid(mx) == mx
+    assert TensorSetting(bits=8, granularity="per_block", block_size=64).overlaid(mx) == mx
+    assert mx.overlaid(TensorSetting(granularity="per_channel")) == TensorSetting(
+        dtype="fp4_e2m1", granularity="per_channel"
+    )
+    assert mx.overlaid(TensorSetting(bits=4)) == TensorSetting(bits=4)
+    assert mx.overlaid(TensorSetting(block_size=16)).block_size == 16

@@ -5,7 +5,7 @@ import pytest
 
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerBlock, PerChannel
-from qtk.core.spec import QuantSpec
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 
 SPECS = [
@@ -73,3 +73,19 @@ def test_a_float_has_no_zero_point_and_no_narrow_range(options):
     spec = QuantSpec(dtype("fp8_e4m3"), PerChannel(0), symmetric=True)
     assert (spec.qmin, spec.qmax) == (-448.0, 448.0)
     assert QuantSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("stored", ScaleFormat)
+def test_scales_in_few_bits_are_those_of_symmetric_blocks(stored):
+    spec = QuantSpec(dtype("int4"), PerBlock((1, 32)), symmetric=True, scale_format=stored)
+    assert QuantSpec.from_json(spec.to_json()) == spec
+    assert str(spec).endswith(f"{stored.value} scales")
+    for granularity, symmetric in ((PerChannel(0), True), (PerBlock((1, 32)), False)):
+        with pytest.raises(SpecError, match="are those of symmetric blocks"):
+            QuantSpec(dtype("int4"), granularity, symmetric=symmetric, scale_format=stored)
+
+
+def test_an_unknown_scale_format_is_refused():
+    record = QuantSpec(dtype("int4"), PerBlock((1, 32)), symmetric=True).to_json()
+    with pytest.raises(SpecError, match="unknown scale_format 'e9m9'; use one of e8m0, e4m3, int4"):
+        QuantSpec.from_json({**record, "scale_format": "e9m9"})

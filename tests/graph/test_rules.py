@@ -3,6 +3,7 @@ import pytest
 from qtk.config.load import load_config
 from qtk.config.schema import TensorSetting
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.spec import ScaleFormat
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.rules import Decision, Rules, to_spec
 
@@ -19,6 +20,17 @@ def test_settings_become_specs():
     block = TensorSetting(bits=4, symmetric=True, granularity="per_block", block_size=16)
     assert to_spec(block, (0, 1), 4).granularity == PerBlock((1, 16, -1, -1))
     assert to_spec(block, (0, 0), 1).granularity == PerBlock((16,))
+
+
+def test_formats_in_blocks_become_specs():
+    spec = to_spec(TensorSetting(dtype="nvfp4"), (1, 0), 3)
+    assert (spec.dtype.name, spec.granularity, spec.symmetric) == ("fp4_e2m1", PerBlock((16, 1, -1)), True)
+    assert spec.scale_format is ScaleFormat.E4M3
+    longer = to_spec(TensorSetting(dtype="mxint8", block_size=64), (0, 1), 2)
+    assert (longer.granularity, longer.narrow_range, longer.scale_format) == (PerBlock((1, 64)), True, ScaleFormat.E8M0)
+    without_channels = to_spec(TensorSetting(dtype="mxfp4"), None, 2)
+    assert (without_channels.granularity, without_channels.scale_format) == (PerTensor(), None)
+    assert to_spec(TensorSetting(dtype="fp8_e4m3", symmetric=False), None, 2).symmetric
 
 
 def test_contradictions_of_overlaid_settings_surface():

@@ -4,22 +4,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtk.core.dtypes import DTYPES, dtype
+from qtk.core.dtypes import DTYPES, FloatDtype, dtype
 from qtk.core.encoding import Encoding
-from qtk.core.spec import QuantSpec
+from qtk.core.granularity import PerBlock
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import CalibrationError
 from qtk.numerics.acting import SMALLEST_SCALE
 from qtk.numerics.affine import fake_quantize
 from qtk.numerics.ranges import choose_range
+from qtk.numerics.scale_formats import float8
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+INTEGERS = sorted(name for name, row in DTYPES.items() if not isinstance(row, FloatDtype))
 HUGE, TINY = 2.0**123, 2.0**-60
 reals = st.floats(-HUGE, HUGE, width=32)
 
 
 @st.composite
 def specs(draw):
-    chosen = dtype(draw(st.sampled_from(sorted(DTYPES))))
+    chosen = dtype(draw(st.sampled_from(INTEGERS)))
     return QuantSpec(chosen, symmetric=chosen.signed and draw(st.booleans()), narrow_range=draw(st.booleans()))
 
 
@@ -133,3 +136,40 @@ def test_what_is_no_range_is_refused_with_its_place(low, high):
     with pytest.raises(CalibrationError, match=r"at \(1, 2\) it is") as caught:
         choose_range(minimum, maximum, QuantSpec(dtype("int8")))
     assert "1 of 6" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(DTYPES) - set(INTEGERS)))
+def test_the_largest_magnitude_becomes_the_largest_float(name):
+    spec = QuantSpec(dtype(name), symmetric=True)
+    for low, high in ((-3.0, 1.0), (-1.0, 3.0), (0.0, 3.0)):
+        scale, zero_point = chosen(low, high, spec)
+        assert zero_point is None
+        assert scale.item() == float(torch.tensor(3.0 / spec.qmax))
+
+
+BLOCKS = PerBlock((1, 4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (QuantSpec(dtype("fp4_e2m1"), BLOCKS, symmetric=True, scale_format=ScaleFormat.E8M0),
+         [[1.0, 0.25], [2.0, 1.0]]),
+        (QuantSpec(dtype("int8"), BLOCKS, symmetric=True, narrow_range=True, scale_format=ScaleFormat.E8M0),
+         [[0.0625, 0.015625], [0.125, 1.0]]),
+        (QuantSpec(dtype("int4"), BLOCKS, symmetric=True, narrow_range=True, scale_format=ScaleFormat.INT4),
+         [[1.0, 0.1875], [2.0, 0.125]]),
+    ],
+    ids=str,
+)
+def test_scales_that_are_stored_in_few_bits(spec, expected):
+    high = torch.tensor([[7.0, 1.3], [14.0, 0.0]])
+    scale, _ = choose_range(-high, high, spec)
+    assert scale.tolist() == expected
+
+
+def test_nvfp4_scales_are_e4m3_numbers_times_one_of_the_tensor():
+    spec = QuantSpec(dtype("fp4_e2m1"), BLOCKS, symmetric=True, scale_format=ScaleFormat.E4M3)
+    high = torch.rand(5, 6, generator=torch.Generator().manual_seed(0)) * 9
+    scale, _ = choose_range(-high, high * 0.5, spec)
+    assert torch.equal(scale, float8(high, high.max())[0])

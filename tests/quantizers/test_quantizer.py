@@ -8,7 +8,7 @@ from torch import nn
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
-from qtk.core.spec import QuantSpec
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import CalibrationError, EncodingError, NotCalibratedError
 from qtk.numerics.affine import fake_quantize
 from qtk.observers.min_max import MinMax
@@ -405,3 +405,23 @@ def test_exported_it_is_the_same_at_any_batch_size(mode, learned):
 
 def test_its_line_in_a_printed_model_says_site_spec_and_mode():
     assert repr(calibrated(OUTPUT)) == "Quantizer(fc:out: uint8 per_tensor asymmetric, simulate)"
+
+
+def test_scales_in_few_bits_are_not_learned():
+    spec = QuantSpec(dtype("fp4_e2m1"), PerBlock((1, 4)), symmetric=True, scale_format=ScaleFormat.E8M0)
+    quantizer = Quantizer(spec, site="fc.weight")
+    quantizer.load_encoding(Encoding(spec, torch.ones(2, 2)))
+    with pytest.raises(EncodingError, match=r"fc\.weight stores its scales as e8m0"):
+        quantizer.learn_range()
+
+
+def test_a_small_float_is_simulated():
+    spec = QuantSpec(dtype("fp4_e2m1"), symmetric=True)
+    quantizer = Quantizer(spec, site="fc:out")
+    quantizer.load_encoding(Encoding(spec, torch.tensor([0.5])))
+    quantizer.mode = Mode.SIMULATE
+    x = torch.tensor([0.3, -1.7, 9.0], requires_grad=True)
+    result = quantizer(x)
+    assert result.tolist() == [0.25, -1.5, 3.0]
+    result.sum().backward()
+    assert x.grad.tolist() == [1, 1, 0]

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from qtk.core.dtypes import dtype
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json, onnx_qdq
 from qtk.export.atomic import MARKER, staged_directory
@@ -42,6 +45,17 @@ def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     ):
         assert set(back) == set(encodings)
         assert all(back[site].equals(encoding) for site, encoding in encodings.items())
+
+
+def test_a_schema_that_cannot_hold_the_model_is_left_out_and_said(sim, tmp_path):
+    spec = QuantSpec(dtype("fp8_e4m3"), symmetric=True)
+    floats = {"fc.weight": Encoding(spec, torch.ones(1))}
+    with pytest.warns(UserWarning, match=r"one file less: fc\.weight: AIMET's schema 1\.0\.0 holds no fp8_e4m3"):
+        export(sim, floats, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
+    assert names(tmp_path / "out") == ["encodings.json", "encodings_aimet_2.0.0.json"]
+    assert encodings_json.read(tmp_path / "out" / "encodings.json")["fc.weight"].equals(floats["fc.weight"])
+    with pytest.raises(ExportError, match="holds no fp8_e4m3"):
+        export(sim, floats, EXAMPLE, tmp_path / "one", check=fit, formats="encodings_aimet_1.0.0")
 
 
 @pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_1.0.0", "encodings_aimet_2.0.0", "onnx"])
