@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -19,6 +20,13 @@ namespace qtk {
 namespace {
 
 constexpr int64_t MOST_CHUNKS = 256;
+constexpr int64_t PIECE = 512;  // scales summed at a time
+
+// Where the gradients of scales and zero points go; null where they are not wanted.
+struct Gradient {
+  float* of_scale;
+  float* of_zero_point;
+};
 
 // Scales and zero points as they act: qtk/numerics/acting.py. Zeros where there are no zero points.
 class Range {
@@ -49,24 +57,16 @@ class Range {
 
   Scales from(int64_t index) const { return {scale_.data() + index, zero_.data() + index}; }
 
-  Tensor gradient_of_scale(const double* of_acting) const {
-    Tensor result = at::empty_like(given_);
-    const float* given = given_.const_data_ptr<float>();
-    float* gradient = result.mutable_data_ptr<float>();
-    for (size_t index = 0; index < scale_.size(); ++index) {
-      const double sum = given[index] < 0 ? -of_acting[index] : of_acting[index];
-      gradient[index] = std::abs(given[index]) < SMALLEST ? 0.0f : static_cast<float>(sum);
+  // Gradients of the given numbers from the sums of `n` scales, the first of which is `index`.
+  void write(const Gradient& gradient, int64_t index, int64_t n, Sums<double> sums) const {
+    const float* given = given_.const_data_ptr<float>() + index;
+    for (int64_t i = 0; gradient.of_scale != nullptr && i < n; ++i) {
+      const double sum = given[i] < 0 ? -sums.of_scale[i] : sums.of_scale[i];
+      gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST ? 0.0f : static_cast<float>(sum);
     }
-    return result;
-  }
-
-  Tensor gradient_of_zero_point(const double* clipped) const {
-    Tensor result = at::empty_like(given_);
-    float* gradient = result.mutable_data_ptr<float>();
-    for (size_t index = 0; index < scale_.size(); ++index) {
-      gradient[index] = static_cast<float>(-clipped[index] * scale_[index]);
+    for (int64_t i = 0; gradient.of_zero_point != nullptr && i < n; ++i) {
+      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_[index + i]);
     }
-    return result;
   }
 
  private:
@@ -112,20 +112,23 @@ class Backward {
     });
   }
 
-  // Adds to the sums of all scales. What a thread adds up depends on sizes alone, not on how many threads there are.
-  void sum(Sums<double> sums, int64_t scales) const {
-    if (total_ == 0) {
-      return;
-    }
-    if (tiles_.one_row_a_scale() && scales > 1) {
-      const int64_t width = tiles_.width();
-      at::parallel_for(0, scales, std::max<int64_t>(GRAIN / width, 1), [&](int64_t begin, int64_t end) {
-        rows(begin * width, end * width, sums);
+  // Writes the gradients of all scales. What a thread adds up depends on sizes alone, not on how many threads there are.
+  void sum(int64_t scales, const Gradient& gradient) const {
+    if (total_ > 0 && tiles_.one_row_a_scale() && scales > 1) {
+      at::parallel_for(0, scales, std::max<int64_t>(GRAIN / tiles_.width(), 1), [&](int64_t begin, int64_t end) {
+        for (; begin < end; begin += PIECE) {
+          each_alone(begin, std::min(begin + PIECE, end), gradient);
+        }
       });
       return;
     }
+    std::vector<double> of_scale(scales), clipped(scales);
+    const Sums<double> sums{of_scale.data(), clipped.data()};
     const int64_t chunks = std::clamp<int64_t>(total_ / std::max(GRAIN, 8 * scales), 1, MOST_CHUNKS);
-    tiles_.by_column() ? in_chunks<float>(chunks, sums, scales) : in_chunks<double>(chunks, sums, scales);
+    if (total_ > 0) {
+      tiles_.by_column() ? in_chunks<float>(chunks, sums, scales) : in_chunks<double>(chunks, sums, scales);
+    }
+    range_.write(gradient, 0, scales, sums);
   }
 
  private:
@@ -133,6 +136,18 @@ class Backward {
   void run(Tile tile, Loop loop, Rest... rest) const {
     loop(x_ + tile.offset, g_ + tile.offset, dx_ + tile.offset, tile.rows, tile.width, range_.from(tile.index), codes_,
          rest...);
+  }
+
+  // At most PIECE scales, each with one row of its own.
+  void each_alone(int64_t first, int64_t last, const Gradient& gradient) const {
+    std::array<double, PIECE> of_scale{}, clipped{};
+    const int64_t width = tiles_.width();
+    tiles_.each(first * width, last * width, [&](Tile tile) {
+      const int64_t at = tile.index - first;
+      const Sums<double> own{of_scale.data() + at, clipped.data() + at};
+      run(tile, [](auto... a) { backward_rows(a...); }, own);
+    });
+    range_.write(gradient, first, last - first, {of_scale.data(), clipped.data()});
   }
 
   void rows(int64_t begin, int64_t end, Sums<double> sums) const {
@@ -220,16 +235,18 @@ Gradients fake_quantize_backward_cpu(
   const Range range(scale, zero_point, codes);
   const Tiles tiles(x, block_size, scale.numel());
   const bool wants_sums = wants_scale || wants_zero_point;
-  std::vector<double> of_scale(wants_sums ? scale.numel() : 0), clipped(of_scale.size());
+  const auto gradient_like_scale = [&](bool wanted) {
+    return wanted ? at::empty_like(scale, at::MemoryFormat::Contiguous) : at::empty({0}, scale.options());
+  };
+  const Tensor of_scale = gradient_like_scale(wants_scale), of_zero_point = gradient_like_scale(wants_zero_point);
+  const Gradient gradient{
+      wants_scale ? of_scale.mutable_data_ptr<float>() : nullptr,
+      wants_zero_point ? of_zero_point.mutable_data_ptr<float>() : nullptr};
   by_type(x.scalar_type(), [&](auto type) {
     const Backward<decltype(type)> backward(x, g, dx, tiles, range, codes);
-    wants_sums ? backward.sum({of_scale.data(), clipped.data()}, scale.numel()) : backward.pass();
+    wants_sums ? backward.sum(scale.numel(), gradient) : backward.pass();
   });
-  const auto nothing = [&] { return at::empty({0}, scale.options()); };
-  return {
-      dx.is_same(result) ? result : result.copy_(dx),
-      wants_scale ? range.gradient_of_scale(of_scale.data()) : nothing(),
-      wants_zero_point ? range.gradient_of_zero_point(clipped.data()) : nothing()};
+  return {dx.is_same(result) ? result : result.copy_(dx), of_scale, of_zero_point};
 }
 
 }  // namespace qtk

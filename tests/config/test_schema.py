@@ -201,4 +201,3 @@ def test_overlaying_formats_in_blocks():
         dtype="fp4_e2m1", granularity="per_channel"
     )
     assert mx.overlaid(TensorSetting(bits=4)) == TensorSetting(bits=4)
-    assert mx.overlaid(TensorSetting(block_size=16)).block_size == 16
