@@ -16,8 +16,12 @@ CONFIGS = ["qtk.configs", "qtk.configs.targets", "qtk.configs.recipes"]
 COMPILE_ARGS = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
+# The number goes up when Python and C++ must change together; qtk/kernels/backends.py looks for it.
+NATIVE = "_native_1"
+
+
 def native() -> dict[str, object]:
-    """The extension ``qtk._native`` and the command that builds it, or nothing."""
+    """The extension and the command that builds it, or nothing."""
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
@@ -32,10 +36,10 @@ def native() -> dict[str, object]:
             except Exception as error:  # whatever the compiler says, the package works without
                 self.warn(f"the C++ kernels are not built: {error}")
                 self.extensions = []
-                Path("qtk/_native.so").unlink(missing_ok=True)  # one of other sources would not fit
+                Path(f"qtk/{NATIVE}.so").unlink(missing_ok=True)  # one of other sources would not fit
 
     sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-    extension = CppExtension("qtk._native", sources, extra_compile_args=COMPILE_ARGS)
+    extension = CppExtension(f"qtk.{NATIVE}", sources, extra_compile_args=COMPILE_ARGS)
     return {
         "ext_modules": [extension],
         "cmdclass": {"build_ext": BuildIfPossible.with_options(no_python_abi_suffix=True, use_ninja=False)},

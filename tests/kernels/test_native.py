@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import qtk
-from qtk.kernels.backends import DISABLE, why_not_native
+from qtk.kernels.backends import DISABLE, LIBRARY, why_not_native
 from tests.kernels import conformance
 
 pytestmark = pytest.mark.skipif(bool(why_not_native()), reason=f"C++ kernels: {why_not_native()}")
@@ -121,6 +122,11 @@ def test_scales_and_gradients_that_do_not_fit_are_refused():
         forward(torch.zeros(4, 6), torch.ones(4, dtype=torch.float64), None, [1, -1], -8, 7)
     with pytest.raises(ValueError, match="gradient"):
         backward(torch.zeros(4, 5), torch.zeros(4, 6), torch.ones(4), None, [1, -1], -8, 7, True, False)
+
+
+def test_setup_builds_the_library_that_is_looked_for():
+    root = Path(qtk.__file__).parents[1]
+    assert f'NATIVE = "{LIBRARY.stem}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
 def test_it_can_be_switched_off():

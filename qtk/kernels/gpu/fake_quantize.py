@@ -169,7 +169,7 @@ def backward_kernel(
     if SUMS:
         sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
         sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
-        last = True
+        last = splits == 1
         if splits > 1:
             own = (program % splits).to(tl.int64) * count + index
             tl.store(parts_at + own, sum_of_scale, mask=exists)

@@ -44,7 +44,7 @@ def min_max_kernel(
     lowest = tl.min(low, 0 if COLUMNS else 1)
     highest = tl.max(high, 0 if COLUMNS else 1)
     lowest = tl.where(tl.max(broken, 0 if COLUMNS else 1) > 0, float("nan"), lowest)
-    last = True
+    last = splits == 1
     if splits > 1:
         own = (program % splits).to(tl.int64) * count + index
         tl.store(parts_at + own, lowest, mask=exists)
