@@ -75,6 +75,31 @@ class Range {
   c10::SmallVector<float, 4> scale_, zero_;
 };
 
+// As check_fit of qtk/numerics/blocks.py: one scale, or one a block in the shape of the blocks, or one an index of the
+// axis that is kept.
+void check_fit(const Tensor& scale, const Tensor& x, at::IntArrayRef block_size) {
+  if (block_size.empty()) {
+    return;  // that there is one was seen before
+  }
+  bool fits = true;
+  if (scale.dim() == x.dim()) {
+    for (int64_t axis = 0; axis < x.dim(); ++axis) {
+      const int64_t size = block_size[axis];
+      fits &= size == -1 ? scale.size(axis) == 1 : scale.size(axis) * size == x.size(axis);
+    }
+  } else {
+    int64_t kept = 0;
+    for (int64_t axis = 0; axis < x.dim(); ++axis) {
+      fits &= block_size[axis] == -1 || block_size[axis] == 1;
+      fits &= block_size[axis] != 1 || (kept < scale.dim() && scale.size(kept++) == x.size(axis));
+    }
+    fits &= kept == scale.dim();
+  }
+  TORCH_CHECK_VALUE(
+      fits, "scales of shape ", scale.sizes(), " do not lie as blocks of ", block_size, " in a tensor of shape ",
+      x.sizes());
+}
+
 // The elements of `value` in the order of x.
 Tensor ordered_like(const Tensor& value, const Tensor& x) {
   return value.strides() == x.strides() ? value : at::empty_like(x, value.options()).copy_(value);
@@ -211,6 +236,7 @@ Tensor fake_quantize_cpu(
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
   const Range range(scale, zero_point, codes);
   const Tiles tiles(x, block_size, scale.numel());
+  check_fit(scale, x, block_size);
   by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, codes); });
   return y.is_same(result) ? result : result.copy_(y);
 }
@@ -234,6 +260,7 @@ Gradients fake_quantize_backward_cpu(
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
   const Range range(scale, zero_point, codes);
   const Tiles tiles(x, block_size, scale.numel());
+  check_fit(scale, x, block_size);
   const bool wants_sums = wants_scale || wants_zero_point;
   const auto gradient_like_scale = [&](bool wanted) {
     return wanted ? at::empty_like(scale, at::MemoryFormat::Contiguous) : at::empty({0}, scale.options());

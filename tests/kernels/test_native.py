@@ -118,6 +118,10 @@ def test_scales_and_gradients_that_do_not_fit_are_refused():
         forward(torch.zeros(4, 6), torch.ones(3), None, [1, -1], -8, 7)
     with pytest.raises(ValueError, match="zero points"):
         forward(torch.zeros(4, 6), torch.ones(4), torch.zeros(3), [1, -1], -8, 7)
+    for shape, block_size in (((2, 3), [2, 2]), ((6,), [2, 2]), ((2, 2), [1, -1]), ((4, 1, 1), [1, -1])):
+        with pytest.raises(ValueError, match="do not lie as blocks"):
+            forward(torch.zeros(4, 6) if shape != (2, 3) else torch.zeros(6, 4), torch.ones(shape), None, block_size,
+                    -8, 7)
     with pytest.raises(TypeError, match="float32"):
         forward(torch.zeros(4, 6), torch.ones(4, dtype=torch.float64), None, [1, -1], -8, 7)
     with pytest.raises(ValueError, match="gradient"):
