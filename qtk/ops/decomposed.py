@@ -28,7 +28,7 @@ class FakeQuantize(torch.autograd.Function):
         ctx.spec = block_size, qmin, qmax
         steps, step, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
         code = (steps.round() + zero).clamp(qmin, qmax)
-        return ((code - zero) * step).reshape(x.shape).to(x.dtype)
+        return torch.empty_like(x).copy_(((code - zero) * step).reshape(x.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -39,7 +39,7 @@ class FakeQuantize(torch.autograd.Function):
         slope = grad.reshape(steps.shape)
         code = steps.round() + zero
         inside = (code >= qmin) & (code <= qmax)
-        dx = torch.where(inside, slope, 0.0).reshape(x.shape)
+        dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, slope, 0.0).reshape(x.shape))
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -137,3 +138,40 @@ def check_backward(
         assert own.dtype == torch.float32
         error = (own.reshape(-1).double() - expected).abs()
         assert bool((error <= 4e-6 * size + 1e-30).all()), float((error / (size + 1e-30)).max())
+
+
+class Conformance:
+    """The tests of one backend; a subclass whose name begins with Test says which."""
+
+    forward: Forward
+    backward: Backward
+
+    @pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @pytest.mark.parametrize("case", SHAPES)
+    def test_forward(self, case, kind, zero_point):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, zero_point, -8, 7)
+        x = values(shape, scale, kind)
+        for layout in LAYOUTS.values():
+            check_forward(self.forward, layout(x), scale, zero, (block_size, -8, 7))
+
+    @pytest.mark.parametrize("codes", CODES)
+    @pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
+    def test_forward_of_every_width(self, case, codes):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, torch.int32, *CODES[codes])
+        x = values(shape, scale, torch.float32)
+        check_forward(self.forward, x * 10, scale, zero, (block_size, *CODES[codes]))
+
+    @pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @pytest.mark.parametrize("case", SHAPES)
+    def test_backward(self, case, kind, zero_point):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, zero_point, -8, 7)
+        x = torch.nan_to_num(values(shape, scale, kind), nan=0.5)
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
+        for layout in LAYOUTS.values():
+            check_backward(self.backward, grad, layout(x), scale, zero, (block_size, -8, 7))
+            check_backward(self.backward, layout(grad), x, scale, zero, (block_size, -8, 7))

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.walk import TILE, Walk, walk
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.walk import TILE, walk
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 
-WARPS = 8
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter cuts the digits that bfloat16 has no place for; GPUs round."""
 
@@ -68,46 +68,6 @@ def acting_zero_point(zero_at, index, exists, qmin, qmax):
 def code_of(steps, zero):
     """The code before it is clamped; what lies further out than any code may lie anywhere there."""
     return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
-
-
-@triton.jit
-def places(group, s2, step1, step2, SCALES: tl.constexpr):
-    """Of a group of scales: its s1, its places along s2, which of these exist, and the numbers of the scales."""
-    tiles = tl.cdiv(s2, SCALES)
-    along1 = (group // tiles).to(tl.int64)
-    along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
-    return along1, along2, along2 < s2, along1 * step1 + along2 * step2
-
-
-@triton.jit
-def tile(
-    turn, along1, along2, exists, s1, middle, s2, inner,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-):
-    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and which of them exist."""
-    if COLUMNS:
-        chunks = tl.cdiv(middle, REACH)
-        row = (turn % chunks) * REACH + tl.arange(0, REACH)
-        start = ((turn // chunks) * s1 + along1) * middle
-        offsets = (start + row)[:, None] * s2 + along2[None, :]
-        mask = (row < middle)[:, None] & exists[None, :]
-    else:
-        chunks = tl.cdiv(inner, REACH)
-        column = (turn % chunks) * REACH + tl.arange(0, REACH)
-        rest = turn // chunks
-        start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
-        offsets = (start + along2)[:, None] * inner + column[None, :]
-        mask = exists[:, None] & (column < inner)[None, :]
-    return offsets, mask
-
-
-@triton.jit
-def spread(value, COLUMNS: tl.constexpr):
-    """One number a scale, along the tile."""
-    if COLUMNS:
-        return value[None, :]
-    else:
-        return value[:, None]
 
 
 @triton.jit
@@ -174,8 +134,7 @@ def backward_kernel(
             own = (program % splits).to(tl.int64) * count + index
             tl.store(parts_at + own, sum_of_scale, mask=exists)
             tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
-            tl.debug_barrier()  # the parts are written before the ticket is drawn
-            last = tl.atomic_add(tickets_at + group, 1, sem="acq_rel") == splits - 1
+            last = draws_last_ticket(tickets_at + group, splits)
             if last:
                 sum_of_scale = tl.zeros_like(sum_of_scale)
                 sum_clipped = tl.zeros_like(sum_clipped)
@@ -216,8 +175,8 @@ def fake_quantize(
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         forward_kernel[(found.groups * splits,)](
-            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *axes_of(found), found.turns, splits,
-            ASYMMETRIC=zero_point is not None, **tile_of(found),
+            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *arguments(found), splits,
+            ASYMMETRIC=zero_point is not None, **shape(found),
         )
     return result
 
@@ -255,24 +214,8 @@ def fake_quantize_backward(
     with on_device_of(x):
         backward_kernel[(found.groups * splits,)](
             x, slope, dx, scale.contiguous(), zero, float(qmin), float(qmax), parts, of_scale, of_zero,
-            tickets(x.device, found.groups if sums else 0), scale.numel(), *axes_of(found), found.turns, splits,
+            tickets(x.device, found.groups if sums else 0), scale.numel(), *arguments(found), splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // found.scales_a_tile, **tile_of(found),
+            PARTS=TILE // found.scales_a_tile, **shape(found),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements lie without gaps, in any order of the axes."""
-    return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
-
-
-def axes_of(found: Walk) -> tuple[int, ...]:
-    return found.s1, found.middle, found.s2, found.inner, found.step1, found.step2
-
-
-def tile_of(found: Walk) -> dict[str, int | bool]:
-    return {
-        "SCALES": found.scales_a_tile, "REACH": found.reach, "COLUMNS": found.columns,
-        "num_warps": WARPS,
-    }

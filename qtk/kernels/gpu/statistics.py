@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.errors import SpecError
-from qtk.kernels.gpu.fake_quantize import axes_of, is_dense, places, spread, tile, tile_of
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.walk import TILE, walk
 from qtk.numerics import statistics
 
@@ -49,8 +49,7 @@ def min_max_kernel(
         own = (program % splits).to(tl.int64) * count + index
         tl.store(parts_at + own, lowest, mask=exists)
         tl.store(parts_at + splits.to(tl.int64) * count + own, highest, mask=exists)
-        tl.debug_barrier()  # the parts are written before the ticket is drawn
-        last = tl.atomic_add(tickets_at + group, 1, sem="acq_rel") == splits - 1
+        last = draws_last_ticket(tickets_at + group, splits)
         if last:
             lowest = tl.full([SCALES], float("inf"), tl.float32)
             highest = -lowest
@@ -117,8 +116,8 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     parts = low.new_empty(2 * splits * scales if splits > 1 else 0)
     with on_device_of(x):
         min_max_kernel[(found.groups * splits,)](
-            x, low, high, parts, tickets(x.device, found.groups), scales, *axes_of(found), found.turns, splits,
-            PARTS=TILE // found.scales_a_tile, **tile_of(found),
+            x, low, high, parts, tickets(x.device, found.groups), scales, *arguments(found), splits,
+            PARTS=TILE // found.scales_a_tile, **shape(found),
         )
     return low, high
 
@@ -133,7 +132,7 @@ def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequ
     splits = found.splits(programs(x.device))
     with on_device_of(x):
         histogram_kernel[(found.groups * splits,)](
-            x, counts, low.contiguous(), width.contiguous(), bins, *axes_of(found), found.turns, splits,
-            SLOTS=triton.next_power_of_2(bins + 1), **tile_of(found),
+            x, counts, low.contiguous(), width.contiguous(), bins, *arguments(found), splits,
+            SLOTS=triton.next_power_of_2(bins + 1), **shape(found),
         )
     return counts

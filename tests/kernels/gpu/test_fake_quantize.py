@@ -29,35 +29,9 @@ forward = on_device(kernels.fake_quantize)
 backward = on_device(kernels.fake_quantize_backward)
 
 
-@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
-@pytest.mark.parametrize("case", conformance.SHAPES)
-def test_forward(case, kind, zero_point):
-    shape, block_size = conformance.SHAPES[case]
-    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
-    x = conformance.values(shape, scale, kind)
-    for layout in conformance.LAYOUTS.values():
-        conformance.check_forward(forward, layout(x), scale, zero, (block_size, -8, 7))
-
-
-@pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
-@pytest.mark.parametrize("case", conformance.SHAPES)
-def test_backward(case, kind, zero_point):
-    shape, block_size = conformance.SHAPES[case]
-    scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
-    x = torch.nan_to_num(conformance.values(shape, scale, kind), nan=0.5)
-    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
-    conformance.check_backward(backward, grad, x, scale, zero, (block_size, -8, 7))
-
-
-@pytest.mark.parametrize("codes", conformance.CODES)
-@pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
-def test_forward_of_every_width(case, codes):
-    shape, block_size = conformance.SHAPES[case]
-    scale, zero = conformance.ranges(shape, block_size, torch.int32, *conformance.CODES[codes])
-    x = conformance.values(shape, scale, torch.float32)
-    conformance.check_forward(forward, x * 10, scale, zero, (block_size, *conformance.CODES[codes]))
+class TestTriton(conformance.Conformance):
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
 
 
 def test_blocks_along_three_axes_are_left_to_the_reference():

@@ -1,0 +1,74 @@
+"""What every kernel does with a walk: the tile of a program, turn by turn, and who is last to finish a group."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.kernels.gpu.walk import Walk
+
+WARPS = 8
+
+
+@triton.jit
+def places(group, s2, step1, step2, SCALES: tl.constexpr):
+    """Of a group of scales: its s1, its places along s2, which of these exist, and the numbers of the scales."""
+    tiles = tl.cdiv(s2, SCALES)
+    along1 = (group // tiles).to(tl.int64)
+    along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
+    return along1, along2, along2 < s2, along1 * step1 + along2 * step2
+
+
+@triton.jit
+def tile(
+    turn, along1, along2, exists, s1, middle, s2, inner,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and which of them exist."""
+    if COLUMNS:
+        chunks = tl.cdiv(middle, REACH)
+        row = (turn % chunks) * REACH + tl.arange(0, REACH)
+        start = ((turn // chunks) * s1 + along1) * middle
+        offsets = (start + row)[:, None] * s2 + along2[None, :]
+        mask = (row < middle)[:, None] & exists[None, :]
+    else:
+        chunks = tl.cdiv(inner, REACH)
+        column = (turn % chunks) * REACH + tl.arange(0, REACH)
+        rest = turn // chunks
+        start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
+        offsets = (start + along2)[:, None] * inner + column[None, :]
+        mask = exists[:, None] & (column < inner)[None, :]
+    return offsets, mask
+
+
+@triton.jit
+def spread(value, COLUMNS: tl.constexpr):
+    """One number a scale, along the tile."""
+    if COLUMNS:
+        return value[None, :]
+    else:
+        return value[:, None]
+
+
+@triton.jit
+def draws_last_ticket(ticket_at, splits):
+    """Whether the other programs of a group are done; what they and this one stored before is there to be read."""
+    tl.debug_barrier()  # every thread of the program has stored
+    return tl.atomic_add(ticket_at, 1, sem="acq_rel") == splits - 1
+
+
+def arguments(walk: Walk) -> tuple[int, ...]:
+    """The numbers of a walk in the order in which kernels take them: s1, middle, s2, inner, step1, step2, turns."""
+    return walk.s1, walk.middle, walk.s2, walk.inner, walk.step1, walk.step2, walk.turns
+
+
+def shape(walk: Walk) -> dict[str, int | bool]:
+    """The constants of a walk."""
+    return {"SCALES": walk.scales_a_tile, "REACH": walk.reach, "COLUMNS": walk.columns, "num_warps": WARPS}
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements lie without gaps, in any order of the axes."""
+    return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
