@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import fake_quantize, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, statistics
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 NUMBERS = {"qmin": "fp32", "qmax": "fp32"}
@@ -14,8 +14,9 @@ NUMBERS = {"qmin": "fp32", "qmax": "fp32"}
 
 def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
     """Types of the arguments: pointers end in ``_at``."""
+    parts = "*fp64" if kernel is candidate_errors.errors_kernel else "*fp32"
     own = {"x_at": f"*{kind}", "y_at": f"*{kind}", "g_at": f"*{kind}", "dx_at": f"*{kind}", "zero_at": "*i32",
-           "tickets_at": "*i32", "counts_at": "*i64"}
+           "tickets_at": "*i32", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts}
     return {
         name: "constexpr" if name in constants else own.get(name, "*fp32" if name.endswith("_at") else
                                                             NUMBERS.get(name, "i32"))
@@ -31,6 +32,8 @@ def main() -> None:
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
+        (candidate_errors.errors_kernel,
+         {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
     ]
     for (name, target), (kernel, flags), kind, columns, alone in itertools.product(
         TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)

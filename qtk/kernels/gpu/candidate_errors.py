@@ -1,0 +1,92 @@
+"""The errors of all candidate ranges of a tensor in one launch; formulas in ``qtk.numerics.candidate_errors``.
+
+A program has one candidate for the scales of its tile and walks over all they belong to, or its split of it. What it
+reads is read by every candidate, and comes from the cache that all multiprocessors share. Sums are float32 in a tile
+and float64 from tile to tile; splits are added up in their order by the program that draws the last ticket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.kernels.gpu.fake_quantize import acting_scale, acting_zero_point, clamped, code_of
+from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.walk import TILE, walk
+from qtk.numerics import candidate_errors as reference
+
+
+@triton.jit
+def errors_kernel(
+    x_at, weights_at, scale_at, zero_at, qmin, qmax, errors_at, parts_at, tickets_at, count, s1, middle, s2, inner,
+    step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    candidate = tl.program_id(1).to(tl.int64) * count
+    group = program // splits
+    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    scale = spread(acting_scale(tl.load(scale_at + candidate + index, mask=exists, other=1.0)), COLUMNS)
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = spread(acting_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
+    sums = tl.zeros([SCALES], tl.float64)
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        error = x - (clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax) - zero) * scale
+        size = error * error if SQUARED else tl.abs(error)
+        if WEIGHTED:
+            size *= tl.load(weights_at + offsets, mask=mask, other=0.0)
+        sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
+    last = splits == 1
+    if splits > 1:
+        all = count.to(tl.int64) * tl.num_programs(1)
+        tl.store(parts_at + (program % splits) * all + candidate + index, sums, mask=exists)
+        ticket_at = tickets_at + tl.program_id(1) * (tl.num_programs(0) // splits) + group
+        last = draws_last_ticket(ticket_at, splits)
+        if last:
+            sums = tl.zeros([SCALES], tl.float64)
+            for begin in range(0, splits, PARTS):
+                split = begin + tl.arange(0, PARTS)
+                at = split.to(tl.int64)[:, None] * all + (candidate + index)[None, :]
+                there = (split < splits)[:, None] & exists[None, :]
+                sums += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+            tl.store(ticket_at, 0)
+    if last:
+        tl.store(errors_at + candidate + index, sums, mask=exists)
+
+
+def candidate_errors(
+    x: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+    squared: bool, importance: Tensor | None,
+) -> Tensor:
+    """As ``qtk.ops.candidate_errors.candidate_errors``, norm 2 or else 1."""
+    x = x if is_dense(x) else x.contiguous()
+    found = walk(x, block_size) if x.numel() else None
+    if found is None:  # blocks along more than two axes
+        return reference.candidate_errors(
+            x, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance
+        )
+    candidates, count = scales.shape
+    errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
+    weights = x if importance is None else torch.empty_like(x, dtype=torch.float32).copy_(importance.expand(x.shape))
+    splits = found.splits(max(1, programs(x.device) // max(candidates, 1)))
+    parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
+    steps = scales.contiguous()
+    with on_device_of(x):
+        errors_kernel[(found.groups * splits, candidates)](
+            x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
+            errors, parts, tickets(x.device, found.groups * candidates), count, *arguments(found), splits,
+            ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
+            PARTS=TILE // found.scales_a_tile, **shape(found),
+        )
+    return errors

@@ -1,0 +1,89 @@
+"""``qtk::candidate_errors``: what each of many candidate ranges would cost, all in one pass over a tensor.
+
+Formula in ``qtk.numerics.candidate_errors``; ``block_size`` as in ``qtk.ops.fake_quantize``. It carries no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.errors import SpecError
+from qtk.kernels.backends import why_not_native, why_not_triton
+from qtk.numerics import candidate_errors as reference
+from qtk.numerics.statistics import count_scales
+
+if why_not_native():
+    torch.library.define(
+        "qtk::candidate_errors",
+        "(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, bool squared, "
+        "Tensor? importance) -> Tensor",
+    )
+
+
+def _reference(
+    input: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+    squared: bool, importance: Tensor | None,
+) -> Tensor:
+    return reference.candidate_errors(
+        input, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance
+    )
+
+
+torch.library.impl("qtk::candidate_errors", "CompositeExplicitAutograd", _reference)
+
+
+@torch.library.impl("qtk::candidate_errors", "CUDA")
+def _on_gpu(
+    input: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+    squared: bool, importance: Tensor | None,
+) -> Tensor:
+    spec = scales, zero_points, block_size, qmin, qmax, squared, importance
+    if why_not_triton():
+        return _reference(input, *spec)
+    from qtk.kernels.gpu import candidate_errors as kernels
+
+    return kernels.candidate_errors(input.detach(), *spec)
+
+
+torch.library.register_fake(
+    "qtk::candidate_errors", lambda input, scales, *spec: torch.empty_like(scales, dtype=torch.float64)
+)
+
+
+def candidate_errors(
+    x: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    block_size: Sequence[int],
+    qmin: int,
+    qmax: int,
+    *,
+    norm: float = 2.0,
+    importance: Tensor | None = None,
+) -> Tensor:
+    """``Σ importance · |x - x̂|^norm`` of every candidate of every scale; norms 1 and 2 have kernels.
+
+    Shape: ``x`` any; ``scales`` float32 and ``zero_points`` int32 [candidates, scales], the scales in their order;
+    ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
+
+    Raises: SpecError if there are not as many scales as ``x`` has blocks.
+
+    >>> errors = candidate_errors(torch.tensor([0.5, 1.5]), torch.tensor([[1.0], [0.5]]), None, (), -8, 7)
+    >>> errors.tolist()
+    [[0.5], [0.0]]
+    """
+    count = count_scales(x.shape, block_size)
+    if scales.ndim != 2 or scales.shape[1] != count:
+        raise SpecError(f"candidates of shape {tuple(scales.shape)} are not [candidates, {count}], as a tensor of "
+                        f"shape {tuple(x.shape)} in blocks of {tuple(block_size)} needs")
+    if norm not in (1, 2):
+        return reference.candidate_errors(
+            x, scales, zero_points, block_size, qmin, qmax, norm=norm, importance=importance
+        )
+    errors: Tensor = torch.ops.qtk.candidate_errors.default(
+        x, scales, zero_points, block_size, qmin, qmax, norm == 2, importance
+    )
+    return errors
