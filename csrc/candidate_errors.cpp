@@ -20,31 +20,30 @@ namespace {
 
 using at::Tensor;
 
-Tensor candidate_errors_cpu(
+template <class Real>
+Tensor errors(
     const Tensor& input, const Tensor& scales, const std::optional<Tensor>& zero_points, at::IntArrayRef block_size,
-    int64_t qmin, int64_t qmax, bool squared, const std::optional<Tensor>& importance) {
-  TORCH_CHECK_VALUE(scales.dim() == 2, "candidates are [candidates, scales], not ", scales.sizes());
-  TORCH_CHECK_VALUE(
-      !zero_points || zero_points->sizes() == scales.sizes(), "as many zero points as scales are needed");
-  const Tensor x = dense(input.detach().to(at::kFloat));
+    Measure<Real> measure, const std::optional<Tensor>& importance) {
+  const auto real = c10::CppTypeToScalarType<Real>::value;
+  const Tensor x = dense(input.detach().to(real));
   const Tensor weights = importance ? at::empty_like(x).copy_(importance->detach().expand(x.sizes())) : Tensor();
-  const Tensor steps = scales.detach().to(at::kFloat).abs().clamp_min(std::numeric_limits<float>::min()).contiguous();
-  const Tensor zeros = zero_points ? zero_points->detach().to(at::kFloat).contiguous() : at::zeros_like(steps);
+  const Tensor steps = scales.detach().to(real).abs().clamp_min(std::numeric_limits<float>::min()).contiguous();
+  const Tensor zeros = zero_points ? zero_points->detach().to(real).contiguous() : at::zeros_like(steps);
   Tensor sums = at::zeros(scales.sizes(), at::kDouble);
   const int64_t candidates = scales.size(0), count = scales.size(1);
   const Tiles tiles(x, block_size, count);
-  const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
   // Elements [begin, end) with `own` candidates from number `first` on.
   const auto run = [&](int64_t begin, int64_t end, int64_t first, int64_t own) {
     tiles.each(begin, end, [&](Tile tile) {
       const int64_t at = first * count + tile.index;
-      const Candidates found{
-          steps.const_data_ptr<float>() + at, zeros.const_data_ptr<float>() + at,
+      const Candidates<Real> found{
+          steps.const_data_ptr<Real>() + at, zeros.const_data_ptr<Real>() + at,
           sums.mutable_data_ptr<double>() + at, own, count};
-      const Measure measure{weights.defined() ? weights.const_data_ptr<float>() + tile.offset : nullptr, squared};
-      const float* from = x.const_data_ptr<float>() + tile.offset;
-      tiles.by_column() ? errors_columns(from, tile.rows, tile.width, found, measure, codes)
-                        : errors_rows(from, tile.rows, tile.width, found, measure, codes);
+      Measure<Real> here = measure;
+      here.weights = weights.defined() ? weights.const_data_ptr<Real>() + tile.offset : nullptr;
+      const Real* from = x.const_data_ptr<Real>() + tile.offset;
+      tiles.by_column() ? errors_columns(from, tile.rows, tile.width, found, here)
+                        : errors_rows(from, tile.rows, tile.width, found, here);
     });
   };
   // Each sum is one thread's, so that it does not depend on how many threads there are.
@@ -62,12 +61,27 @@ Tensor candidate_errors_cpu(
   return sums;
 }
 
+Tensor candidate_errors_cpu(
+    const Tensor& input, const Tensor& scales, const std::optional<Tensor>& zero_points, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax, bool squared, const std::optional<Tensor>& importance, double clipped) {
+  TORCH_CHECK_VALUE(scales.dim() == 2, "candidates are [candidates, scales], not ", scales.sizes());
+  TORCH_CHECK_VALUE(
+      !zero_points || zero_points->sizes() == scales.sizes(), "as many zero points as scales are needed");
+  const auto of = [&](auto real) {
+    using Real = decltype(real);
+    const Measure<Real> measure{
+        nullptr, static_cast<Real>(qmin), static_cast<Real>(qmax), static_cast<Real>(clipped), squared};
+    return errors<Real>(input, scales, zero_points, block_size, measure, importance);
+  };
+  return input.scalar_type() == at::kDouble ? of(double{}) : of(float{});
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(qtk, library) {
   library.def(
       "candidate_errors(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, bool "
-      "squared, Tensor? importance) -> Tensor",
+      "squared, Tensor? importance, float clipped) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }
 

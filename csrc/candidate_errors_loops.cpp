@@ -10,28 +10,28 @@ constexpr int LANES = 32;          // sums are kept apart by lane, so that the c
 constexpr int64_t STRETCH = 4096;  // elements summed in float before the sums go on in double; they stay in the L1
 constexpr int64_t STRIP = 64;      // columns whose sums stay in registers or the L1 from row to row
 
-template <bool SQUARED, bool WEIGHTED>
-INLINE float error(float x, float weight, float scale, float zero, Codes codes) {
-  const float code = std::nearbyint(x / scale) + zero;
-  const float raised = codes.qmin > code ? codes.qmin : code;
-  const float nearest = codes.qmax < raised ? codes.qmax : raised;
-  const float off = x - (nearest - zero) * scale;
-  const float size = SQUARED ? off * off : std::abs(off);
+template <bool SQUARED, bool WEIGHTED, class Real>
+INLINE Real error(Real x, Real weight, Real scale, Real zero, const Measure<Real>& measure) {
+  const Real code = std::nearbyint(x / scale) + zero;
+  const Real raised = measure.qmin > code ? measure.qmin : code;
+  const Real nearest = measure.qmax < raised ? measure.qmax : raised;
+  const Real off = x - (nearest - zero) * scale;
+  const Real size = (SQUARED ? off * off : std::abs(off)) * (nearest == code ? Real(1) : measure.clipped);
   return WEIGHTED ? size * weight : size;
 }
 
-template <bool SQUARED, bool WEIGHTED>
-INLINE float sum_of(const float* x, const float* weights, int64_t n, float scale, float zero, Codes codes) {
-  float lanes[LANES] = {};
+template <bool SQUARED, bool WEIGHTED, class Real>
+INLINE Real sum_of(const Real* x, const Real* weights, int64_t n, Real scale, Real zero, const Measure<Real>& measure) {
+  Real lanes[LANES] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     for (int lane = 0; lane < LANES; ++lane) {
-      lanes[lane] += error<SQUARED, WEIGHTED>(x[i + lane], WEIGHTED ? weights[i + lane] : 0, scale, zero, codes);
+      lanes[lane] += error<SQUARED, WEIGHTED>(x[i + lane], WEIGHTED ? weights[i + lane] : 0, scale, zero, measure);
     }
   }
-  float sum = 0;
+  Real sum = 0;
   for (; i < n; ++i) {
-    sum += error<SQUARED, WEIGHTED>(x[i], WEIGHTED ? weights[i] : 0, scale, zero, codes);
+    sum += error<SQUARED, WEIGHTED>(x[i], WEIGHTED ? weights[i] : 0, scale, zero, measure);
   }
   for (int half = LANES / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) {
@@ -41,29 +41,29 @@ INLINE float sum_of(const float* x, const float* weights, int64_t n, float scale
   return sum + lanes[0];
 }
 
-template <bool SQUARED, bool WEIGHTED>
-INLINE void rows_of(const float* x, const float* weights, int64_t rows, int64_t width, Candidates of, Codes codes) {
+template <bool SQUARED, bool WEIGHTED, class Real>
+INLINE void rows_of(const Real* x, int64_t rows, int64_t width, const Candidates<Real>& of, const Measure<Real>& measure) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t begin = 0; begin < width; begin += STRETCH) {
       const int64_t n = std::min(STRETCH, width - begin), from = row * width + begin;
+      const Real* weights = WEIGHTED ? measure.weights + from : nullptr;
       for (int64_t candidate = 0; candidate < of.count; ++candidate) {
         const int64_t at = candidate * of.stride + row;
-        of.sums[at] += sum_of<SQUARED, WEIGHTED>(
-            x + from, WEIGHTED ? weights + from : nullptr, n, of.scale[at], of.zero[at], codes);
+        of.sums[at] += sum_of<SQUARED, WEIGHTED>(x + from, weights, n, of.scale[at], of.zero[at], measure);
       }
     }
   }
 }
 
-template <bool SQUARED, bool WEIGHTED>
+template <bool SQUARED, bool WEIGHTED, class Real>
 INLINE void strip_of(
-    const float* x, const float* weights, int64_t rows, int64_t width, int64_t columns, const float* __restrict scale,
-    const float* __restrict zero, double* sums, Codes codes) {
-  float lanes[STRIP] = {};
+    const Real* x, const Real* weights, int64_t rows, int64_t width, int64_t columns, const Real* __restrict scale,
+    const Real* __restrict zero, double* sums, const Measure<Real>& measure) {
+  Real lanes[STRIP] = {};
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < columns; ++i) {
-      lanes[i] += error<SQUARED, WEIGHTED>(
-          x[row * width + i], WEIGHTED ? weights[row * width + i] : 0, scale[i], zero[i], codes);
+      const int64_t at = row * width + i;
+      lanes[i] += error<SQUARED, WEIGHTED>(x[at], WEIGHTED ? weights[at] : 0, scale[i], zero[i], measure);
     }
   }
   for (int64_t i = 0; i < columns; ++i) {
@@ -71,22 +71,21 @@ INLINE void strip_of(
   }
 }
 
-template <bool SQUARED, bool WEIGHTED>
-INLINE void columns_of(const float* x, const float* weights, int64_t rows, int64_t width, Candidates of, Codes codes) {
+template <bool SQUARED, bool WEIGHTED, class Real>
+INLINE void columns_of(
+    const Real* x, int64_t rows, int64_t width, const Candidates<Real>& of, const Measure<Real>& measure) {
   constexpr int64_t DEPTH = STRETCH / STRIP;
   for (int64_t top = 0; top < rows; top += DEPTH) {
     for (int64_t left = 0; left < width; left += STRIP) {
       const int64_t from = top * width + left, depth = std::min(DEPTH, rows - top);
+      const Real* weights = WEIGHTED ? measure.weights + from : nullptr;
       for (int64_t candidate = 0; candidate < of.count; ++candidate) {
         const int64_t at = candidate * of.stride + left;
-        const float* own = WEIGHTED ? weights + from : nullptr;
-        if (left + STRIP <= width) {
+        const auto run = [&](int64_t columns) __attribute__((always_inline)) {
           strip_of<SQUARED, WEIGHTED>(
-              x + from, own, depth, width, STRIP, of.scale + at, of.zero + at, of.sums + at, codes);
-        } else {
-          strip_of<SQUARED, WEIGHTED>(
-              x + from, own, depth, width, width - left, of.scale + at, of.zero + at, of.sums + at, codes);
-        }
+              x + from, weights, depth, width, columns, of.scale + at, of.zero + at, of.sums + at, measure);
+        };
+        left + STRIP <= width ? run(STRIP) : run(width - left);
       }
     }
   }
@@ -94,20 +93,21 @@ INLINE void columns_of(const float* x, const float* weights, int64_t rows, int64
 
 }  // namespace
 
-#define DEFINE(NAME)                                                                                           \
-  FOR_EVERY_CPU void errors_##NAME(                                                                            \
-      const float* x, int64_t rows, int64_t width, Candidates candidates, Measure measure, Codes codes) {      \
-    const float* weights = measure.weights;                                                                    \
-    if (measure.squared) {                                                                                     \
-      weights ? NAME##_of<true, true>(x, weights, rows, width, candidates, codes)                              \
-              : NAME##_of<true, false>(x, weights, rows, width, candidates, codes);                            \
-    } else {                                                                                                   \
-      weights ? NAME##_of<false, true>(x, weights, rows, width, candidates, codes)                             \
-              : NAME##_of<false, false>(x, weights, rows, width, candidates, codes);                           \
-    }                                                                                                          \
+#define DEFINE(NAME, Real)                                                                          \
+  FOR_EVERY_CPU void errors_##NAME(                                                                 \
+      const Real* x, int64_t rows, int64_t width, Candidates<Real> of, Measure<Real> measure) {     \
+    if (measure.squared) {                                                                          \
+      measure.weights ? NAME##_of<true, true>(x, rows, width, of, measure)                          \
+                      : NAME##_of<true, false>(x, rows, width, of, measure);                        \
+    } else {                                                                                        \
+      measure.weights ? NAME##_of<false, true>(x, rows, width, of, measure)                         \
+                      : NAME##_of<false, false>(x, rows, width, of, measure);                       \
+    }                                                                                               \
   }
 
-DEFINE(rows)
-DEFINE(columns)
+DEFINE(rows, float)
+DEFINE(rows, double)
+DEFINE(columns, float)
+DEFINE(columns, double)
 
 }  // namespace qtk

@@ -3,25 +3,35 @@
 
 #include <cstdint>
 
-#include "fake_quantize_loops.h"
+#include "simd.h"
 
 namespace qtk {
 
 // Candidates for the scales of a tile: number c of scale s is at [c * stride + s], and so is its sum.
+template <class Real>
 struct Candidates {
-  const float* scale;
-  const float* zero;
+  const Real* scale;
+  const Real* zero;
   double* sums;
   int64_t count, stride;
 };
 
-// Adds |x − x̂| of every candidate, squared or not, times the weight of the element where there are weights.
+// Adds |x − x̂| of every candidate, squared or not, times `clipped` where x is clipped, times the weight of the element
+// where there are weights.
+template <class Real>
 struct Measure {
-  const float* weights;  // as x, or null
+  const Real* weights;  // as x, or null
+  Real qmin, qmax, clipped;
   bool squared;
 };
 
-void errors_rows(const float* x, int64_t rows, int64_t width, Candidates candidates, Measure measure, Codes codes);
-void errors_columns(const float* x, int64_t rows, int64_t width, Candidates candidates, Measure measure, Codes codes);
+#define QTK_DECLARE_ERRORS(Real)                                                                                     \
+  void errors_rows(                                                                                                  \
+      const Real* x, int64_t rows, int64_t width, Candidates<Real> candidates, Measure<Real> measure);               \
+  void errors_columns(                                                                                               \
+      const Real* x, int64_t rows, int64_t width, Candidates<Real> candidates, Measure<Real> measure);
+
+QTK_DECLARE_ERRORS(float)
+QTK_DECLARE_ERRORS(double)
 
 }  // namespace qtk

@@ -133,8 +133,8 @@ class Tally {
 template <class T>
 class Counter {
  public:
-  Counter(const T* x, const Tiles& tiles, const float* low, const float* width, int64_t bins)
-      : x_(x), tiles_(tiles), low_(low), width_(width), bins_(bins), tally_(bins) {}
+  Counter(const T* x, const Tiles& tiles, const float* first, const float* unit, int64_t bins)
+      : x_(x), tiles_(tiles), first_(first), unit_(unit), bins_(bins), tally_(bins) {}
 
   void count(int64_t begin, int64_t end, int64_t* counts) {
     tiles_.each(begin, end, [&](Tile tile) {
@@ -155,7 +155,7 @@ class Counter {
   }
 
  private:
-  Bins of(int64_t index) const { return {low_ + index, width_ + index, bins_}; }
+  Bins of(int64_t index) const { return {first_ + index, unit_ + index, bins_}; }
 
   void single(const T* x, int64_t n, int64_t index, int64_t* counts) const {
     std::array<int32_t, SLOTS> found;
@@ -187,19 +187,22 @@ class Counter {
 
   const T* x_;
   const Tiles& tiles_;
-  const float* low_;
-  const float* width_;
+  const float* first_;
+  const float* unit_;
   int64_t bins_;
   Tally tally_;
 };
 
 Tensor histogram_cpu(
-    const Tensor& input, const Tensor& low, const Tensor& width, int64_t bins, at::IntArrayRef block_size) {
-  const int64_t scales = low.numel();
+    const Tensor& input, const Tensor& first, const Tensor& exponent, int64_t bins, at::IntArrayRef block_size) {
+  const int64_t scales = first.numel();
   TORCH_CHECK_VALUE(bins > 0 && bins < (1 << 24), bins, " bins; must be 1 to 2^24 - 1");
-  TORCH_CHECK_VALUE(width.numel() == scales, width.numel(), " widths for ", scales, " histograms");
+  TORCH_CHECK_VALUE(exponent.numel() == scales, exponent.numel(), " widths for ", scales, " histograms");
   const Tensor x = with_loops(input);
-  const Tensor from = low.detach().to(at::kFloat).contiguous(), steps = width.detach().to(at::kFloat).contiguous();
+  const Tensor from = first.detach().to(at::kFloat).contiguous(), powers = exponent.to(at::kInt).contiguous();
+  std::vector<float> units(scales);
+  const int32_t* power = powers.const_data_ptr<int32_t>();
+  std::transform(power, power + scales, units.begin(), [](int32_t of) { return std::ldexp(1.0f, -of); });
   const Tiles tiles(x, block_size, scales);
   Tensor counts = at::zeros({scales, bins}, at::kLong);
   int64_t* const all = counts.mutable_data_ptr<int64_t>();
@@ -207,7 +210,7 @@ Tensor histogram_cpu(
   by_type(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     in_pieces(tiles, x.numel(), scales, [&](int64_t begin, int64_t end) {
-      Counter<T> counter(source<T>(x), tiles, source<float>(from), source<float>(steps), bins);
+      Counter<T> counter(source<T>(x), tiles, source<float>(from), units.data(), bins);
       if (tiles.one_row_a_scale() && scales > 1) {
         counter.count(begin, end, all);
         return;
@@ -226,7 +229,7 @@ Tensor histogram_cpu(
 TORCH_LIBRARY_FRAGMENT(qtk, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   library.def("min_max(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)", tags);
-  library.def("histogram(Tensor input, Tensor low, Tensor width, int bins, int[] block_size) -> Tensor", tags);
+  library.def("histogram(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(qtk, CPU, library) {

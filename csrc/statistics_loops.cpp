@@ -1,5 +1,6 @@
 #include "statistics_loops.h"
 
+#include <cmath>
 #include <limits>
 
 namespace qtk {
@@ -57,12 +58,12 @@ INLINE void min_max_columns_of(
   }
 }
 
-INLINE int32_t bin_of(float x, float low, float width, int32_t count) {
-  const float top = static_cast<float>(count);
-  const float place = (x - low) / width;
-  const float kept = place >= 0.0f && place <= top ? place : top + 1.0f;
-  const int32_t slot = static_cast<int32_t>(kept);
-  return slot == count ? slot - 1 : slot;
+INLINE int32_t bin_of(float x, float first, float unit, int32_t count) {
+  const float place = std::floor(x * unit);
+  const float below = place < -1.0f ? place : -1.0f;  // what is just below 0 may come out as 0
+  const float slot = (x < 0.0f ? below : place) - first;
+  const float outside = static_cast<float>(count + 1);
+  return static_cast<int32_t>(slot >= 0.0f && slot < static_cast<float>(count) ? slot : outside);
 }
 
 }  // namespace
@@ -75,16 +76,16 @@ INLINE int32_t bin_of(float x, float low, float width, int32_t count) {
     min_max_columns_of(x, rows, width, into.low, into.high, into.nan);                                        \
   }                                                                                                           \
   FOR_EVERY_CPU void find_bins_row(const T* __restrict x, int64_t n, Bins bins, int32_t* __restrict slots) {   \
-    const float low = *bins.low, width = *bins.width;                                                         \
+    const float first = *bins.first, unit = *bins.unit;                                                         \
     for (int64_t i = 0; i < n; ++i) {                                                                         \
-      slots[i] = bin_of(load(x[i]), low, width, bins.count);                                                  \
+      slots[i] = bin_of(load(x[i]), first, unit, bins.count);                                                  \
     }                                                                                                         \
   }                                                                                                           \
   FOR_EVERY_CPU void find_bins_columns(const T* __restrict x, int64_t n, Bins bins, int32_t* __restrict slots) { \
-    const float* __restrict low = bins.low;                                                                   \
-    const float* __restrict width = bins.width;                                                               \
+    const float* __restrict first = bins.first;                                                                   \
+    const float* __restrict unit = bins.unit;                                                                 \
     for (int64_t i = 0; i < n; ++i) {                                                                         \
-      slots[i] = bin_of(load(x[i]), low[i], width[i], bins.count);                                            \
+      slots[i] = bin_of(load(x[i]), first[i], unit[i], bins.count);                                            \
     }                                                                                                         \
   }
 

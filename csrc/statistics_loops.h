@@ -14,11 +14,11 @@ struct Extremes {
   uint32_t* nan;
 };
 
-// `count` bins of one width from `low` on, for each scale; numbers outside are not counted, one on the upper edge is in
-// the last bin.
+// `count` bins for each scale: x is in number floor(x * unit) - first, where unit is a power of two and first a whole
+// number; what is in no bin is not counted.
 struct Bins {
-  const float* low;
-  const float* width;
+  const float* first;
+  const float* unit;
   int64_t count;
 };
 

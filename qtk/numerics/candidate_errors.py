@@ -1,9 +1,9 @@
 """What each of many candidate ranges would cost: the one sum that range and scale searches compare.
 
-    error[c, s] = Σ importance · |x - x̂(c)|^norm        over the elements of scale s
+    error[c, s] = Σ importance · (clipped where x is clipped, else 1) · |x - x̂(c)|^norm     over the elements of scale s
 
-with x̂ of ``qtk.numerics.affine``; norm 2 and the diagonal of a Gram matrix as importance estimate the error of a
-layer's output.
+with x̂ as in ``qtk.numerics.affine``, in float64 where ``x`` is float64. Norm 2 and the diagonal of a Gram matrix as
+importance estimate the error of a layer's output; a ``clipped`` above 1 makes clipping dearer than rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.core.granularity import WHOLE
-from qtk.numerics.affine import fake_quantize
+from qtk.numerics.acting import acting_scale
 from qtk.numerics.blocks import split_shape
 
 
@@ -28,27 +27,31 @@ def candidate_errors(
     *,
     norm: float = 2.0,
     importance: Tensor | None = None,
+    clipped: float = 1.0,
 ) -> Tensor:
     """Error of every candidate of every scale.
 
-    Shape: ``x`` any; ``scales`` float32 and ``zero_points`` int32 [candidates, scales], the scales in their order;
+    Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
 
     >>> candidate_errors(torch.tensor([0.5, 1.5]), torch.tensor([[1.0], [0.5]]), None, (), -8, 7).tolist()
     [[0.5], [0.0]]
     """
-    x = x.detach()
-    blocks = zip(x.shape, block_size, strict=True) if block_size else ()
-    kept = [1 if size == WHOLE else length // size for length, size in blocks]
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
     split, inside = split_shape(x.shape, block_size)
-    weights = None if importance is None else importance.detach().to(torch.float64).expand(x.shape)
+    lined = [1 if axis in inside else length for axis, length in enumerate(split)]
+    wide = x.detach().to(real).reshape(split)
+    weights = None if importance is None else importance.detach().to(torch.float64).expand(x.shape).reshape(split)
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
-    wide = x.to(torch.float32)
-    for candidate, scale in enumerate(scales):
-        zero = None if zero_points is None else zero_points[candidate].reshape(kept or 1)
-        size = wide - fake_quantize(wide, scale.reshape(kept or 1), zero, block_size, qmin, qmax)
-        size = size.abs_().to(torch.float64).pow_(norm)
+    for candidate, scale in enumerate(acting_scale(scales.detach().to(real))):
+        step = scale.reshape(lined)
+        zero = 0.0 if zero_points is None else zero_points[candidate].to(real).reshape(lined)
+        code = (wide / step).round_().add_(zero)
+        nearest = code.clamp(qmin, qmax)
+        size = (wide - (nearest - zero) * step).abs_().to(torch.float64).pow_(norm)
+        if clipped != 1:
+            size *= torch.where(nearest == code, 1.0, clipped)
         if weights is not None:
             size *= weights
-        errors[candidate] = (size.reshape(split).sum(inside) if inside else size).reshape(-1)
+        errors[candidate] = (size.sum(inside) if inside else size).reshape(-1)
     return errors

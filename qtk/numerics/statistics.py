@@ -29,25 +29,28 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     return low.to(torch.float32, copy=True).reshape(-1), high.to(torch.float32, copy=True).reshape(-1)
 
 
-def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins of equal ``width`` from ``low`` on.
+def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """How many elements of each scale lie in each of ``bins`` bins of a grid whose width is a power of two.
 
-    Bin ``floor((x - low) / width)``, in float32; what lies on the upper edge of the last bin is in it, what lies
-    outside (NaN too) in none.
+    ``x`` is in bin ``floor(x / 2^exponent) - first``, which float32 computes exactly; what is in no bin, and NaN, is
+    not counted. On such a grid two neighbours from an even place on are a bin of the next wider grid.
 
-    Shape: ``x`` any; ``low`` and ``width`` float32 [scales]; result int64 [scales, bins].
+    Shape: ``x`` any; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126: [scales]; result int64
+    [scales, bins].
 
-    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0, 2.1]), torch.zeros(1), torch.ones(1), 2, ())
-    tensor([[2, 2]])
+    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, ())
+    tensor([[2, 1]])
     """
-    scales = low.numel()
+    scales = first.numel()
     split, inside = split_shape(x.shape, block_size)
     lined = [1 if axis in inside else length for axis, length in enumerate(split)]
-    place = (x.detach().to(torch.float32).reshape(split) - low.reshape(lined)) / width.reshape(lined)
-    counted = (place >= 0) & (place <= bins)
-    slot = place.where(counted, 0.0).long().clamp_(max=bins - 1)
+    wide = x.detach().to(torch.float32).reshape(split)
+    place = (wide * torch.ldexp(torch.ones_like(first), -exponent).reshape(lined)).floor()
+    place = torch.where(wide < 0, place.clamp(max=-1.0), place)  # what is just below 0 may come out as 0
+    slot = place - first.reshape(lined)
+    counted = (slot >= 0) & (slot < bins)
     owner = torch.arange(scales, device=x.device).reshape(lined)
-    found = torch.where(counted, owner * bins + slot, scales * bins).reshape(-1)
+    found = torch.where(counted, owner * bins + slot.where(counted, 0.0).long(), scales * bins).reshape(-1)
     return torch.bincount(found, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
 
 

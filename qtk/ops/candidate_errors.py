@@ -19,16 +19,17 @@ if why_not_native():
     torch.library.define(
         "qtk::candidate_errors",
         "(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, bool squared, "
-        "Tensor? importance) -> Tensor",
+        "Tensor? importance, float clipped) -> Tensor",
     )
 
 
 def _reference(
     input: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-    squared: bool, importance: Tensor | None,
+    squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
     return reference.candidate_errors(
-        input, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance
+        input, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance,
+        clipped=clipped,
     )
 
 
@@ -38,9 +39,9 @@ torch.library.impl("qtk::candidate_errors", "CompositeExplicitAutograd", _refere
 @torch.library.impl("qtk::candidate_errors", "CUDA")
 def _on_gpu(
     input: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-    squared: bool, importance: Tensor | None,
+    squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
-    spec = scales, zero_points, block_size, qmin, qmax, squared, importance
+    spec = scales, zero_points, block_size, qmin, qmax, squared, importance, clipped
     if why_not_triton():
         return _reference(input, *spec)
     from qtk.kernels.gpu import candidate_errors as kernels
@@ -63,10 +64,13 @@ def candidate_errors(
     *,
     norm: float = 2.0,
     importance: Tensor | None = None,
+    clipped: float = 1.0,
 ) -> Tensor:
     """``Σ importance · |x - x̂|^norm`` of every candidate of every scale; norms 1 and 2 have kernels.
 
-    Shape: ``x`` any; ``scales`` float32 and ``zero_points`` int32 [candidates, scales], the scales in their order;
+    What is clipped counts ``clipped`` times. A float64 ``x`` is computed in float64.
+
+    Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
 
     Raises: SpecError if there are not as many scales as ``x`` has blocks.
@@ -81,9 +85,9 @@ def candidate_errors(
                         f"shape {tuple(x.shape)} in blocks of {tuple(block_size)} needs")
     if norm not in (1, 2):
         return reference.candidate_errors(
-            x, scales, zero_points, block_size, qmin, qmax, norm=norm, importance=importance
+            x, scales, zero_points, block_size, qmin, qmax, norm=norm, importance=importance, clipped=clipped
         )
     errors: Tensor = torch.ops.qtk.candidate_errors.default(
-        x, scales, zero_points, block_size, qmin, qmax, norm == 2, importance
+        x, scales, zero_points, block_size, qmin, qmax, norm == 2, importance, clipped
     )
     return errors

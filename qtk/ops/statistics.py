@@ -16,7 +16,7 @@ from qtk.numerics import statistics
 if why_not_native():
     torch.library.define("qtk::min_max", "(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)")
     torch.library.define(
-        "qtk::histogram", "(Tensor input, Tensor low, Tensor width, int bins, int[] block_size) -> Tensor"
+        "qtk::histogram", "(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor"
     )
 
 
@@ -35,12 +35,12 @@ def _min_max_on_gpu(input: Tensor, block_size: Sequence[int], scales: int) -> tu
 
 
 @torch.library.impl("qtk::histogram", "CUDA")
-def _histogram_on_gpu(input: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+def _histogram_on_gpu(input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
     if why_not_triton():
-        return statistics.histogram(input, low, width, bins, block_size)
+        return statistics.histogram(input, first, exponent, bins, block_size)
     from qtk.kernels.gpu import statistics as kernels
 
-    return kernels.histogram(input.detach(), low, width, bins, block_size)
+    return kernels.histogram(input.detach(), first, exponent, bins, block_size)
 
 
 def _min_max_fake(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
@@ -52,8 +52,8 @@ torch.library.register_fake("qtk::min_max", _min_max_fake)
 torch.library.impl("qtk::histogram", "CompositeExplicitAutograd", statistics.histogram)
 
 
-def _histogram_fake(input: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    return low.new_empty((low.numel(), bins), dtype=torch.int64)
+def _histogram_fake(input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    return first.new_empty((first.numel(), bins), dtype=torch.int64)
 
 
 torch.library.register_fake("qtk::histogram", _histogram_fake)
@@ -71,15 +71,16 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins of equal ``width`` from ``low`` on.
+def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """How many elements of each scale lie in each of ``bins`` bins of a grid whose width is a power of two.
 
-    What lies on the upper edge of the last bin is in it, what lies outside (NaN too) in none.
+    ``x`` is in bin ``floor(x / 2^exponent) - first``; what is in no bin, and NaN, is not counted.
 
-    Shape: ``x`` any; ``low`` and ``width`` float32 [scales]; result int64 [scales, bins].
+    Shape: ``x`` any; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126: [scales]; result int64
+    [scales, bins].
 
-    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0, 2.1]), torch.zeros(1), torch.ones(1), 2, ())
-    tensor([[2, 2]])
+    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, ())
+    tensor([[2, 1]])
     """
-    counts: Tensor = torch.ops.qtk.histogram.default(x, low, width, bins, block_size)
+    counts: Tensor = torch.ops.qtk.histogram.default(x, first, exponent, bins, block_size)
     return counts

@@ -17,9 +17,9 @@ CANDIDATES = 5
 RTOL = 4e-6  # of sums of up to 4096 float32 terms
 
 
-def in_triton(x, scales, zero_points, block_size, qmin, qmax, *, norm, importance=None):
+def in_triton(x, scales, zero_points, block_size, qmin, qmax, *, norm, importance=None, clipped=1.0):
     given = [None if tensor is None else tensor.to(DEVICE) for tensor in (scales, zero_points, importance)]
-    found = kernels.candidate_errors(x.to(DEVICE), *given[:2], block_size, qmin, qmax, norm == 2, given[2])
+    found = kernels.candidate_errors(x.to(DEVICE), *given[:2], block_size, qmin, qmax, norm == 2, given[2], clipped)
     return found.cpu()
 
 
@@ -31,16 +31,18 @@ def errors_of(request):
     return BACKENDS[request.param]
 
 
-def brute_force(x, scales, zero_points, block_size, qmin, qmax, *, norm, importance=None):
-    """Element by element: codes in float32, the rest in float64."""
+def brute_force(x, scales, zero_points, block_size, qmin, qmax, *, norm, importance=None, clipped=1.0):
+    """Element by element: codes in float32, or float64 where x is; the rest in float64."""
     index = conformance.owners(x.shape, block_size).reshape(-1)
-    x = x.float().reshape(-1)
+    x = (x if x.dtype == torch.float64 else x.float()).reshape(-1)
     result = torch.zeros(scales.shape, dtype=torch.float64)
     for candidate in range(len(scales)):
         step = scales[candidate][index]
         zero = torch.zeros_like(step) if zero_points is None else zero_points[candidate][index].float()
-        code = ((x / step).round() + zero).clamp(qmin, qmax)
+        wanted = (x / step).round() + zero
+        code = wanted.clamp(qmin, qmax)
         size = (x.double() - ((code - zero) * step).double()).abs() ** norm
+        size = torch.where(wanted == code, size, size * clipped)
         if importance is not None:
             size = size * importance.reshape(-1).double()
         result[candidate].index_add_(0, index, size)
@@ -69,8 +71,8 @@ def test_every_candidate_of_every_scale(errors_of, case, asymmetric, norm):
             torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_other_dtypes_are_widened(errors_of, kind):
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_widened(errors_of, kind):
     x, scales, zero_points, block_size = problem("channel_first", True)
     expected = brute_force(x.to(kind), scales, zero_points, block_size, -8, 7, norm=2)
     found = errors_of(x.to(kind), scales, zero_points, block_size, -8, 7, norm=2)
@@ -83,6 +85,24 @@ def test_importance_of_input_channels_is_spread_over_the_rows(errors_of):
     expected = brute_force(x, scales, None, block_size, -8, 7, norm=2, importance=importance.expand_as(x))
     found = errors_of(x, scales, None, block_size, -8, 7, norm=2, importance=importance)
     torch.testing.assert_close(found, expected, rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_rows"])
+def test_clipping_may_be_dearer(errors_of, case):
+    x, scales, zero_points, block_size = problem(case, True)
+    expected = brute_force(x, scales, zero_points, block_size, -8, 7, norm=2, clipped=3.0)
+    assert not torch.allclose(expected, brute_force(x, scales, zero_points, block_size, -8, 7, norm=2))
+    found = errors_of(x, scales, zero_points, block_size, -8, 7, norm=2, clipped=3.0)
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_rows"])
+def test_double_precision_stays_double(errors_of, case):
+    x, scales, zero_points, block_size = problem(case, True)
+    given = (x.double() + 1e-9, scales.double() * (1 + 1e-9), zero_points, block_size, -8, 7)
+    importance = torch.rand(x.shape, dtype=torch.float64)
+    expected = brute_force(*given, norm=2, importance=importance)
+    torch.testing.assert_close(errors_of(*given, norm=2, importance=importance), expected, rtol=1e-13, atol=0)
 
 
 def test_any_norm():

@@ -19,8 +19,8 @@ def min_max_in_triton(x, block_size):
     return tuple(bound.cpu() for bound in found)
 
 
-def histogram_in_triton(x, low, width, bins, block_size):
-    return kernels.histogram(x.to(DEVICE), low.to(DEVICE), width.to(DEVICE), bins, block_size).cpu()
+def histogram_in_triton(x, first, exponent, bins, block_size):
+    return kernels.histogram(x.to(DEVICE), first.to(DEVICE), exponent.to(DEVICE), bins, block_size).cpu()
 
 
 BACKENDS = {
@@ -76,30 +76,45 @@ def test_every_count_of_a_histogram(ops, case, bins, kind):
     shape, block_size = conformance.SHAPES[case]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     scales = max(len(per_scale(x, block_size)), 1) if x.numel() else shape[1]
-    # widths by which float32 divides exactly, and edges that some elements hit
-    low, width = torch.full((scales,), -2.0), torch.full((scales,), 4.0 / 512)
-    x = torch.where(x.abs() > 1, (x * 64).round() / 64, x)
-    found = ops.histogram(x, low, width, bins, block_size)
+    generator = torch.Generator().manual_seed(1)
+    exponent = torch.randint(-9, -5, (scales,), generator=generator, dtype=torch.int32)
+    first = torch.randint(-300, 0, (scales,), generator=generator).float()
+    x = torch.where(x.abs() > 1, (x * 64).round() / 64, x)  # many on edges
+    found = ops.histogram(x, first, exponent, bins, block_size)
     assert (found.dtype, found.shape) == (torch.int64, (scales, bins))
     if not x.numel():
         assert not found.any()
         return
-    for own, counts in zip(per_scale(x, block_size), found, strict=True):
-        place = (own + 2.0) / (4.0 / 512)
-        place = place[(place >= 0) & (place <= bins)].floor().clamp(max=bins - 1).long()
-        assert counts.tolist() == torch.bincount(place, minlength=bins).tolist()
+    for own, counts, start, power in zip(per_scale(x, block_size), found, first, exponent, strict=True):
+        slot = (own / 2.0 ** int(power)).floor() - int(start)  # in float64
+        slot = slot[(slot >= 0) & (slot < bins)].long()
+        assert counts.tolist() == torch.bincount(slot, minlength=bins).tolist()
     for layout in conformance.LAYOUTS.values():
-        assert torch.equal(ops.histogram(layout(x), low, width, bins, block_size), found)
+        assert torch.equal(ops.histogram(layout(x), first, exponent, bins, block_size), found)
+
+
+def power(of):
+    return torch.tensor([of], dtype=torch.int32)
 
 
 def test_what_lies_outside_is_not_counted(ops):
-    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.01, 0.0, 1.0, 1.01]).repeat(1000)
-    assert ops.histogram(x, torch.zeros(1), torch.tensor([0.25]), 4, []).tolist() == [[1000, 0, 0, 1000]]
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.01, 0.0, 0.99, 1.0, 3e38]).repeat(1000)
+    assert ops.histogram(x, torch.zeros(1), power(-2), 4, []).tolist() == [[1000, 0, 0, 1000]]
 
 
-def test_a_width_of_nothing_counts_nothing_else(ops):
-    x = torch.tensor([1.0, 1.0, 2.0])
-    assert ops.histogram(x, torch.ones(1), torch.zeros(1), 4, []).sum() == 0  # 0/0 lies nowhere, 1/0 outside
+def test_just_below_zero_is_below_zero_and_both_zeros_are_not(ops):
+    x = torch.tensor([-1e-44, -1e-30, -0.0, 0.0, 1e-44])
+    assert ops.histogram(x, torch.tensor([-1.0]), power(20), 2, []).tolist() == [[2, 3]]
+
+
+def test_no_number_is_in_the_neighbour_of_its_bin(ops):
+    """Next to every edge; differences from the first bin taken before the floor would round some across."""
+    edges = torch.arange(-3000, 3000, dtype=torch.float32) / 8
+    x = torch.cat([edges, torch.nextafter(edges, torch.tensor(-torch.inf)), torch.nextafter(edges, torch.tensor(9e9))])
+    found = ops.histogram(x, torch.tensor([-3001.0]), power(-3), 6001, [])
+    assert found[0, 0] == 1
+    assert found[0, -1] == 2
+    assert (found[0, 1:-1] == 3).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -109,7 +124,7 @@ def test_many_elements_on_many_threads(ops, threads):
     try:
         torch.set_num_threads(threads)
         low, high = ops.min_max(x, [])
-        counts = ops.histogram(x, low, (high - low) / 512, 512, [])
+        counts = ops.histogram(x, torch.tensor([-256.0]), power(-5), 512, [])
     finally:
         torch.set_num_threads(before)
     assert (float(low), float(high)) == (float(x.min()), float(x.max()))
@@ -119,4 +134,5 @@ def test_many_elements_on_many_threads(ops, threads):
 def test_opcheck():
     x = torch.randn(6, 8)
     torch.library.opcheck(torch.ops.qtk.min_max.default, (x, [1, -1], 6))
-    torch.library.opcheck(torch.ops.qtk.histogram.default, (x, torch.zeros(6), torch.ones(6), 5, [1, -1]))
+    grid = torch.zeros(6), torch.zeros(6, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.qtk.histogram.default, (x, *grid, 5, [1, -1]))

@@ -23,8 +23,8 @@ from qtk.numerics import candidate_errors as reference
 
 @triton.jit
 def errors_kernel(
-    x_at, weights_at, scale_at, zero_at, qmin, qmax, errors_at, parts_at, tickets_at, count, s1, middle, s2, inner,
-    step1, step2, turns, splits,
+    x_at, weights_at, scale_at, zero_at, qmin, qmax, dearer, errors_at, parts_at, tickets_at, count, s1, middle, s2,
+    inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
     REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):
@@ -42,8 +42,10 @@ def errors_kernel(
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        error = x - (clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax) - zero) * scale
-        size = error * error if SQUARED else tl.abs(error)
+        code = code_of(tl.div_rn(x, scale), zero)
+        nearest = clamped(code, qmin, qmax)
+        error = x - (nearest - zero) * scale
+        size = (error * error if SQUARED else tl.abs(error)) * tl.where(nearest == code, 1.0, dearer)
         if WEIGHTED:
             size *= tl.load(weights_at + offsets, mask=mask, other=0.0)
         sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
@@ -67,26 +69,27 @@ def errors_kernel(
 
 def candidate_errors(
     x: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-    squared: bool, importance: Tensor | None,
+    squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
     """As ``qtk.ops.candidate_errors.candidate_errors``, norm 2 or else 1."""
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size) if x.numel() else None
-    if found is None:  # blocks along more than two axes
+    found = walk(x, block_size) if x.numel() and x.dtype != torch.float64 else None
+    if found is None:  # blocks along more than two axes, or digits that the kernel does not have
         return reference.candidate_errors(
-            x, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance
+            x, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance,
+            clipped=clipped,
         )
     candidates, count = scales.shape
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     weights = x if importance is None else torch.empty_like(x, dtype=torch.float32).copy_(importance.expand(x.shape))
     splits = found.splits(max(1, programs(x.device) // max(candidates, 1)))
     parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
-    steps = scales.contiguous()
+    steps = scales.to(torch.float32).contiguous()
     with on_device_of(x):
         errors_kernel[(found.groups * splits, candidates)](
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
-            errors, parts, tickets(x.device, found.groups * candidates), count, *arguments(found), splits,
-            ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
+            float(clipped), errors, parts, tickets(x.device, found.groups * candidates), count, *arguments(found),
+            splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
             PARTS=TILE // found.scales_a_tile, **shape(found),
         )
     return errors

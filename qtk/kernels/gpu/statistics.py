@@ -73,23 +73,24 @@ def min_max_kernel(
 
 @triton.jit
 def histogram_kernel(
-    x_at, counts_at, low_at, width_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
+    x_at, counts_at, first_at, unit_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Where a program has one scale, it counts in shared memory. Sums of integers do not depend on their order."""
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    low = spread(tl.load(low_at + index, mask=exists, other=0.0), COLUMNS)
-    width = spread(tl.load(width_at + index, mask=exists, other=1.0), COLUMNS)
+    first_bin = spread(tl.load(first_at + index, mask=exists, other=0.0), COLUMNS)
+    unit = spread(tl.load(unit_at + index, mask=exists, other=1.0), COLUMNS)
     own = tl.zeros([SLOTS], tl.int32)
     each = tl.cdiv(turns, splits)
     first = (program % splits).to(tl.int64) * each
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        place = tl.div_rn(x - low, width)
-        counted = mask & (place >= 0) & (place <= bins)
-        bin = tl.minimum(tl.where(counted, place, 0.0).to(tl.int32), bins - 1)
+        place = tl.floor(x * unit)
+        place = tl.where((x < 0) & (place > -1.0), -1.0, place) - first_bin  # just below 0 may come out as 0
+        counted = mask & (place >= 0) & (place < bins)
+        bin = tl.where(counted, place, 0.0).to(tl.int32)
         if SCALES == 1:
             slot = tl.where(counted, bin, bins)  # one slot more than there are bins
             own += tl.histogram(tl.reshape(slot, [REACH]), SLOTS)
@@ -98,8 +99,7 @@ def histogram_kernel(
             tl.atomic_add(counts_at + at, tl.full(at.shape, 1, tl.int64), mask=counted, sem="relaxed")
     if SCALES == 1:
         slots = tl.arange(0, SLOTS)
-        first_bin = tl.sum(index, 0) * bins
-        tl.atomic_add(counts_at + first_bin + slots, own.to(tl.int64), mask=slots < bins, sem="relaxed")
+        tl.atomic_add(counts_at + tl.sum(index, 0) * bins + slots, own.to(tl.int64), mask=slots < bins, sem="relaxed")
 
 
 def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
@@ -122,17 +122,18 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     return low, high
 
 
-def histogram(x: Tensor, low: Tensor, width: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
     """As ``qtk.ops.statistics.histogram``."""
     x = x if is_dense(x) else x.contiguous()
     found = walk(x, block_size) if x.numel() else None
     if found is None or bins > MOST_BINS:
-        return statistics.histogram(x.contiguous(), low, width, bins, block_size)
-    counts = torch.zeros(low.numel(), bins, dtype=torch.int64, device=x.device)
+        return statistics.histogram(x.contiguous(), first, exponent, bins, block_size)
+    counts = torch.zeros(first.numel(), bins, dtype=torch.int64, device=x.device)
+    units = torch.ldexp(torch.ones_like(first), -exponent)
     splits = found.splits(programs(x.device))
     with on_device_of(x):
         histogram_kernel[(found.groups * splits,)](
-            x, counts, low.contiguous(), width.contiguous(), bins, *arguments(found), splits,
+            x, counts, first.contiguous(), units, bins, *arguments(found), splits,
             SLOTS=triton.next_power_of_2(bins + 1), **shape(found),
         )
     return counts

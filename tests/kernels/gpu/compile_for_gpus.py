@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from qtk.kernels.gpu import candidate_errors, fake_quantize, statistics
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-NUMBERS = {"qmin": "fp32", "qmax": "fp32"}
+NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32"}
 
 
 def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
