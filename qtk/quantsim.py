@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from qtk.calibrators.scheme import SCHEMES
+from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_methods, check_op_names
 from qtk.core.encoding import Encoding
@@ -26,6 +26,7 @@ from qtk.workflow.compare import SiteError, compare
 from qtk.workflow.export import export
 from qtk.workflow.feed import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.storage import load, restore, save, whole_state
 from qtk.workflow.verify_export import ExportVerification, verify_export
 
@@ -44,7 +45,8 @@ class QuantSim:
     Args:
         model: a float model, or one from ``prepare_model``.
         example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
-        scheme: how ranges are found; a name from ``qtk.SCHEMES``.
+        scheme: how ranges are found; a name from ``qtk.SCHEMES``, with settings if need be:
+            ``percentile(quantile=0.999)``.
         weight_bits: width of weights, ``None`` to leave them in float; 8 gives way to a width in the config's defaults.
         activation_bits: width of activations likewise, ``None`` for a weight-only simulation.
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
@@ -70,12 +72,12 @@ class QuantSim:
                                "and pass an instance, not the class")
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
-        self.scheme = SCHEMES.canonical(scheme)
+        self.scheme = canonical_scheme(scheme)
         self.weight_bits = weight_bits
         self.activation_bits = activation_bits
         self.config = load_config(config)
         check_op_names(self.config, RULE_NAMES)
-        check_methods(self.config, SCHEMES)
+        check_methods(self.config, calibrator)
         self.example_inputs = example_inputs
         prepared = model
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
@@ -106,14 +108,21 @@ class QuantSim:
         self,
         data: Data | None,
         *,
+        sites: Iterable[str] | str | None = None,
+        only_missing: bool = False,
         forward: Forward | None = None,
         num_batches: int | None = None,
         progress: bool = True,
     ) -> None:
         """Finds every encoding that is not frozen: weights from their values, activations from one pass over ``data``.
 
+        Under ``torchrun``, with a process group initialized, every rank passes its share of the data and all get the
+        same encodings.
+
         Args:
             data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized.
+            sites: names of the sites to calibrate, or globs over names; ``None``: all.
+            only_missing: leave the encodings that there are, as after ``forget``.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
@@ -122,9 +131,33 @@ class QuantSim:
             plan is left without a sound encoding.
         """
         self._plan = calibrate(
-            self.model, self._plan, self.quantizers, data, forward=forward, num_batches=num_batches, progress=progress
+            self.model, self._plan, self.quantizers, data, sites=sites, only_missing=only_missing, forward=forward,
+            num_batches=num_batches, progress=progress,
         )
-        self.check()
+        if sites is None:
+            self.check()
+
+    def set_range(self, sites: str, low: float, high: float) -> None:
+        """Gives a site, or all that a glob names, an encoding that just holds [low, high], and freezes it.
+
+        Raises: CalibrationError if there is no such site or low < high does not hold.
+        """
+        set_range(self._plan, self.quantizers, sites, low, high)
+
+    def freeze(self, sites: Iterable[str] | str | None = None) -> None:
+        """Keeps the encodings of the named sites, or of all, as they are."""
+        freeze(self._plan, self.quantizers, sites, frozen=True)
+
+    def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
+        """Lets encodings change again."""
+        freeze(self._plan, self.quantizers, sites, frozen=False)
+
+    def forget(self, sites: Iterable[str] | str | None = None) -> None:
+        """Drops encodings, e.g. after weights changed; ``compute_encodings(data, only_missing=True)`` finds new ones.
+
+        Raises: EncodingError if one is frozen.
+        """
+        forget(self._plan, self.quantizers, sites)
 
     def check(self) -> None:
         """Compares the simulation with its plan. Raises: CheckError listing every finding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,13 +20,16 @@ from qtk.observers.observer import Observer
 class MinMax:
     """Takes the smallest and the largest value seen as the range."""
 
-    def observer(self, granularity: Granularity) -> min_max.MinMax:
+    def observer(self, granularity: Granularity, *, static: bool = False) -> min_max.MinMax:
         return min_max.MinMax(granularity)
 
-    def encoding(self, observer: Observer, spec: QuantSpec) -> Encoding:
-        """The encoding that just holds what was seen. Raises: CalibrationError if a scale saw nothing."""
-        assert isinstance(observer, min_max.MinMax)
-        return encoding_of_range(observer.minimum, observer.maximum, spec)
+    def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+        """The encodings that just hold what was seen. Raises: CalibrationError if a scale saw nothing."""
+        found = []
+        for observer, spec in zip(observers, specs, strict=True):
+            assert isinstance(observer, min_max.MinMax)
+            found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
+        return found
 
 
 def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtk.calibrators.min_max import encoding_of_range
@@ -22,11 +23,14 @@ class MovingAverage:
 
     momentum: float = 0.1
 
-    def observer(self, granularity: Granularity) -> moving_average.MovingAverage:
+    def observer(self, granularity: Granularity, *, static: bool = False) -> moving_average.MovingAverage:
         """A fresh observer. Raises: CalibrationError if the momentum is none."""
         return moving_average.MovingAverage(granularity, momentum=self.momentum)
 
-    def encoding(self, observer: Observer, spec: QuantSpec) -> Encoding:
-        """The encoding that just holds the averaged range. Raises: CalibrationError if a scale saw nothing."""
-        assert isinstance(observer, moving_average.MovingAverage)
-        return encoding_of_range(observer.minimum, observer.maximum, spec)
+    def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+        """The encodings that just hold the averaged ranges. Raises: CalibrationError if a scale saw nothing."""
+        found = []
+        for observer, spec in zip(observers, specs, strict=True):
+            assert isinstance(observer, moving_average.MovingAverage)
+            found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
+        return found

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
+from qtk.calibrators.entropy import Entropy
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.moving_average import MovingAverage
+from qtk.calibrators.mse import Mse
+from qtk.calibrators.percentile import Percentile
+from qtk.calibrators.tf_enhanced import TfEnhanced
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import Granularity
+from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError, ConfigError
 from qtk.observers.observer import Observer
-from qtk.registry import Registry
+from qtk.registry import Registry, nearest
 
 
 class Calibrator(Protocol):
-    """Pairs the statistics it needs with the decision it makes from them."""
+    """Pairs the statistics it needs with the decision it makes from them; a frozen dataclass of plain numbers."""
 
-    def observer(self, granularity: Granularity) -> Observer:
-        """A fresh observer for one site."""
+    def observer(self, granularity: Granularity, *, static: bool = False) -> Observer:
+        """A fresh observer for one site; of one that is ``static``, seen once and whole, if that is said."""
         ...
 
-    def encoding(self, observer: Observer, spec: QuantSpec) -> Encoding:
-        """The encoding for what ``observer``, one of this calibrator's, saw.
+    def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+        """The encodings for what ``observers``, all of this calibrator's, saw.
 
         Raises: CalibrationError if that was nothing.
         """
@@ -31,3 +39,68 @@ class Calibrator(Protocol):
 SCHEMES = Registry[Calibrator]("scheme")
 SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
 SCHEMES.add("moving_average", MovingAverage())
+SCHEMES.add("percentile", Percentile())
+SCHEMES.add("mse", Mse())
+SCHEMES.add("entropy", Entropy())
+SCHEMES.add("tf_enhanced", TfEnhanced(), aliases=("post_training_tf_enhanced",))
+
+
+def calibrator(scheme: str) -> Calibrator:
+    """The calibrator of a name, with its settings changed where some are given.
+
+    Raises: ConfigError if the name, or a setting, is unknown or makes no sense.
+
+    >>> calibrator("percentile(quantile=0.999)")
+    Percentile(quantile=0.999, bins=1024)
+    """
+    if not isinstance(scheme, str):
+        raise ConfigError(f"a scheme is given by name, as in 'mse' or 'mse(norm=1)', got {scheme!r}; "
+                          f"known: {', '.join(SCHEMES)}")
+    try:
+        call = ast.parse(scheme.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        call = None
+    match call:
+        case ast.Name(name):
+            return SCHEMES[name]
+        case ast.Call(ast.Name(name), [], keywords):
+            return _changed(scheme, SCHEMES[name], keywords)
+    raise ConfigError(f"scheme {scheme!r} is neither a name nor a name with settings, as in 'percentile(quantile="
+                      f"0.999)'; known: {', '.join(SCHEMES)}")
+
+
+def canonical_scheme(scheme: str) -> str:
+    """``scheme`` by its registered name, and only with settings that are not the default.
+
+    Raises: ConfigError as ``calibrator``.
+
+    >>> canonical_scheme("post_training_tf_enhanced( gamma = 2.0, bins=512 )")
+    'tf_enhanced(gamma=2.0)'
+    """
+    chosen = calibrator(scheme)
+    name = next(name for name, known in SCHEMES.items() if type(known) is type(chosen))
+    settings = ", ".join(
+        f"{field.name}={getattr(chosen, field.name)!r}"
+        for field in dataclasses.fields(chosen)  # type: ignore[arg-type]
+        if getattr(chosen, field.name) != getattr(SCHEMES[name], field.name)
+    )
+    return f"{name}({settings})" if settings else name
+
+
+def _changed(scheme: str, known: Calibrator, keywords: Sequence[ast.keyword]) -> Calibrator:
+    fields = {field.name for field in dataclasses.fields(known)}  # type: ignore[arg-type]
+    settings: dict[str, object] = {}
+    for keyword in keywords:
+        if keyword.arg not in fields:
+            takes = nearest(str(keyword.arg), fields) if fields else "it has none"
+            raise ConfigError(f"scheme {scheme!r}: unknown setting {keyword.arg!r}; {takes}")
+        try:
+            settings[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise ConfigError(f"scheme {scheme!r}: the value of {keyword.arg} must be a plain number or name") from None
+    try:
+        changed: Calibrator = dataclasses.replace(known, **settings)  # type: ignore[type-var]
+        changed.observer(PerTensor())  # it checks its settings
+    except (CalibrationError, TypeError) as error:
+        raise ConfigError(f"scheme {scheme!r}: {error}") from None
+    return changed

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qtk.calibrators.scheme import SCHEMES
+from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
@@ -123,11 +123,11 @@ class Recipe(_Part):
     def check(self) -> None:
         """Everything that can be known before the first model is built. Raises: ConfigError."""
         for setting in self.settings:
-            SCHEMES.canonical(self.scheme_of(setting))
+            calibrator(self.scheme_of(setting))
             self.formats_of(setting)
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)
-            check_methods(config, SCHEMES)
+            check_methods(config, calibrator)
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -4,7 +4,7 @@
 2. What a file does not turn on is float. An op type stands for several of our kinds, or for none (``aimet_ops``).
 3. AIMET sees through batch norms that can be folded: each supergroup holds with one after its first op as well, and a
    convolution or linear with its batch norm has one quantizer.
-4. Bounds in ``encoding_constraints`` are ours if both are given; a single one is needless where the op keeps it anyway.
+4. Both bounds in ``encoding_constraints`` are a range, a single one is a bound, needless where the op keeps it anyway.
 5. Widths come from the constructor, so ``supported_kernels`` is left out, with a warning.
 """
 
@@ -163,8 +163,8 @@ class _Reader:
         if len(bounds) == 2:
             return {"range": [bounds["min"], bounds["max"]]}
         implied = dict(zip(("min", "max"), IMPLIED_BOUNDS.get(name, (None, None)), strict=True))
-        if bounds and any(implied[key] != bound for key, bound in bounds.items()):
-            self._ignore(f"{where}.encoding_constraints", "a range here has both bounds or none")  # 4
+        if any(implied[key] != bound for key, bound in bounds.items()):
+            return {"bounds": [bounds.get("min"), bounds.get("max")]}
         return {}
 
     # supergroups

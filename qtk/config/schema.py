@@ -6,7 +6,8 @@ The YAML of ``configs/targets/`` is this schema word for word; ``load_config`` r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
@@ -48,7 +49,8 @@ class TensorSetting(_Frozen):
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         narrow_range: leave the lowest code out.
         range: the real bounds, known beforehand; no data decides them.
-        method: name of the scheme that finds the range.
+        bounds: limits of what data decide, ``null`` for none: ``[0.0, null]`` keeps the range above 0.
+        method: the scheme that finds the range, a name or a name with settings: ``percentile(quantile=0.999)``.
     """
 
     bits: Bits | None = None
@@ -58,6 +60,7 @@ class TensorSetting(_Frozen):
     block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
     narrow_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
+    bounds: tuple[Real | None, Real | None] | None = None
     method: str | None = None
 
     @model_validator(mode="after")
@@ -80,6 +83,14 @@ class TensorSetting(_Frozen):
             raise ValueError("granularity per_block needs a block_size; add one that divides the input channels")
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} must be [low, high] with low < high")
+        if self.bounds is not None:
+            low, high = self.bounds
+            if not (-math.inf if low is None else low) <= 0 <= (math.inf if high is None else high) or low == high:
+                raise ValueError(f"bounds {list(self.bounds)} must be [low, high] with low ≤ 0 ≤ high, not the same "
+                                 "number twice; null for no bound")
+            if self.range is not None:
+                raise ValueError(f"range {list(self.range)} says all that bounds {list(self.bounds)} could; "
+                                 "leave one out")
         return self
 
     @property
@@ -91,8 +102,8 @@ class TensorSetting(_Frozen):
         """A copy in which every field that ``other`` gives is replaced.
 
         A width drops an earlier width, however either was written, and a granularity an earlier block size; a format
-        in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers. Whether the
-        fields of the two agree is seen when they become a spec.
+        in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers; a range and
+        bounds drop one another. Whether the fields of the two agree is seen when they become a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
         TensorSetting(bits=4, symmetric=True)
@@ -106,6 +117,8 @@ class TensorSetting(_Frozen):
             given = {"block_size": None} | given
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 given["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
+        if other.range is not None or other.bounds is not None:
+            given = {"range": None, "bounds": None} | given
         return self.model_copy(update=given)
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
@@ -252,17 +265,23 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     _raise_all(problems)
 
 
-def check_methods(config: QuantConfig, known: Collection[str]) -> None:
-    """Are all methods named in settings among ``known``? Raises: ConfigError as ``check_op_names``."""
+def check_methods(config: QuantConfig, check: Callable[[str], object]) -> None:
+    """Are all methods named in settings schemes? ``check`` raises ConfigError for one that is not.
+
+    Raises: ConfigError as ``check_op_names``.
+    """
     defaults = config.defaults
     settings = [(f"defaults.{name}", getattr(defaults, name)) for name in type(defaults).model_fields]
     for index, rule in enumerate(config.rules):
         settings += [(f"rules[{index}].{name}", getattr(rule, name)) for name in ("weight", "bias", "input", "output")]
-    _raise_all([
-        f"{path}.method: unknown scheme {setting.method!r}; {nearest(setting.method, known)}"
-        for path, setting in settings
-        if isinstance(setting, TensorSetting) and setting.method is not None and setting.method not in known
-    ])
+    problems = []
+    for path, setting in settings:
+        if isinstance(setting, TensorSetting) and setting.method is not None:
+            try:
+                check(setting.method)
+            except ConfigError as error:
+                problems.append(f"{path}.method: {error}")
+    _raise_all(problems)
 
 
 def _raise_all(problems: list[str]) -> None:

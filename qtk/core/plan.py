@@ -17,7 +17,8 @@ class SitePlan:
         spec: what the quantizer produces.
         method: name of the scheme that turns data into an encoding.
         static: the value is made from parameters alone and needs no calibration data.
-        range: real bounds known beforehand (softmax: 0 to 1); no data decides them.
+        range: real bounds known beforehand (sigmoid: 0 to 1); no data decides them.
+        bounds: limits of what data decide, ``None`` for none.
         leader: the site whose quantizer, and so whose encoding, this one shares.
         reason: the rule that decided it, in words.
     """
@@ -26,6 +27,7 @@ class SitePlan:
     method: str
     static: bool = False
     range: tuple[float, float] | None = None
+    bounds: tuple[float | None, float | None] | None = None
     leader: Site | None = None
     reason: str = ""
 

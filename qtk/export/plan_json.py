@@ -20,6 +20,7 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
                 "method": decided.method,
                 "static": decided.static,
                 "range": None if decided.range is None else list(decided.range),
+                "bounds": None if decided.bounds is None else list(decided.bounds),
                 "leader": None if decided.leader is None else _site_to_json(decided.leader),
                 "reason": decided.reason,
             }
@@ -46,18 +47,25 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
     match record:
         case {
             "site": list(site), "spec": dict(spec), "method": str(method), "static": bool(static),
-            "range": list() | None as bounds, "leader": list() | None as leader, "reason": str(reason),
+            "range": list() | None as known, "bounds": list() | None as bounds, "leader": list() | None as leader,
+            "reason": str(reason),
         }:
             pass
         case _:
             raise EncodingError(f"not a plan for a site: {record!r:.120}")
     try:
-        low_high = None if bounds is None else (float(bounds[0]), float(bounds[1]))
         return _site(site), SitePlan(
-            QuantSpec.from_json(spec), method, static, low_high, None if leader is None else _site(leader), reason
+            QuantSpec.from_json(spec), method, static,
+            range=None if known is None else (float(known[0]), float(known[1])),
+            bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
+            leader=None if leader is None else _site(leader), reason=reason,
         )
     except (SpecError, TypeError, ValueError, IndexError) as error:
         raise EncodingError(f"not a plan for a site: {error}") from error
+
+
+def _bound(value: object) -> float | None:
+    return None if value is None else float(str(value))
 
 
 def _site_to_json(site: Site) -> list[str]:

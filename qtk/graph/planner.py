@@ -211,12 +211,13 @@ class _Planner:
         self.values[node] = self._site_plan(spec, decided, why, static=static)
 
     def _site_plan(self, spec: QuantSpec, decided: Decision, why: str, *, static: bool) -> SitePlan:
-        bounds = decided.setting.range
+        known = None if static else decided.setting.range
         return SitePlan(
             spec,
             decided.setting.method or self.scheme,
             static=static,
-            range=None if bounds is None or static else (float(bounds[0]), float(bounds[1])),
+            range=None if known is None else (float(known[0]), float(known[1])),
+            bounds=decided.setting.bounds,
             reason=f"{why}; {decided.reason}",
         )
 

@@ -48,12 +48,16 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
     if spec.symmetric:
         if spec.scale_format is not None:
             scale = stored(torch.maximum(high, -low).to(torch.float32), scale, spec)
-        return _held(scale, torch.zeros_like(scale), spec), None
+        return held_scale(scale, torch.zeros_like(scale), spec), None
     zero_point = (spec.qmin - low / scale.to(torch.float64)).round().clamp(spec.qmin, spec.qmax)
-    return _held(scale, zero_point, spec), zero_point.to(torch.int32)
+    return held_scale(scale, zero_point, spec), zero_point.to(torch.int32)
 
 
-def _held(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """The scale, made small enough for every ``(code - zero_point) · scale`` to be finite."""
+def held_scale(scale: Tensor, zero_point: Tensor | float, spec: QuantSpec) -> Tensor:
+    """The scale, made small enough for every ``(code - zero_point) · scale`` to be finite.
+
+    Shape: ``scale`` any, ``zero_point`` alike; result float32.
+    """
+    zero_point = torch.as_tensor(zero_point, dtype=torch.float64, device=scale.device)
     farthest = torch.maximum((spec.qmax - zero_point).abs(), (spec.qmin - zero_point).abs())
-    return torch.minimum(scale, (LARGEST_REAL / farthest.to(torch.float64)).to(torch.float32))
+    return torch.minimum(scale.to(torch.float32), (LARGEST_REAL / farthest).to(torch.float32))

@@ -113,7 +113,7 @@ class Quantizer(Tap):
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Takes over an encoding. Raises: EncodingError if its spec differs or this quantizer is frozen."""
-        self._refuse_if_frozen()
+        self.refuse_if_frozen()
         if encoding.spec != self.spec:
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
@@ -121,6 +121,13 @@ class Quantizer(Tap):
         with torch.inference_mode(False):  # numbers born in inference mode could never be trained with
             self._hold(encoding.scale.detach().to(device, copy=True), None if encoding.zero_point is None
                        else encoding.zero_point.detach().to(device, copy=True))
+
+    def drop_encoding(self) -> None:
+        """Forgets the encoding. Raises: EncodingError if frozen."""
+        self.refuse_if_frozen()
+        del self.scale, self.zero_point
+        self.register_buffer("scale", None)
+        self.register_buffer("zero_point", None)
 
     @property
     def learns_range(self) -> bool:
@@ -133,7 +140,7 @@ class Quantizer(Tap):
         Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen or if the scales are
         stored in few bits.
         """
-        self._refuse_if_frozen()
+        self.refuse_if_frozen()
         if self.scale is None:
             raise NotCalibratedError(f"{self.site} has no range to learn from; run sim.compute_encodings(data) first")
         if self.spec.scale_format is not None:
@@ -182,7 +189,8 @@ class Quantizer(Tap):
             else:
                 self.register_buffer(name, value)
 
-    def _refuse_if_frozen(self) -> None:
+    def refuse_if_frozen(self) -> None:
+        """Raises: EncodingError if frozen."""
         if self.frozen:
             raise EncodingError(f"{self.site} is frozen; set frozen = False to change its encoding")
 

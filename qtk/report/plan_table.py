@@ -50,4 +50,7 @@ def _source(decided: SitePlan) -> str:
         return f"as {decided.leader}"
     if decided.range is not None:
         return "{:g} … {:g}".format(*decided.range)
+    if decided.bounds is not None:
+        low, high = ("" if bound is None else f"{bound:g}" for bound in decided.bounds)
+        return f"{decided.method}, within {low} … {high}"
     return decided.method

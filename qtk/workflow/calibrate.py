@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
-from qtk.calibrators.scheme import SCHEMES
+from qtk.calibrators.scheme import calibrator
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
@@ -16,9 +18,12 @@ from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
 from qtk.graph.static_values import static_values
 from qtk.numerics.ranges import choose_range
+from qtk.observers.observer import Observer
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.feed import Data, Forward, run_all
+from qtk.workflow.ranks import joined
+from qtk.workflow.selection import leaders
 
 
 def calibrate(
@@ -27,25 +32,31 @@ def calibrate(
     quantizers: Mapping[str, Quantizer],
     data: Data | None,
     *,
+    sites: Iterable[str] | str | None = None,
+    only_missing: bool = False,
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
 ) -> QuantPlan:
-    """Computes the encodings of all sites that are not frozen, then loads them all at once.
+    """Computes the encodings of all sites that are not frozen, or of the named ones, then loads them all at once.
 
     The model runs in float while activations are observed. A site that carried mask sentinels (−inf and the like)
-    cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan.
+    cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan. Where a process
+    group is initialized, every rank observes its own data and all get the same encodings. ``sites`` are names or globs;
+    ``only_missing`` leaves the encodings that there are.
 
     Changes ``model``. Returns: the plan as it now holds.
 
-    Raises: CalibrationError naming site and batch for NaN or +inf, if there is no data, or a site saw none; nothing
-        has changed then.
+    Raises: CalibrationError naming site and batch for NaN or +inf, for a name of no site, if there is no data, or a
+        site saw none; nothing has changed then.
     """
-    leaders = {site: decided for site, decided in plan.items() if decided.leader is None}
-    pending = {site: decided for site, decided in leaders.items() if not quantizers[site.name].frozen}
+    pending = {
+        site: plan[site] for site in leaders(plan, sites)
+        if not quantizers[site.name].frozen and not (only_missing and quantizers[site.name].scale is not None)
+    }
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
-    encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static})
+    encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static}, progress)
     observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
     masked: dict[Site, str] = {}
     if observed:
@@ -55,10 +66,12 @@ def calibrate(
                 f"{len(observed)} activation sites need calibration data, the first of them {names}; "
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
-        seen, masked = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
-        encodings |= seen
+        seen = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
+        found, masked = _decided(observed, seen)
+        encodings |= found
     for site, encoding in encodings.items():
-        quantizers[site.name].load_encoding(encoding)
+        bounds = plan[site].bounds
+        quantizers[site.name].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
     return drop_sites(model, plan, masked) if masked else plan
 
 
@@ -68,16 +81,28 @@ def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.d
     return Encoding(spec, *choose_range(low, high, spec))
 
 
-def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan]) -> dict[Site, Encoding]:
+def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> Encoding:
+    """The encoding with its range inside the bounds; half a step beyond is the rounding of the zero point."""
+    low, high = encoding.minimum, encoding.maximum
+    slack = encoding.scale / 2
+    lower, upper = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
+    if not bool(((low < lower - slack) | (high > upper + slack)).any()):
+        return encoding
+    low, high = low.clamp(min=lower), high.clamp(max=upper)
+    return Encoding(encoding.spec, *choose_range(torch.minimum(low, high), torch.maximum(low, high), encoding.spec))
+
+
+def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
     """Encodings of values made from parameters alone; each is observed once, as it is now."""
     encodings = {}
-    for site, value in static_values(model, sites):
+    values = static_values(model, sites)
+    for site, value in tqdm(values, desc="weights", total=len(sites), unit="site", disable=not progress or not sites):
         decided = sites[site]
-        scheme = SCHEMES[decided.method]
-        observer = scheme.observer(decided.spec.granularity)
+        scheme = calibrator(decided.method)
+        observer = scheme.observer(decided.spec.granularity, static=True)
         try:
             observer.observe(value)
-            encodings[site] = scheme.encoding(observer, decided.spec)
+            (encodings[site],) = scheme.encodings([observer], [decided.spec])
         except CalibrationError as error:
             raise CalibrationError(f"{site}: {error}") from None
     return encodings
@@ -91,31 +116,50 @@ def _from_data(
     forward: Forward | None,
     num_batches: int | None,
     progress: bool,
-) -> tuple[dict[Site, Encoding], dict[Site, str]]:
-    watched = {site: quantizers[site.name] for site in sites}
+) -> Mapping[str, Observer]:
+    """What was seen at every site, by all ranks."""
+    watched = {site.name: quantizers[site.name] for site in sites}
+    problem = None
     try:
-        for site, quantizer in watched.items():
-            quantizer.observer = SCHEMES[sites[site].method].observer(sites[site].spec.granularity)
-        with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
-            run_all(model, data, forward=forward, num_batches=num_batches, label="calibrating", progress=progress)
-        encodings, masked, starved = {}, {}, []
-        for site, quantizer in watched.items():
-            observer = quantizer.observer
-            assert observer is not None
-            if observer.sentinels:
-                total = observer.count + observer.sentinels
-                masked[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
-            elif observer.count == 0:
-                starved.append(site.name)
-            else:
-                encodings[site] = SCHEMES[sites[site].method].encoding(observer, sites[site].spec)
-        if starved:
-            raise CalibrationError(
-                f"no data reached {len(starved)} sites: {', '.join(starved[:5])}; calibrate with data that runs "
-                "them, or set them to float in the config"
-            )
-        return encodings, masked
+        for site, decided in sites.items():
+            watched[site.name].observer = calibrator(decided.method).observer(decided.spec.granularity)
+        try:
+            with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
+                run_all(model, data, forward=forward, num_batches=num_batches, label="calibrating", progress=progress)
+        except CalibrationError as error:
+            problem = error
+        observers = {name: q.observer for name, q in watched.items() if q.observer is not None}
+        return joined(observers, problem)
     finally:
         for quantizer in watched.values():
             quantizer.observer = None
 
+
+def _decided(
+    sites: Mapping[Site, SitePlan], observers: Mapping[str, Observer]
+) -> tuple[dict[Site, Encoding], dict[Site, str]]:
+    """Encodings of what was observed, those of one scheme all at once, and why other sites cannot have one."""
+    masked: dict[Site, str] = {}
+    ready: dict[str, list[Site]] = {}
+    starved = []
+    for site, decided in sites.items():
+        observer = observers[site.name]
+        if observer.sentinels:
+            total = observer.count + observer.sentinels
+            masked[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
+        elif observer.count == 0:
+            starved.append(site.name)
+        else:
+            ready.setdefault(decided.method, []).append(site)
+    if starved:
+        raise CalibrationError(
+            f"no data reached {len(starved)} sites: {', '.join(starved[:5])}; calibrate with data that runs "
+            "them, or set them to float in the config"
+        )
+    encodings: dict[Site, Encoding] = {}
+    for method, members in ready.items():
+        found = calibrator(method).encodings(
+            [observers[site.name] for site in members], [sites[site].spec for site in members]
+        )
+        encodings |= dict(zip(members, found, strict=True))
+    return encodings, masked

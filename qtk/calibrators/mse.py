@@ -1,0 +1,49 @@
+"""The range with the least mean error: the observed one, shrunk step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtk.calibrators.search import Sampled, least_error, sampler
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import Granularity
+from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
+from qtk.numerics.ranges import choose_range
+from qtk.observers.observer import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Mse:
+    """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least ``Σ |x - x̂|^norm``.
+
+    Weights count element by element, activations by the middles of histogram bins.
+
+    Args:
+        norm: 2, the squared error; other norms (BRECQ's and QDrop's 2.4) take longer.
+        steps: number of ranges tried.
+        bins: of the histograms of activations, at least so many over the range.
+    """
+
+    norm: float = 2.0
+    steps: int = 100
+    bins: int = 1024
+
+    def __post_init__(self) -> None:
+        if not self.norm > 0 or self.steps < 1:
+            raise CalibrationError(f"mse needs norm > 0 and steps ≥ 1, got norm {self.norm} and steps {self.steps}")
+
+    def observer(self, granularity: Granularity, *, static: bool = False) -> Sampled:
+        return sampler(granularity, static=static, bins=self.bins)
+
+    def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+        """The encodings of least error. Raises: CalibrationError if a scale saw nothing."""
+        return least_error(observers, specs, self._propose, norm=self.norm)
+
+    def _propose(self, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+        fraction = torch.arange(1, self.steps + 1, dtype=torch.float64, device=low.device)[:, None] / self.steps
+        return choose_range(low * fraction, high * fraction, spec)

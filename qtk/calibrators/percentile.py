@@ -1,0 +1,65 @@
+"""The range leaves out the outermost values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtk.calibrators.search import Sampled, choose_all, sampler
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import Granularity
+from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
+from qtk.numerics.ranges import choose_range
+from qtk.observers.observer import Observer
+from qtk.observers.points import Points
+
+
+@dataclass(frozen=True, slots=True)
+class Percentile:
+    """The upper end is the smallest value with at least ``quantile`` of all values at or below it, the lower end alike.
+
+    Of n weights the upper end is the ⌈quantile · n⌉-th smallest. Activations are known by the bins of a histogram: the
+    end is the outer edge of the bin that holds that value, or the extreme, if that is nearer.
+
+    Args:
+        quantile: more than 0.5, at most 1; at 1 the range is everything that was seen.
+        bins: of the histograms of activations, at least so many over the range.
+    """
+
+    quantile: float = 0.9999
+    bins: int = 1024
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.quantile <= 1:
+            raise CalibrationError(f"quantile must be more than 0.5 and at most 1, got {self.quantile}")
+
+    def observer(self, granularity: Granularity, *, static: bool = False) -> Sampled:
+        return sampler(granularity, static=static, bins=self.bins)
+
+    def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+        """The encodings that hold all but the outermost. Raises: CalibrationError if a scale saw nothing."""
+        return choose_all(observers, specs, self._choose)
+
+    def _choose(self, points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+        low, high = self._range(points)
+        return choose_range(low, high, spec)
+
+    def _range(self, points: Points) -> tuple[Tensor, Tensor]:
+        if points.counts is None:
+            elements = points.values.shape[1]
+            last = math.ceil(self.quantile * elements)
+            if last == elements:
+                return points.low, points.high
+            return points.values.kthvalue(elements - last + 1).values, points.values.kthvalue(last).values
+        values, order = (points.values, None) if bool((points.reach > 0).all()) else points.values.sort(1)
+        counts = points.counts if order is None else points.counts.gather(1, order)
+        below = counts.cumsum(1)
+        total = below[:, -1:]
+        wanted = (total.double() * self.quantile).ceil().long()
+        upper = values.gather(1, (below < wanted).sum(1, keepdim=True))[:, 0] + points.reach
+        lower = values.gather(1, (below <= total - wanted).sum(1, keepdim=True))[:, 0] - points.reach
+        return lower.clamp(min=points.low), upper.clamp(max=points.high)

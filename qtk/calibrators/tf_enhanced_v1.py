@@ -1,0 +1,121 @@
+"""tf_enhanced as AIMET's C++ library searches it.
+
+N = qmax - qmin; the observed range goes from the first to the last bin with anything in it, holds 0 and is at least
+0.01 wide. All rounding is half away from zero.
+
+    symmetric     scales k/100 of the largest magnitude over N/2, k = 1…101
+    asymmetric    scales k/16 of the observed one, k = 1…17, with the range starting at ``int(-N + i·N/20)`` scales,
+                  i = 0…20, clamped to the observed range unless it holds more than that, which is skipped; and the
+                  observed range itself
+    cost          ``Σ share · (x - x̂)²`` over the middles of the bins inside the candidate's range, and
+                  ``gamma · Σ share · (x - end)²`` over those outside, where ``end`` is the middle of the bin in which
+                  the range ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.calibrators.min_max import encoding_of_range
+from qtk.core.dtypes import FloatDtype
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
+from qtk.numerics.ranges import held_scale
+from qtk.observers.first_batch_histogram import BINS, FirstBatchHistogram
+from qtk.observers.observer import Observer
+
+SCALES_AT_ONCE = 64
+SMALLEST_RANGE = 0.01
+
+
+def encodings(observers: Sequence[Observer], specs: Sequence[QuantSpec], *, gamma: float) -> list[Encoding]:
+    """The encodings of least noise; [-1, 1] where only zeros were seen. Raises: CalibrationError if nothing was."""
+    return [_encoding(observer, spec, gamma) for observer, spec in zip(observers, specs, strict=True)]
+
+
+def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
+    assert isinstance(observer, FirstBatchHistogram)
+    if not observer.count:
+        raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+    found = observer.shares()
+    if found is None:
+        one = torch.ones(observer.shape)
+        return encoding_of_range(-one, one, spec)
+    left, shares, seen = found
+    occupied = shares > 0
+    empty = ~occupied.any(1)  # only zeros, in a tensor that has other numbers elsewhere
+    first = occupied.to(torch.int8).argmax(1, keepdim=True)
+    last = BINS - 1 - occupied.flip(1).to(torch.int8).argmax(1, keepdim=True)
+    low = left.gather(1, first)[:, 0].clamp(max=0.0).masked_fill(empty, -1.0)
+    high = left.gather(1, last)[:, 0].clamp(min=0.0)
+    high = torch.maximum(high, low + SMALLEST_RANGE).masked_fill(empty, 1.0)
+    low, high = (bound.masked_fill(~seen, torch.nan) for bound in (low, high))
+    whole = encoding_of_range(low.reshape(observer.shape), high.reshape(observer.shape), spec)
+    if isinstance(spec.dtype, FloatDtype) or spec.scale_format is not None:
+        return whole
+    scales, starts = [], []
+    for begin in range(0, len(left), SCALES_AT_ONCE):
+        own = slice(begin, begin + SCALES_AT_ONCE)
+        propose = _symmetric if spec.symmetric else _asymmetric
+        scale, start = propose(low[own], high[own], spec)
+        cost = _cost(left[own], shares[own], scale, start, spec, gamma)
+        best = cost.masked_fill(scale <= 0, torch.inf).argmin(0, keepdim=True)
+        scales.append(scale.gather(0, best)[0])
+        starts.append(start.gather(0, best)[0])
+    zero_point = spec.qmin - torch.cat(starts)
+    scale = held_scale(torch.cat(scales), zero_point, spec).reshape(observer.shape)
+    return Encoding(spec, scale, None if spec.symmetric else zero_point.to(torch.int32).reshape(observer.shape))
+
+
+def _symmetric(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    steps = spec.qmax - spec.qmin
+    widest = torch.maximum(high.abs(), low.abs()) / (steps / 2)
+    scale = widest * (torch.arange(1, 102, dtype=torch.float64, device=low.device) / 100)[:, None]
+    return scale, torch.full_like(scale, spec.qmin)
+
+
+def _asymmetric(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Scales, 0 for what is skipped, and where their ranges start, in scales. Shape: [candidates, scales]."""
+    steps = spec.qmax - spec.qmin
+    widest = (high - low) / steps
+    start = _rounded(low / widest)
+    lowest = widest * start
+    highest = lowest + widest * steps
+    fraction = torch.arange(1, 18, dtype=torch.float64, device=low.device)[:, None, None] / 16
+    places = torch.tensor([int(-steps + steps / 20 * i) for i in range(21)], dtype=torch.float64, device=low.device)
+    first = widest * fraction * places[:, None]
+    last = first + widest * fraction * steps
+    wider = (first < lowest) & (last > highest)
+    first, last = torch.maximum(first, lowest), torch.minimum(last, highest)
+    skipped = wider | (last <= first)
+    scale = torch.where(skipped, 0.0, (last - first) / steps).flatten(0, 1)
+    begin = _rounded(first.flatten(0, 1) / scale.where(scale > 0, 1.0)).where(scale > 0, 0.0)
+    return torch.cat([scale, widest[None]]), torch.cat([begin, start[None]])
+
+
+def _cost(left: Tensor, shares: Tensor, scale: Tensor, start: Tensor, spec: QuantSpec, gamma: float) -> Tensor:
+    """Shape: ``left`` and ``shares`` [scales, BINS]; the rest, and the result, [candidates, scales]."""
+    steps = spec.qmax - spec.qmin
+    width = left[:, 1] - left[:, 0]
+    middles = left + width[:, None] / 2
+    cost = torch.empty_like(scale)
+    bins = torch.arange(BINS, device=left.device)
+    for candidate, (step, first) in enumerate(zip(scale, start, strict=True)):
+        step = step.where(step > 0, 1.0)
+        ends = [((step * (first + far) - left[:, 0]) / width).floor().clamp(0, BINS - 1).long() for far in (0, steps)]
+        below, above = bins < ends[0][:, None], bins >= ends[1][:, None]
+        nearest = (_rounded(middles / step[:, None] - first[:, None]) + first[:, None]) * step[:, None]
+        to_low, to_high = (middles - middles.gather(1, end[:, None]) for end in ends)
+        clipped = to_low.square() * below + to_high.square() * above
+        rounded = (middles - nearest).square() * ~(below | above)
+        cost[candidate] = (shares * (rounded + gamma * clipped)).sum(1)
+    return cost
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Half away from zero."""
+    return (x.abs() + 0.5).floor() * x.sign()

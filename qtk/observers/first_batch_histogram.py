@@ -1,0 +1,95 @@
+"""The histogram of AIMET's C++ library: its grid is fixed by the first batch, and every batch weighs the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtk.core.granularity import Granularity
+from qtk.errors import CalibrationError
+from qtk.numerics.blocks import split_shape
+from qtk.observers.extremes import extremes
+from qtk.observers.min_max import same_shape
+
+BINS = 512
+GROWTH = 3.0
+CHUNK = 1 << 22
+"""Elements placed at once."""
+
+
+class FirstBatchHistogram:
+    """512 bins over three times the range of the first batch that is not all zero; what lies outside is dropped.
+
+    An element is in the bin ``round(x / width - first / width)``, ties away from zero. Each batch adds its shares, and
+    the shares are the mean over batches.
+    """
+
+    def __init__(self, granularity: Granularity) -> None:
+        self.granularity = granularity
+        self.count = 0
+        self.sentinels = 0
+        self.shape: tuple[int, ...] = ()
+        self._first: Tensor | None = None  # float64 [scales]; left end of the first bin
+        self._width: Tensor | None = None
+        self._shares: Tensor | None = None  # float64 [scales, BINS], summed over batches
+        self._batches = 0
+        self._seen: Tensor | None = None  # bool [scales]: anything but mask marks
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        found = extremes(x, self.granularity)
+        if found is None:
+            return
+        self.count += found.count
+        self.sentinels += found.sentinels
+        if not found.count:
+            return
+        if self._seen is not None:
+            same_shape(self._seen.reshape(self.shape), found.low)
+        self.shape = tuple(found.low.shape)
+        seen = torch.ones_like(found.low, dtype=torch.bool) if found.seen is None else found.seen
+        self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)
+        low, high = (bound.reshape(-1).to(torch.float64) for bound in (found.low, found.high))
+        if self._width is None:
+            if bool(((low == 0) & (high == 0)).all()):
+                return
+            middle = (low + high) / 2
+            self._first = middle - GROWTH * (middle - low)
+            self._width = (middle + GROWTH * (high - middle) - self._first) / BINS
+            self._shares = torch.zeros((len(low), BINS), dtype=torch.float64, device=x.device)
+        self._batches += 1
+        split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
+        outside = [axis for axis in range(len(split)) if axis not in inside]
+        self._add(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
+
+    def merge(self, other: FirstBatchHistogram) -> None:
+        """Takes in what ``other`` has seen. Raises: CalibrationError unless one of them has seen nothing."""
+        if self.count and other.count:
+            raise CalibrationError("tf_enhanced(variant='v1') takes its bins from the first batch, so that two runs "
+                                   "cannot join; calibrate in one process, or with variant='v2'")
+        if other.count:
+            self.__dict__.update(other.__dict__)
+
+    def shares(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Left ends of the bins and shares, float64 [scales, BINS], and which scales saw anything, bool [scales].
+
+        ``None`` if only zeros were seen.
+        """
+        if self._first is None or self._width is None or self._shares is None or self._seen is None:
+            return None
+        left = self._first[:, None] + self._width[:, None] * torch.arange(BINS, device=self._first.device)
+        return left, self._shares / self._batches, self._seen
+
+    def _add(self, rows: Tensor) -> None:
+        assert self._first is not None
+        assert self._width is not None
+        assert self._shares is not None
+        for columns in torch.split(rows, max(1, CHUNK // len(rows)), dim=1):
+            place = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
+            slot = (place.abs() + 0.5).floor() * place.sign()
+            inside = (slot >= 0) & (slot < BINS)
+            owner = torch.arange(len(rows), device=rows.device)[:, None] * BINS
+            found = torch.where(inside, owner + slot.where(inside, 0.0).long(), len(rows) * BINS)
+            counts = torch.bincount(found.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
+            self._shares += counts.reshape(len(rows), BINS) / rows.shape[1]

@@ -1,0 +1,220 @@
+"""Streaming histograms on grids whose width is a power of two.
+
+The width of a grid is the smallest power of two with which the range seen so far fits into the bins, the first bin the
+one that holds the smallest number. Both follow from the range alone, and two neighbouring bins of a grid are one bin of
+the next wider: so a histogram does not depend on the order in which data came, none is ever split, and two merge into
+what one would have counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtk.core.granularity import Granularity
+from qtk.errors import CalibrationError
+from qtk.numerics.blocks import split_shape
+from qtk.observers.extremes import extremes
+from qtk.observers.min_max import same_shape
+from qtk.observers.points import Points
+from qtk.ops.statistics import histogram
+
+SMALLEST_EXPONENT = -100
+DIGITS = 24
+"""Of float32: bins narrower than its last digit tell nothing apart."""
+
+
+class Histogram:
+    """Counts what each scale saw in at least ``bins`` and at most twice as many bins between its extremes.
+
+    Args:
+        bins: how fine.
+        growth: if given, no batch widens the range of the first one, [low, high], by more than
+            ``growth · (high - low) / 2`` on either side; what lies beyond counts in the outermost bins. Then the first
+            batch decides, and order matters where a batch goes beyond.
+
+    >>> from qtk.core.granularity import PerTensor
+    >>> observer = Histogram(PerTensor(), bins=2)
+    >>> observer.observe(torch.tensor([0.0, 1.0, 1.5, 3.0]))
+    >>> observer.counts, observer.edges
+    (tensor([[1, 2, 0, 1]]), tensor([[0., 1., 2., 3., 4.]], dtype=torch.float64))
+    """
+
+    def __init__(self, granularity: Granularity, *, bins: int = 1024, growth: float | None = None) -> None:
+        if bins < 2 or bins > 1 << 20:
+            raise CalibrationError(f"bins must be 2 to {1 << 20}, got {bins}")
+        if growth is not None and not growth >= 0:
+            raise CalibrationError(f"growth must be at least 0, or None for any; got {growth}")
+        self.granularity = granularity
+        self.bins = bins
+        self.growth = growth
+        self.count = 0
+        self.sentinels = 0
+        # [scales] each, and [scales, 2 · bins]; inf and -inf for a scale that saw none
+        self._low: Tensor | None = None
+        self._high: Tensor | None = None
+        self._limits: tuple[Tensor, Tensor] | None = None
+        self._first: Tensor | None = None
+        self._exponent: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._shape: torch.Size | None = None
+
+    @property
+    def minimum(self) -> Tensor | None:
+        """Lower end of the range, ``None`` until something was seen; NaN for a scale that saw only mask marks.
+
+        Shape: float32 in the qparam shape.
+        """
+        return None if self._low is None else self._shown(self._low.masked_fill(self._low.isinf(), torch.nan))
+
+    @property
+    def maximum(self) -> Tensor | None:
+        """Upper end of the range; as ``minimum``."""
+        return None if self._high is None else self._shown(self._high.masked_fill(self._high.isinf(), torch.nan))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The qparam shape; empty until something was seen."""
+        return tuple(self._shape or ())
+
+    @property
+    def counts(self) -> Tensor | None:
+        """Elements in each bin. Shape: int64 [scales, 2 · bins]."""
+        return self._counts
+
+    @property
+    def edges(self) -> Tensor | None:
+        """Ends of the bins. Shape: float64 [scales, 2 · bins + 1]."""
+        if self._first is None or self._exponent is None:
+            return None
+        place = torch.arange(2 * self.bins + 1, dtype=torch.float64, device=self._first.device)
+        return torch.ldexp(self._first.to(torch.float64)[:, None] + place, self._exponent[:, None])
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        found = extremes(x, self.granularity)
+        if found is None:
+            return
+        if found.count:
+            low, high = found.low, found.high
+            if found.seen is not None:
+                low, high = low.where(found.seen, torch.inf), high.where(found.seen, -torch.inf)
+            if self._low is not None:
+                same_shape(self._low.reshape(self._shape or ()), low)
+            self._shape = low.shape
+            self._widen(low.reshape(-1), high.reshape(-1))
+            block_size = self.granularity.block_size(x.ndim)
+            assert self._first is not None
+            assert self._exponent is not None
+            assert self._counts is not None
+            inside = self._limited(x, block_size, low.reshape(-1), high.reshape(-1))
+            self._counts += histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
+        self.count += found.count
+        self.sentinels += found.sentinels
+
+    def merge(self, other: Histogram) -> None:
+        """Takes in what ``other`` has seen. Raises: CalibrationError if it counts otherwise."""
+        if (other.granularity, other.bins, other.growth) != (self.granularity, self.bins, self.growth):
+            raise CalibrationError(
+                f"a histogram {other.granularity} of {other.bins} bins and growth {other.growth} cannot join one "
+                f"{self.granularity} of {self.bins} bins and growth {self.growth}"
+            )
+        if other._counts is not None and other._low is not None and other._high is not None:
+            assert other._first is not None
+            assert other._exponent is not None
+            if self._low is not None and self._shape != other._shape:
+                same_shape(self._low.reshape(self._shape or ()), other._low.reshape(other._shape or ()))
+            self._shape = other._shape
+            self._widen(other._low, other._high)
+            assert self._counts is not None
+            self._counts += self._moved(other._counts, other._first, other._exponent).to(self._counts.device)
+        self.count += other.count
+        self.sentinels += other.sentinels
+
+    def points(self) -> Points:
+        """The middles of the bins, no farther out than the extremes. Raises: CalibrationError if nothing was seen."""
+        edges, counts = self.edges, self._counts
+        if edges is None or counts is None or self._low is None or self._high is None:
+            raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+        unseen = self._low > self._high
+        low, high = (bound.to(torch.float64).masked_fill(unseen, torch.nan) for bound in (self._low, self._high))
+        middles = (edges[:, :-1] + edges[:, 1:]) / 2
+        middles = torch.minimum(torch.maximum(middles, low[:, None]), high[:, None])
+        return Points(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2)
+
+    def _shown(self, bound: Tensor) -> Tensor:
+        return bound.reshape(self._shape or ())
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
+        """Makes the grid hold [low, high] too, as far as the limits let it."""
+        if self._low is None or self._high is None:
+            if self.growth is not None:
+                room = torch.where(high > low, high - low, 1.0)
+                alone = torch.where(high > low, 0.0, 0.5)  # a constant is taken for a range of 1 around it
+                reach = room * (self.growth / 2) + alone
+                self._limits = low - reach, high + reach
+            self._low, self._high = low, high
+        else:
+            if self._limits is not None:
+                low, high = self._within_limits(low), self._within_limits(high)
+            self._low = torch.minimum(self._low.to(low.device), low)
+            self._high = torch.maximum(self._high.to(low.device), high)
+        first, exponent = _grid(self._low, self._high, 2 * self.bins)
+        if self._counts is None or self._first is None or self._exponent is None:
+            self._first, self._exponent = first, exponent
+            self._counts = torch.zeros((len(first), 2 * self.bins), dtype=torch.int64, device=first.device)
+            return
+        on_cpu = first.device.type == "cpu"  # elsewhere looking would wait for the device
+        if on_cpu and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
+            return
+        counts, before = self._counts, (self._first, self._exponent)
+        self._first, self._exponent = first, exponent
+        self._counts = self._moved(counts, *before)
+
+    def _moved(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
+        """Counts on a finer or equal grid as counts on this one; what lies beyond is in the outermost bins."""
+        assert self._first is not None
+        assert self._exponent is not None
+        assert self._high is not None
+        device = counts.device
+        own_first, own_exponent = self._first.to(device), self._exponent.to(device)
+        wider = (own_exponent - exponent).clamp(0, 62).to(torch.int64)[:, None]
+        place = torch.arange(counts.shape[1], device=device) + first.to(torch.int64)[:, None]
+        last = torch.ldexp(self._high.to(device, torch.float64), -own_exponent).floor() - own_first
+        slot = (place >> wider) - own_first.to(torch.int64)[:, None]
+        last = last.nan_to_num(neginf=0).clamp(0, counts.shape[1] - 1).to(torch.int64)[:, None]
+        slot = torch.minimum(slot.clamp(min=0), last)
+        return torch.zeros_like(counts).scatter_add_(1, slot, counts)
+
+    def _within_limits(self, value: Tensor) -> Tensor:
+        assert self._limits is not None
+        lower, upper = (limit.to(value.device) for limit in self._limits)
+        return torch.minimum(torch.maximum(value, lower), upper)
+
+    def _limited(self, x: Tensor, block_size: tuple[int, ...], low: Tensor, high: Tensor) -> Tensor:
+        """``x``, what lies beyond the limits moved to them."""
+        if self._limits is None:
+            return x
+        lower, upper = (limit.to(x.device) for limit in self._limits)
+        if x.device.type == "cpu" and not bool(((low < lower) | (high > upper)).any()):
+            return x
+        split, inside = split_shape(x.shape, block_size)
+        lined = [1 if axis in inside else length for axis, length in enumerate(split)]
+        wide = x.to(torch.float32).reshape(split)
+        return torch.minimum(torch.maximum(wide, lower.reshape(lined)), upper.reshape(lined)).reshape(x.shape)
+
+
+def _grid(low: Tensor, high: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """First bin and exponent of the finest grid on which [low, high] touches at most ``capacity`` bins."""
+    lower = torch.where(low <= high, low, 0.0).to(torch.float64)
+    upper = torch.where(low <= high, high, 0.0).to(torch.float64)
+    exponent = torch.frexp((upper - lower) / (capacity - 1)).exponent.to(torch.int32)
+    finer = exponent - 1
+    bins = torch.ldexp(upper, -finer).floor() - torch.ldexp(lower, -finer).floor() + 1
+    exponent = torch.where((bins <= capacity) | (upper == lower), finer, exponent)
+    peak = torch.maximum(lower.abs(), upper.abs())
+    digits = torch.frexp(peak).exponent.to(torch.int32) - DIGITS
+    finest = torch.where((upper == lower) | (digits > exponent), digits, exponent)
+    exponent = torch.where(peak == 0, SMALLEST_EXPONENT, finest).clamp(min=SMALLEST_EXPONENT)
+    return torch.ldexp(lower, -exponent).floor().to(torch.float32), exponent

@@ -1,0 +1,33 @@
+"""What searches over ranges look at: the numbers of each scale, or the bins they fell into, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """``counts`` elements of a scale lie within ``reach`` of each of its ``values``, all of them in [low, high].
+
+    Shape: ``values`` float64 and ``counts`` int64 [scales, points]; ``counts`` is ``None`` where each counts once;
+    ``low``, ``high``, ``reach`` float64 [scales]; NaN for a scale that saw nothing. Values that are bins ascend.
+    """
+
+    values: Tensor
+    counts: Tensor | None
+    low: Tensor
+    high: Tensor
+    reach: Tensor
+
+    @property
+    def scales(self) -> int:
+        return len(self.values)
+
+    def of(self, scales: slice) -> Points:
+        """Those of some of the scales."""
+        return Points(
+            self.values[scales], None if self.counts is None else self.counts[scales], self.low[scales],
+            self.high[scales], self.reach[scales],
+        )

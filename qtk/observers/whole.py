@@ -1,0 +1,70 @@
+"""Everything, as it is: for weights, which are seen once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtk.core.granularity import Granularity
+from qtk.errors import CalibrationError
+from qtk.numerics.blocks import split_shape
+from qtk.observers.extremes import extremes, sentinel_bound
+from qtk.observers.points import Points
+
+
+class Whole:
+    """Keeps the tensors it sees, so that a search weighs every element."""
+
+    def __init__(self, granularity: Granularity) -> None:
+        self.granularity = granularity
+        self.count = 0
+        self.sentinels = 0
+        self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a mask mark
+        self._shape: tuple[int, ...] = ()
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        found = extremes(x, self.granularity)
+        if found is None:
+            return
+        if self._seen and self._shape != tuple(found.low.shape):
+            raise CalibrationError(f"the scales of this site have shape {self._shape}, those of the next tensor "
+                                   f"{tuple(found.low.shape)}; every tensor must have the same channels")
+        self._shape = tuple(found.low.shape)
+        split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
+        outside = [axis for axis in range(len(split)) if axis not in inside]
+        rows = x.detach().reshape(split).permute(*outside, *inside).reshape(found.low.numel(), -1)
+        if found.sentinels:
+            rows = torch.where(rows <= sentinel_bound(x.dtype), torch.nan, rows)
+        self._seen.append(rows)
+        self.count += found.count
+        self.sentinels += found.sentinels
+
+    def merge(self, other: Whole) -> None:
+        """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
+        if other.granularity != self.granularity or (self._seen and other._seen and self._shape != other._shape):
+            raise CalibrationError(f"tensors {other.granularity} of {other._shape} scales cannot join tensors "
+                                   f"{self.granularity} of {self._shape}")
+        self._shape = other._shape or self._shape
+        self._seen += other._seen
+        self.count += other.count
+        self.sentinels += other.sentinels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The qparam shape."""
+        return self._shape
+
+    def points(self) -> Points:
+        """Every element. Raises: CalibrationError if nothing was seen."""
+        if not self.count:
+            raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+        values = torch.cat([rows.to(torch.float64) for rows in self._seen], dim=1)
+        marks = values.isnan()
+        low, high = values.masked_fill(marks, torch.inf).amin(1), values.masked_fill(marks, -torch.inf).amax(1)
+        low, high = (bound.masked_fill(low > high, torch.nan) for bound in (low, high))
+        counts = None
+        if self.sentinels:
+            counts, values = (~marks).to(torch.int64), values.masked_fill(marks, 0.0)
+        return Points(values, counts, low, high, torch.zeros_like(low))

@@ -1,0 +1,34 @@
+"""Sites by what a user calls them: names, or globs over names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.errors import CalibrationError
+from qtk.registry import nearest
+
+
+def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
+    """The sites that own an encoding, in the order of the plan: all, or those behind the names.
+
+    A site that shares its encoding stands for the one it shares it with.
+
+    Raises: CalibrationError for a name or glob that is that of no site.
+    """
+    if names is None:
+        return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None)
+    wanted: set[Site] = set()
+    for name in [names] if isinstance(names, str) else names:
+        found = [site for site in plan if fnmatch.fnmatchcase(site.name, name)]
+        if not found:
+            known = [site.name for site in plan]
+            raise CalibrationError(f"no site is called {name!r}; {_hint(name, known)}")
+        wanted |= {plan[site].leader or site for site in found}
+    return dict.fromkeys(site for site in plan if site in wanted)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    return nearest(name, known) if len(known) <= 20 else nearest(name, known).split("known:")[0] + "print(sim.plan)"
