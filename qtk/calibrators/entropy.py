@@ -1,7 +1,8 @@
 """The range whose codes lose the least information: Kullback-Leibler divergence, as TensorRT and ONNX Runtime do.
 
 For a range, P is the histogram with what lies outside added to the outermost occupied bins inside, and Q the histogram
-inside with each code's count spread evenly over its occupied bins; both as shares. ``KL(P ‖ Q) = Σ P · log(P / Q)``.
+inside with each code's count spread evenly over its occupied bins; both as shares. ``KL(P ‖ Q) = Σ P · log(P / Q)``,
+less what chance alone adds in n elements, 1/2n for every occupied bin of a code but one (Miller and Madow).
 A bin belongs to the code nearest to its middle. Real 0 is exact in every range, so the bin it is in counts no more than
 its neighbours: the zeros of a ReLU would otherwise decide alone. (S. Migacz, 8-bit inference with TensorRT, GTC 2017.)
 """
@@ -24,6 +25,9 @@ from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.points import Points
 
+ELEMENTS_A_BIN = 16
+ROUNDING = 1e-12
+"""Divergences this near are equal."""
 AT_ONCE = 1 << 20
 """Ends of codes looked up together."""
 
@@ -32,8 +36,8 @@ AT_ONCE = 1 << 20
 class Entropy:
     """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least divergence.
 
-    The widest of equal ones wins. A distribution needs more elements than bins and more bins than codes: a scale with
-    fewer of either keeps its whole range. So do the channels of most weights, as in the tools named above.
+    The widest of equal ones wins. A distribution needs 16 elements a bin and more bins than codes: a scale with fewer
+    of either keeps its whole range. So do the channels of most weights, as in the tools named above.
 
     Args:
         bins: of the histograms, at least so many over the range.
@@ -56,18 +60,20 @@ class Entropy:
 
     def _choose(self, points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         levels = int(spec.qmax - spec.qmin) + 1
-        if points.values.shape[1] < self.bins or self.bins <= levels:
+        fewest = ELEMENTS_A_BIN * self.bins
+        if (points.counts is None and points.values.shape[1] < fewest) or self.bins <= levels:
             return choose_range(points.low, points.high, spec)
         if bool((points.reach == 0).all()):
             points = self._counted(points)
-        enough = torch.as_tensor(points.counts).sum(1) >= self.bins
+        enough = torch.as_tensor(points.counts).sum(1) >= fewest
         points = _without_zeros(points)
         fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=points.low.device) / self.steps
         divergences = torch.cat([
             self._divergences(points, chosen, spec)
             for chosen in fractions.split(max(1, AT_ONCE // (points.scales * levels)))  # type: ignore[no-untyped-call]
         ])
-        fraction = torch.where(enough, fractions[divergences.argmin(0)], 1.0)
+        least = divergences <= divergences.amin(0) + ROUNDING
+        fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
         return choose_range(points.low * fraction, points.high * fraction, spec)
 
     def _counted(self, points: Points) -> Points:
@@ -101,20 +107,20 @@ class Entropy:
             spread = even.gather(-1, code.clamp(0, mass.shape[-1] - 1))[..., 0]
             divergence += torch.special.xlogy(own + outside, own + outside) - torch.special.xlogy(own, own)
             divergence -= torch.special.xlogy(outside, spread)
-        divergence = torch.log(inside / total) + divergence / total
+        chance = (occupied - 1).clamp(min=0).sum(-1) / 2
+        divergence = torch.log(inside / total) + (divergence - chance) / total
         return divergence.masked_fill(inside == 0, torch.inf).nan_to_num(nan=torch.inf)
 
 
 def _without_zeros(points: Points) -> Points:
     """The bin that holds 0 with no more elements than the fuller of its neighbours."""
     counts = torch.as_tensor(points.counts)
-    end = counts.shape[1] - 1
-    own = (points.values < 0).sum(1, keepdim=True)  # bins begin at multiples of their width
-    beside = torch.maximum(counts.gather(1, (own - 1).clamp(min=0)), counts.gather(1, (own + 1).clamp(max=end)))
-    holds = (points.low <= 0) & (points.high >= 0)
-    own = own.clamp(max=end)
-    fewer = torch.minimum(counts.gather(1, own), beside)
-    return replace(points, counts=counts.scatter(1, own, torch.where(holds[:, None], fewer, counts.gather(1, own))))
+    own = (points.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
+    beside = torch.nn.functional.pad(counts, (1, 1))  # bin i is at i + 1
+    most = torch.maximum(beside.gather(1, own), beside.gather(1, own + 2))
+    found = counts.gather(1, own)
+    holds = ((points.low <= 0) & (points.high >= 0))[:, None]
+    return replace(points, counts=counts.scatter(1, own, torch.where(holds, torch.minimum(found, most), found)))
 
 
 def _ends_of_codes(low: Tensor, high: Tensor, spec: QuantSpec) -> Tensor:

@@ -56,13 +56,13 @@ def calibrator(scheme: str) -> Calibrator:
     if not isinstance(scheme, str):
         raise ConfigError(f"a scheme is given by name, as in 'mse' or 'mse(norm=1)', got {scheme!r}; "
                           f"known: {', '.join(SCHEMES)}")
+    if "(" not in scheme:
+        return SCHEMES[scheme]
     try:
         call = ast.parse(scheme.strip(), mode="eval").body
     except (SyntaxError, ValueError):
         call = None
     match call:
-        case ast.Name(name):
-            return SCHEMES[name]
         case ast.Call(ast.Name(name), [], keywords):
             return _changed(scheme, SCHEMES[name], keywords)
     raise ConfigError(f"scheme {scheme!r} is neither a name nor a name with settings, as in 'percentile(quantile="

@@ -22,7 +22,7 @@ def test_the_range_seen_just_fits(spec):
     observer = calibrator.observer(spec.granularity)
     for half in x.chunk(2, 1) if spec.granularity == PerTensor() else (x,):
         observer.observe(half)
-    encoding = calibrator.encoding(observer, spec)
+    encoding = calibrator.encodings([observer], [spec])[0]
     assert encoding.spec == spec
     groups = {PerTensor(): x.reshape(1, -1), PerChannel(0): x, PerBlock((1, 4)): x.reshape(6, 4)}[spec.granularity]
     low, high = groups.amin(1).clamp(max=0).double(), groups.amax(1).clamp(min=0).double()
@@ -38,7 +38,7 @@ def test_no_data_is_an_error():
     for nothing in (torch.empty(0), torch.full((2,), -torch.inf)):
         observer.observe(nothing)
         with pytest.raises(CalibrationError, match="no data was observed"):
-            calibrator.encoding(observer, SPECS[1])
+            calibrator.encodings([observer], [SPECS[1]])
 
 
 def test_a_channel_without_data_is_an_error_with_its_place():
@@ -46,4 +46,4 @@ def test_a_channel_without_data_is_an_error_with_its_place():
     observer = calibrator.observer(PerChannel(0))
     observer.observe(torch.tensor([[1.0], [-torch.inf], [2.0]]))
     with pytest.raises(CalibrationError, match=r"1 of 3 scales.*\(1,\)"):
-        calibrator.encoding(observer, SPECS[2])
+        calibrator.encodings([observer], [SPECS[2]])

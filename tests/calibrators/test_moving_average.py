@@ -15,13 +15,13 @@ def test_the_averaged_range_just_fits():
     observer = calibrator.observer(PerTensor())
     observer.observe(torch.tensor([0.0, 100.0]))
     observer.observe(torch.tensor([0.0, 155.0]))
-    encoding = calibrator.encoding(observer, SPEC)
+    encoding = calibrator.encodings([observer], [SPEC])[0]
     assert encoding.scale.item() == 0.5
     assert encoding.zero_point.item() == 0
 
 
 def test_no_data_and_no_momentum_are_errors():
     with pytest.raises(CalibrationError, match="no data was observed"):
-        MovingAverage().encoding(MovingAverage().observer(PerTensor()), SPEC)
+        MovingAverage().encodings([MovingAverage().observer(PerTensor())], [SPEC])
     with pytest.raises(CalibrationError, match="momentum"):
         MovingAverage(momentum=0).observer(PerTensor())

@@ -115,9 +115,9 @@ def test_an_input_is_quantized_with_the_symmetry_of_its_op():
     assert [rule.input for rule in rules_for(config, "matmul")] == ["quantized", TensorSetting(symmetric=True)]
 
 
-def test_a_single_bound_that_changes_something_is_ignored_aloud():
-    with pytest.warns(UserWarning, match=r"ignored: op_type\.Elu\.encoding_constraints \(a range here has both"):
-        load_config(with_op("Elu", {"encoding_constraints": {"min": -1.0}}))
+def test_a_single_bound_is_a_bound_unless_the_op_keeps_it_anyway():
+    config = silent(with_op("Elu", {"encoding_constraints": {"min": -1.0}}))
+    assert [rule.output.bounds for rule in config.rules if rule.match.op == ("elu",)] == [(-1.0, None)]
     silent(with_op("Sigmoid", {"encoding_constraints": {"max": 1.0}}))
 
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from qtk.calibrators.scheme import calibrator
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, TensorSetting, check_methods, check_op_names
 from qtk.core.dtypes import BITS, dtype
@@ -170,10 +171,25 @@ def test_unknown_methods_are_listed_with_path_and_nearest():
         "rules": [{"match": {"op": "conv"}, "output": {"method": "msee"}}],
     })
     with pytest.raises(ConfigError) as caught:
-        check_methods(config, {"min_max", "mse"})
+        check_methods(config, calibrator)
     assert "defaults.weight.method: unknown scheme 'min_mx'; did you mean 'min_max'?" in str(caught.value)
     assert "rules[0].output.method: unknown scheme 'msee'" in str(caught.value)
-    check_methods(config, {"min_mx", "msee"})
+    check_methods(load_config({"version": 1, "defaults": {"weight": {"method": "mse(norm=1)"}}}), calibrator)
+
+
+@pytest.mark.parametrize("bounds", [[0.0, 0.0], [1.0, None], [None, -0.5], [2.0, 1.0]])
+def test_bounds_that_hold_no_zero_are_refused(bounds):
+    with pytest.raises(ConfigError, match=r"bounds.*low ≤ 0 ≤ high"):
+        load_config(with_setting({"bounds": bounds}, "output"))
+
+
+def test_a_range_and_bounds_drop_one_another():
+    bounded = TensorSetting(range=(0.0, 1.0)).overlaid(TensorSetting(bounds=(0.0, None)))
+    assert (bounded.range, bounded.bounds) == (None, (0.0, None))
+    pinned = bounded.overlaid(TensorSetting(range=(0.0, 1.0)))
+    assert (pinned.range, pinned.bounds) == ((0.0, 1.0), None)
+    with pytest.raises(ConfigError, match="leave one out"):
+        load_config(with_setting({"bounds": [0.0, None], "range": [0.0, 1.0]}, "output"))
 
 
 @pytest.mark.parametrize("key", ["input", "output", "bias"])

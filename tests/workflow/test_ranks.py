@@ -1,0 +1,78 @@
+"""Two processes under ``torchrun``, each with half of the data, against one process with all of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import qtk
+from qtk.errors import CalibrationError
+
+ROOT = Path(__file__).parents[2]
+SCHEMES = ("min_max", "percentile(quantile=0.99)", "mse(steps=20)", "entropy(bins=64)", "tf_enhanced")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3), nn.Sigmoid()).eval()
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 2, 6, 6, generator=generator) * (1 + i / 8) for i in range(6)]
+
+
+def encodings(scheme: str, data: list[torch.Tensor]) -> dict[str, list[object]]:
+    sim = qtk.QuantSim(model(), batches()[0], scheme=scheme)
+    sim.compute_encodings(data, progress=False)
+    return {
+        name: [own.scale.tolist(), None if own.zero_point is None else own.zero_point.tolist()]
+        for name, own in sim.encodings().items()
+    }
+
+
+def main(directory: str) -> None:
+    """What each process runs."""
+    distributed.init_process_group("gloo")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    mine = batches()[rank::world]
+    found: dict[str, object] = {scheme: encodings(scheme, mine) for scheme in SCHEMES}
+    try:
+        encodings("min_max", [torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
+    except CalibrationError as error:
+        found["error"] = str(error)
+    Path(directory, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
+    expected = json.loads(json.dumps(encodings(scheme, batches())))
+    assert found[0][scheme] == expected
+    assert found[1][scheme] == expected
+    assert found[0][scheme] != json.loads(json.dumps(encodings(scheme, batches()[::2])))
+
+
+def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
+    for own in found:
+        assert "rank 1: batch 0" in own["error"]
+        assert "NaN" in own["error"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
