@@ -85,12 +85,12 @@ class Entropy:
 
     def _divergences(self, points: Points, fractions: Tensor, spec: QuantSpec) -> Tensor:
         """KL(P ‖ Q) of every range, infinite where nothing lies inside. Shape: [fractions, scales]."""
-        counts = torch.as_tensor(points.counts)
+        counts = torch.as_tensor(points.counts).to(torch.float64)
         ends = _ends_of_codes(points.low * fractions[:, None], points.high * fractions[:, None], spec)
         found = torch.searchsorted(points.values, ends.transpose(0, 1).reshape(points.scales, -1).contiguous())
         cuts = found.reshape(points.scales, len(fractions), -1).transpose(0, 1).contiguous()
         mass, occupied, terms = (
-            _sums(of, cuts) for of in (counts, (counts > 0).long(), torch.special.xlogy(counts, counts))
+            _sums(of, cuts) for of in (counts, (counts > 0).double(), torch.special.xlogy(counts, counts))
         )
         inside, total = mass.sum(-1), counts.sum(1)
         even = mass / occupied.clamp(min=1)  # what Q has in each occupied bin of a code
