@@ -11,6 +11,8 @@ from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.ops.statistics import min_max
 
+ADVICE = "clean the data, or find the layer that produces them"
+
 SENTINEL = -1e30
 """Values down here (−inf, finfo.min) mark masked places; they are no measurement."""
 
@@ -20,16 +22,64 @@ class Extremes:
     """What one tensor adds to the statistics of each scale.
 
     ``count`` elements were measured, ``sentinels`` left out. Where ``seen`` is false a scale's elements were all left
-    out, and its ``low`` and ``high`` mean nothing; ``seen`` is ``None`` if that happened nowhere.
+    out, and its ``low`` and ``high`` mean nothing; ``seen`` is ``None`` if that happened nowhere. What an accelerator
+    counted is still on it, and ``broken`` says there whether the tensor held NaN or +inf.
 
     Shape: ``low``, ``high`` float32, ``seen`` bool, in the qparam shape.
     """
 
     low: Tensor
     high: Tensor
-    count: int
-    sentinels: int
+    count: int | Tensor
+    sentinels: int | Tensor
     seen: Tensor | None = None
+    broken: Tensor | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether all elements were left out, as far as that is known without waiting for a device."""
+        return isinstance(self.count, int) and self.count == 0
+
+
+class Counted:
+    """What every observer counts. On an accelerator nobody waits for the counts before they are asked for."""
+
+    def __init__(self) -> None:
+        self._count: int | Tensor = 0
+        self._sentinels: int | Tensor = 0
+        self._broken: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Elements that entered the statistics."""
+        return int(self._count)
+
+    @property
+    def sentinels(self) -> int:
+        """Elements left out as mask marks."""
+        return int(self._sentinels)
+
+    def check(self) -> None:
+        """Raises: CalibrationError if NaN or +inf came by and could not be refused at once."""
+        if self._broken is not None and bool(self._broken):
+            raise CalibrationError(f"NaN or +inf among the {self.count} elements seen; {ADVICE}")
+
+    def _add(self, found: Extremes) -> None:
+        self._join(found.count, found.sentinels, found.broken)
+
+    def _add_all(self, other: Counted) -> None:
+        self._join(other._count, other._sentinels, other._broken)
+
+    def _join(self, count: int | Tensor, sentinels: int | Tensor, broken: Tensor | None) -> None:
+        self._count = _on_one(self._count, count) + count
+        self._sentinels = _on_one(self._sentinels, sentinels) + sentinels
+        if broken is not None:
+            self._broken = broken if self._broken is None else self._broken.to(broken.device) | broken
+
+
+def _on_one(value: int | Tensor, other: int | Tensor) -> int | Tensor:
+    both = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return value.to(other.device) if both else value  # type: ignore[union-attr]
 
 
 def sentinel_bound(dtype: torch.dtype) -> float:
@@ -44,11 +94,13 @@ def sentinel_bound(dtype: torch.dtype) -> float:
 def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
     """The extremes of ``x`` for each scale, ``None`` if it is empty.
 
-    Raises: CalibrationError if ``x`` holds NaN or +inf; SpecError if the granularity does not fit it.
+    Raises: CalibrationError if ``x`` is on the CPU and holds NaN or +inf; SpecError if the granularity does not fit it.
     """
     if x.numel() == 0:
         return None
     bound = sentinel_bound(x.dtype)
+    if not looked_at(x):
+        return _without_looking(x, granularity, bound)
     low, high = _reduce(x, granularity)
     if bool(((low > bound) & (high < torch.inf)).all()):  # false at NaN too
         return Extremes(low, high, x.numel(), 0)
@@ -57,13 +109,27 @@ def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
     if broken:
         raise CalibrationError(
             f"{' and '.join(broken)} among the {x.numel()} elements of a {x.dtype} tensor of shape {tuple(x.shape)}; "
-            "clean the data, or find the layer that produces them"
+            f"{ADVICE}"
         )
     marks = x <= bound
     low, _ = _reduce(x.masked_fill(marks, torch.inf), granularity)
     sentinels = int(marks.sum())
     seen = low < torch.inf
     return Extremes(low, high, x.numel() - sentinels, sentinels, None if bool(seen.all()) else seen)
+
+
+def looked_at(x: Tensor) -> bool:
+    """Whether numbers of ``x`` may decide what is done next: elsewhere than on the CPU that waits for the device."""
+    return x.device.type == "cpu"
+
+
+def _without_looking(x: Tensor, granularity: Granularity, bound: float) -> Extremes:
+    marks = x <= bound
+    low, _ = _reduce(x.masked_fill(marks, torch.inf), granularity)
+    _, high = _reduce(x.masked_fill(marks, -torch.inf), granularity)
+    sentinels = marks.sum()
+    broken = (low.isnan() | (high == torch.inf)).any()
+    return Extremes(low, high, x.numel() - sentinels, sentinels, low != torch.inf, broken)
 
 
 def _reduce(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
-from qtk.observers.extremes import extremes
+from qtk.observers.extremes import Counted, extremes
 from qtk.observers.min_max import same_shape
 
 BINS = 512
@@ -17,7 +17,7 @@ CHUNK = 1 << 22
 """Elements placed at once."""
 
 
-class FirstBatchHistogram:
+class FirstBatchHistogram(Counted):
     """512 bins over three times the range of the first batch that is not all zero; what lies outside is dropped.
 
     An element is in the bin ``round(x / width - first / width)``, ties away from zero. Each batch adds its shares, and
@@ -25,9 +25,8 @@ class FirstBatchHistogram:
     """
 
     def __init__(self, granularity: Granularity) -> None:
+        super().__init__()
         self.granularity = granularity
-        self.count = 0
-        self.sentinels = 0
         self.shape: tuple[int, ...] = ()
         self._first: Tensor | None = None  # float64 [scales]; left end of the first bin
         self._width: Tensor | None = None
@@ -41,9 +40,8 @@ class FirstBatchHistogram:
         found = extremes(x, self.granularity)
         if found is None:
             return
-        self.count += found.count
-        self.sentinels += found.sentinels
-        if not found.count:
+        if found.nothing:
+            self._add(found)
             return
         if self._seen is not None:
             same_shape(self._seen.reshape(self.shape), found.low)
@@ -51,6 +49,7 @@ class FirstBatchHistogram:
         seen = torch.ones_like(found.low, dtype=torch.bool) if found.seen is None else found.seen
         self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)
         low, high = (bound.reshape(-1).to(torch.float64) for bound in (found.low, found.high))
+        self._add(found)
         if self._width is None:
             if bool(((low == 0) & (high == 0)).all()):
                 return
@@ -61,7 +60,7 @@ class FirstBatchHistogram:
         self._batches += 1
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
-        self._add(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
+        self._place(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
 
     def merge(self, other: FirstBatchHistogram) -> None:
         """Takes in what ``other`` has seen. Raises: CalibrationError unless one of them has seen nothing."""
@@ -81,7 +80,7 @@ class FirstBatchHistogram:
         left = self._first[:, None] + self._width[:, None] * torch.arange(BINS, device=self._first.device)
         return left, self._shares / self._batches, self._seen
 
-    def _add(self, rows: Tensor) -> None:
+    def _place(self, rows: Tensor) -> None:
         assert self._first is not None
         assert self._width is not None
         assert self._shares is not None

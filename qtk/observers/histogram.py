@@ -14,7 +14,7 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
-from qtk.observers.extremes import extremes
+from qtk.observers.extremes import Counted, extremes, looked_at, sentinel_bound
 from qtk.observers.min_max import same_shape
 from qtk.observers.points import Points
 from qtk.ops.statistics import histogram
@@ -24,7 +24,7 @@ DIGITS = 24
 """Of float32: bins narrower than its last digit tell nothing apart."""
 
 
-class Histogram:
+class Histogram(Counted):
     """Counts what each scale saw in at least ``bins`` and at most twice as many bins between its extremes.
 
     Args:
@@ -45,11 +45,10 @@ class Histogram:
             raise CalibrationError(f"bins must be 2 to {1 << 20}, got {bins}")
         if growth is not None and not growth >= 0:
             raise CalibrationError(f"growth must be at least 0, or None for any; got {growth}")
+        super().__init__()
         self.granularity = granularity
         self.bins = bins
         self.growth = growth
-        self.count = 0
-        self.sentinels = 0
         # [scales] each, and [scales, 2 · bins]; inf and -inf for a scale that saw none
         self._low: Tensor | None = None
         self._high: Tensor | None = None
@@ -96,7 +95,7 @@ class Histogram:
         found = extremes(x, self.granularity)
         if found is None:
             return
-        if found.count:
+        if not found.nothing:
             low, high = found.low, found.high
             if found.seen is not None:
                 low, high = low.where(found.seen, torch.inf), high.where(found.seen, -torch.inf)
@@ -110,8 +109,7 @@ class Histogram:
             assert self._counts is not None
             inside = self._limited(x, block_size, low.reshape(-1), high.reshape(-1))
             self._counts += histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
-        self.count += found.count
-        self.sentinels += found.sentinels
+        self._add(found)
 
     def merge(self, other: Histogram) -> None:
         """Takes in what ``other`` has seen. Raises: CalibrationError if it counts otherwise."""
@@ -129,8 +127,7 @@ class Histogram:
             self._widen(other._low, other._high)
             assert self._counts is not None
             self._counts += self._moved(other._counts, other._first, other._exponent).to(self._counts.device)
-        self.count += other.count
-        self.sentinels += other.sentinels
+        self._add_all(other)
 
     def points(self) -> Points:
         """The middles of the bins, no farther out than the extremes. Raises: CalibrationError if nothing was seen."""
@@ -165,8 +162,7 @@ class Histogram:
             self._first, self._exponent = first, exponent
             self._counts = torch.zeros((len(first), 2 * self.bins), dtype=torch.int64, device=first.device)
             return
-        on_cpu = first.device.type == "cpu"  # elsewhere looking would wait for the device
-        if on_cpu and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
+        if looked_at(first) and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
             return
         counts, before = self._counts, (self._first, self._exponent)
         self._first, self._exponent = first, exponent
@@ -193,16 +189,17 @@ class Histogram:
         return torch.minimum(torch.maximum(value, lower), upper)
 
     def _limited(self, x: Tensor, block_size: tuple[int, ...], low: Tensor, high: Tensor) -> Tensor:
-        """``x``, what lies beyond the limits moved to them."""
+        """``x``, what lies beyond the limits moved to them; mask marks stay out."""
         if self._limits is None:
             return x
         lower, upper = (limit.to(x.device) for limit in self._limits)
-        if x.device.type == "cpu" and not bool(((low < lower) | (high > upper)).any()):
+        if looked_at(x) and not bool(((low < lower) | (high > upper)).any()):
             return x
         split, inside = split_shape(x.shape, block_size)
         lined = [1 if axis in inside else length for axis, length in enumerate(split)]
         wide = x.to(torch.float32).reshape(split)
-        return torch.minimum(torch.maximum(wide, lower.reshape(lined)), upper.reshape(lined)).reshape(x.shape)
+        moved = torch.minimum(torch.maximum(wide, lower.reshape(lined)), upper.reshape(lined))
+        return moved.where(wide > sentinel_bound(x.dtype), -torch.inf).reshape(x.shape)
 
 
 def _grid(low: Tensor, high: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

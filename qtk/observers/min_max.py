@@ -7,10 +7,10 @@ from torch import Tensor
 
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
-from qtk.observers.extremes import Extremes, extremes
+from qtk.observers.extremes import Counted, Extremes, extremes
 
 
-class MinMax:
+class MinMax(Counted):
     """Smallest and largest value seen by each scale.
 
     >>> from qtk.core.granularity import PerTensor
@@ -21,9 +21,8 @@ class MinMax:
     """
 
     def __init__(self, granularity: Granularity) -> None:
+        super().__init__()
         self.granularity = granularity
-        self.count = 0
-        self.sentinels = 0
         self._low: Tensor | None = None
         self._high: Tensor | None = None
 
@@ -46,10 +45,9 @@ class MinMax:
         found = extremes(x, self.granularity)
         if found is None:
             return
-        if found.count:
+        if not found.nothing:
             self._take(found)
-        self.count += found.count
-        self.sentinels += found.sentinels
+        self._add(found)
 
     def merge(self, other: MinMax) -> None:
         """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
@@ -57,8 +55,7 @@ class MinMax:
             raise CalibrationError(f"statistics {other.granularity} cannot join statistics {self.granularity}")
         if other._low is not None and other._high is not None:
             self._take(Extremes(other._low, other._high, other.count, other.sentinels))
-        self.count += other.count
-        self.sentinels += other.sentinels
+        self._add_all(other)
 
     def _take(self, found: Extremes) -> None:
         low, high = found.low, found.high

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
-from qtk.observers.extremes import extremes
+from qtk.observers.extremes import Counted, extremes
 from qtk.observers.min_max import same_shape
 
 
-class MovingAverage:
+class MovingAverage(Counted):
     """``state ← state + momentum · (batch - state)`` of both extremes; the first batch is taken whole.
 
     Beside the state, the first batch and what is left of its weight are kept, so that two averages join exactly as if
@@ -26,10 +26,9 @@ class MovingAverage:
     def __init__(self, granularity: Granularity, *, momentum: float = 0.1) -> None:
         if not 0 < momentum <= 1:
             raise CalibrationError(f"momentum must be more than 0 and at most 1, got {momentum}")
+        super().__init__()
         self.granularity = granularity
         self.momentum = momentum
-        self.count = 0
-        self.sentinels = 0
         # [low and high, *qparam shape]; NaN for a scale that saw no value yet
         self._first: Tensor | None = None
         self._state: Tensor | None = None
@@ -54,14 +53,13 @@ class MovingAverage:
         found = extremes(x, self.granularity)
         if found is None:
             return
-        if found.count:
+        if not found.nothing:
             batch = torch.stack((found.low, found.high))
             decay = torch.full_like(found.low, 1 - self.momentum)
             if found.seen is not None:
                 batch, decay = batch.where(found.seen, torch.nan), decay.where(found.seen, 1.0)
             self._follow(batch, batch, decay)
-        self.count += found.count
-        self.sentinels += found.sentinels
+        self._add(found)
 
     def merge(self, other: MovingAverage) -> None:
         """Takes in what ``other`` has seen, as if it had followed.
@@ -75,8 +73,7 @@ class MovingAverage:
             )
         if other._first is not None and other._state is not None and other._decay is not None:
             self._follow(other._first, other._state, other._decay)
-        self.count += other.count
-        self.sentinels += other.sentinels
+        self._add_all(other)
 
     def _follow(self, first: Tensor, state: Tensor, decay: Tensor) -> None:
         """Appends batches that by themselves average to ``state``.

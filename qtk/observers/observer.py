@@ -14,13 +14,20 @@ class Observer(Protocol):
     ``count`` elements entered the statistics, ``sentinels`` were left out as mask marks.
     """
 
-    count: int
-    sentinels: int
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def sentinels(self) -> int: ...
+
+    def check(self) -> None:
+        """Raises: CalibrationError if it was shown NaN or +inf on a device on which ``observe`` does not look."""
 
     def observe(self, x: Tensor) -> None:
         """Takes one tensor in; runs without grad by itself.
 
-        Raises: CalibrationError if it holds NaN or +inf; the statistics are as before then.
+        Raises: CalibrationError if it holds NaN or +inf; the statistics are as before then. On an accelerator
+            ``check`` raises it later.
         """
 
     def merge(self, other: Self) -> None:

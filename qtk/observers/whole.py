@@ -8,17 +8,16 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
-from qtk.observers.extremes import extremes, sentinel_bound
+from qtk.observers.extremes import Counted, extremes, sentinel_bound
 from qtk.observers.points import Points
 
 
-class Whole:
+class Whole(Counted):
     """Keeps the tensors it sees, so that a search weighs every element."""
 
     def __init__(self, granularity: Granularity) -> None:
+        super().__init__()
         self.granularity = granularity
-        self.count = 0
-        self.sentinels = 0
         self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a mask mark
         self._shape: tuple[int, ...] = ()
 
@@ -38,8 +37,7 @@ class Whole:
         if found.sentinels:
             rows = torch.where(rows <= sentinel_bound(x.dtype), torch.nan, rows)
         self._seen.append(rows)
-        self.count += found.count
-        self.sentinels += found.sentinels
+        self._add(found)
 
     def merge(self, other: Whole) -> None:
         """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
@@ -48,8 +46,7 @@ class Whole:
                                    f"{self.granularity} of {self._shape}")
         self._shape = other._shape or self._shape
         self._seen += other._seen
-        self.count += other.count
-        self.sentinels += other.sentinels
+        self._add_all(other)
 
     @property
     def shape(self) -> tuple[int, ...]:

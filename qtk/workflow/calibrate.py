@@ -144,6 +144,10 @@ def _decided(
     starved = []
     for site, decided in sites.items():
         observer = observers[site.name]
+        try:
+            observer.check()
+        except CalibrationError as error:
+            raise CalibrationError(f"{site}: {error}") from None
         if observer.sentinels:
             total = observer.count + observer.sentinels
             masked[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
