@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.special import xlogy
 
 from qtk.calibrators.search import Sampled, choose_all, sampler
+from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerChannel
 from qtk.core.spec import QuantSpec
@@ -37,7 +39,7 @@ class Entropy:
     """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least divergence.
 
     The widest of equal ones wins. A distribution needs 16 elements a bin and more bins than codes: a scale with fewer
-    of either keeps its whole range. So do the channels of most weights, as in the tools named above.
+    of either keeps its whole range. So do the channels of most weights, as in the tools named above, and small floats.
 
     Args:
         bins: of the histograms, at least so many over the range.
@@ -59,9 +61,10 @@ class Entropy:
         return choose_all(observers, specs, self._choose)
 
     def _choose(self, points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-        levels = int(spec.qmax - spec.qmin) + 1
+        levels = spec.qmax - spec.qmin + 1
         fewest = ELEMENTS_A_BIN * self.bins
-        if (points.counts is None and points.values.shape[1] < fewest) or self.bins <= levels:
+        few = points.counts is None and points.values.shape[1] < fewest
+        if few or self.bins <= levels or isinstance(spec.dtype, FloatDtype):
             return choose_range(points.low, points.high, spec)
         if bool((points.reach == 0).all()):
             points = self._counted(points)
@@ -70,7 +73,7 @@ class Entropy:
         fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=points.low.device) / self.steps
         divergences = torch.cat([
             self._divergences(points, chosen, spec)
-            for chosen in fractions.split(max(1, AT_ONCE // (points.scales * levels)))  # type: ignore[no-untyped-call]
+            for chosen in fractions.split(max(1, AT_ONCE // int(points.scales * levels)))  # type: ignore[no-untyped-call]
         ])
         least = divergences <= divergences.amin(0) + ROUNDING
         fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
@@ -90,23 +93,26 @@ class Entropy:
         found = torch.searchsorted(points.values, ends.transpose(0, 1).reshape(points.scales, -1).contiguous())
         cuts = found.reshape(points.scales, len(fractions), -1).transpose(0, 1).contiguous()
         mass, occupied, terms = (
-            _sums(of, cuts) for of in (counts, (counts > 0).double(), torch.special.xlogy(counts, counts))
+            _sums(of, cuts) for of in (counts, (counts > 0).double(), xlogy(counts, counts))
         )
         inside, total = mass.sum(-1), counts.sum(1)
         even = mass / occupied.clamp(min=1)  # what Q has in each occupied bin of a code
-        divergence: Tensor = terms.sum(-1) - torch.special.xlogy(mass, even).sum(-1)
+        divergence: Tensor = terms.sum(-1) - xlogy(mass, even).sum(-1)
         first, last = cuts[..., 0], cuts[..., -1]
         below = _looked_up(_cumulated(counts), first)
         above = total - _looked_up(_cumulated(counts), last)
         lowest, highest = _outermost(counts, first, last)
-        own = _looked_up(counts, lowest)
-        for bin, outside in ((lowest, below), (highest, above)):  # what P has there and the histogram has not
-            if outside is above:
-                own = _looked_up(counts, highest) + below.where(lowest == highest, 0)
+
+        def folded(bin: Tensor, own: Tensor, outside: Tensor) -> Tensor:
+            """What a bin of ``own`` elements adds when those ``outside`` are counted there too, in P alone."""
             code = torch.searchsorted(cuts, bin[..., None].contiguous(), right=True) - 1
-            spread = even.gather(-1, code.clamp(0, mass.shape[-1] - 1))[..., 0]
-            divergence += torch.special.xlogy(own + outside, own + outside) - torch.special.xlogy(own, own)
-            divergence -= torch.special.xlogy(outside, spread)
+            spread = even.gather(-1, code.clamp(0, even.shape[-1] - 1))[..., 0]
+            both = own + outside
+            added: Tensor = xlogy(both, both) - xlogy(own, own) - xlogy(outside, spread)
+            return added
+
+        divergence += folded(lowest, _looked_up(counts, lowest), below)
+        divergence += folded(highest, _looked_up(counts, highest) + below.where(lowest == highest, 0), above)
         chance = (occupied - 1).clamp(min=0).sum(-1) / 2
         divergence = torch.log(inside / total) + (divergence - chance) / total
         return divergence.masked_fill(inside == 0, torch.inf).nan_to_num(nan=torch.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
+from qtk.numerics.ranges import choose_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.points import Points
@@ -56,12 +57,14 @@ def least_error(
 ) -> list[Encoding]:
     """For each scale the candidate of least ``Σ |x - x̂|^norm``, what is clipped counted ``clipped`` times.
 
-    The first of equal ones wins.
+    The first of equal ones wins. Small floats hold the whole range: their steps follow the values.
 
     Raises: CalibrationError if a scale saw nothing.
     """
 
     def choose(points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+        if isinstance(spec.dtype, FloatDtype):
+            return choose_range(points.low, points.high, spec)
         scales, zero_points = propose(points.low, points.high, spec)
         errors = candidate_errors(
             points.values, scales.to(torch.float64), zero_points, (1, -1), int(spec.qmin), int(spec.qmax), norm=norm,
@@ -76,53 +79,61 @@ def least_error(
 def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose: Choose) -> list[Encoding]:
     """What ``choose`` decides for every site; it is shown the scales of many sites together.
 
-    A scale that saw nothing but zeros, floating formats and scales that are stored in few bits take the whole range:
-    a step of theirs does not depend on it, or must be one that can be stored.
+    A scale that saw nothing but zeros takes scale 1. Scales that are stored in few bits hold the whole range, for only
+    all of a tensor's scales together say which can be stored.
 
     Raises: CalibrationError if a scale saw nothing.
     """
-    result: list[Encoding | None] = [None] * len(observers)
-    alike: dict[object, list[tuple[int, Points]]] = defaultdict(list)
-    known = sampled(observers)
-    for number, (observer, spec) in enumerate(zip(known, specs, strict=True)):
-        points = observer.points()
-        whole = encoding_of_range(points.low.reshape(observer.shape), points.high.reshape(observer.shape), spec)
-        if isinstance(spec.dtype, FloatDtype) or spec.scale_format is not None:
-            result[number] = whole
+    found: dict[int, Encoding] = {}
+    waiting: dict[object, list[_Site]] = defaultdict(list)
+
+    def decide(sites: list[_Site]) -> None:
+        if sites:
+            found.update(_decide(sites, choose))
+            sites.clear()
+
+    for number, (observer, spec) in enumerate(zip(sampled(observers), specs, strict=True)):
+        site = _Site(number, spec, observer.shape, observer.points())
+        if spec.scale_format is not None:
+            found[number] = site.whole()
             continue
-        kind = (
-            replace(spec, granularity=PerTensor()), points.values.shape[1], points.counts is None, points.values.device
-        )
-        alike[kind].append((number, points))
-    for members in alike.values():
-        numbers = [number for number, _ in members]
-        joined = _join([points for _, points in members])
-        spec = specs[numbers[0]]
-        parts = [choose(part, spec) for part in _in_parts(joined)]
-        scale = torch.cat([part[0] for part in parts])
-        zero_point = None if spec.symmetric else torch.cat([part[1] for part in parts if part[1] is not None])
-        begin = 0
-        for number, points in members:
-            own = slice(begin, begin + points.scales)
-            begin += points.scales
-            result[number] = _encoding(
-                specs[number], known[number].shape, points, scale[own],
-                None if zero_point is None else zero_point[own],
-            )
-    assert all(encoding is not None for encoding in result)
-    return [encoding for encoding in result if encoding is not None]
+        alike = waiting[(replace(spec, granularity=PerTensor()), *site.points.kind)]
+        if (len(alike) + 1) * site.points.values.numel() > AT_ONCE:
+            decide(alike)
+        alike.append(site)
+    for alike in waiting.values():
+        decide(alike)
+    return [found[number] for number in range(len(specs))]
 
 
-def _encoding(
-    spec: QuantSpec, shape: tuple[int, ...], points: Points, scale: Tensor, zero_point: Tensor | None
-) -> Encoding:
-    whole = encoding_of_range(points.low, points.high, spec)
-    only_zeros = (points.low == 0) & (points.high == 0)
-    scale = torch.where(only_zeros, whole.scale, scale)
-    if zero_point is not None:
-        assert whole.zero_point is not None
-        zero_point = torch.where(only_zeros, whole.zero_point, zero_point).reshape(shape)
-    return Encoding(spec, scale.reshape(shape), zero_point)
+@dataclass(frozen=True, slots=True)
+class _Site:
+    number: int
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    points: Points
+
+    def whole(self) -> Encoding:
+        """The encoding that holds everything. Raises: CalibrationError if a scale saw nothing."""
+        return encoding_of_range(self.points.low.reshape(self.shape), self.points.high.reshape(self.shape), self.spec)
+
+
+def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encoding]]:
+    """The encodings of sites with one spec, granularity apart, and points of one kind."""
+    wholes = [site.whole() for site in sites]
+    parts = [choose(part, sites[0].spec) for part in _in_parts(_join([site.points for site in sites]))]
+    scale = torch.cat([part[0] for part in parts])
+    zero_point = torch.cat([torch.zeros_like(part[0]) if part[1] is None else part[1] for part in parts])
+    begin = 0
+    for site, whole in zip(sites, wholes, strict=True):
+        own = slice(begin, begin + site.points.scales)
+        begin = own.stop
+        zeros = ((site.points.low == 0) & (site.points.high == 0)).reshape(site.shape)
+        chosen = torch.where(zeros, whole.scale, scale[own].reshape(site.shape))
+        start = whole.zero_point
+        if start is not None:
+            start = torch.where(zeros, start, zero_point[own].reshape(site.shape))
+        yield site.number, Encoding(site.spec, chosen, start)
 
 
 def _join(points: Sequence[Points]) -> Points:

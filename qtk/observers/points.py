@@ -25,6 +25,11 @@ class Points:
     def scales(self) -> int:
         return len(self.values)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Points of one kind can be put under one another."""
+        return self.values.shape[1], self.counts is None, self.values.device
+
     def of(self, scales: slice) -> Points:
         """Those of some of the scales."""
         return Points(
