@@ -97,7 +97,7 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
         if spec.scale_format is not None:
             found[number] = site.whole()
             continue
-        alike = waiting[(replace(spec, granularity=PerTensor()), *site.points.kind)]
+        alike = waiting[replace(spec, granularity=PerTensor()), site.points.kind]
         if (len(alike) + 1) * site.points.values.numel() > AT_ONCE:
             decide(alike)
         alike.append(site)
