@@ -30,7 +30,7 @@ from qtk.observers.points import Points
 ELEMENTS_A_BIN = 16
 ROUNDING = 1e-12
 """Divergences this near are equal."""
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 18
 """Ends of codes looked up together."""
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qtk.calibrators.search import Sampled, choose_all, sampler
@@ -54,7 +55,9 @@ class Percentile:
             last = math.ceil(self.quantile * elements)
             if last == elements:
                 return points.low, points.high
-            return points.values.kthvalue(elements - last + 1).values, points.values.kthvalue(last).values
+            ends = (points.values.kthvalue(rank).values for rank in (elements - last + 1, last))
+            low, high = (end.to(torch.float64) for end in ends)
+            return low, high
         values, order = (points.values, None) if bool((points.reach > 0).all()) else points.values.sort(1)
         counts = points.counts if order is None else points.counts.gather(1, order)
         below = counts.cumsum(1)

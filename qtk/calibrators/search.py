@@ -23,7 +23,7 @@ from qtk.observers.whole import Whole
 from qtk.ops.candidate_errors import candidate_errors
 
 AT_ONCE = 1 << 20
-"""Points looked at together: 8 MiB of them, and as much for how often they were seen."""
+"""Points looked at together: 8 MiB of them in float64, and as much for how often they were seen."""
 
 Sampled: TypeAlias = Histogram | Whole
 """Observers that know how the values of a scale are distributed."""
@@ -66,10 +66,14 @@ def least_error(
         if isinstance(spec.dtype, FloatDtype):
             return choose_range(points.low, points.high, spec)
         scales, zero_points = propose(points.low, points.high, spec)
-        errors = candidate_errors(
-            points.values, scales.to(torch.float64), zero_points, (1, -1), int(spec.qmin), int(spec.qmax), norm=norm,
-            importance=points.counts, clipped=clipped,
-        )
+        errors = torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
+        for begin in range(0, points.values.shape[1], AT_ONCE):
+            here = slice(begin, begin + AT_ONCE)
+            errors += candidate_errors(
+                points.values[:, here].to(torch.float64), scales.to(torch.float64), zero_points, (1, -1),
+                int(spec.qmin), int(spec.qmax), norm=norm,
+                importance=None if points.counts is None else points.counts[:, here], clipped=clipped,
+            )
         best = errors.argmin(0, keepdim=True)
         return scales.gather(0, best)[0], None if zero_points is None else zero_points.gather(0, best)[0]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 class Points:
     """``counts`` elements of a scale lie within ``reach`` of each of its ``values``, all of them in [low, high].
 
-    Shape: ``values`` float64 and ``counts`` int64 [scales, points]; ``counts`` is ``None`` where each counts once;
-    ``low``, ``high``, ``reach`` float64 [scales]; NaN for a scale that saw nothing. Values that are bins ascend.
+    Shape: ``values``, of a floating dtype, and ``counts`` int64 [scales, points]; ``counts`` is ``None`` where each
+    counts once; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw nothing. Values that are bins
+    ascend.
     """
 
     values: Tensor
@@ -28,7 +29,7 @@ class Points:
     @property
     def kind(self) -> tuple[object, ...]:
         """Points of one kind can be put under one another."""
-        return self.values.shape[1], self.counts is None, self.values.device
+        return self.values.shape[1], self.counts is None, self.values.dtype, self.values.device
 
     def of(self, scales: slice) -> Points:
         """Those of some of the scales."""

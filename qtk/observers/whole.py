@@ -57,11 +57,12 @@ class Whole(Counted):
         """Every element. Raises: CalibrationError if nothing was seen."""
         if not self.count:
             raise CalibrationError("no data was observed; calibrate with data that reaches this site")
-        values = torch.cat([rows.to(torch.float64) for rows in self._seen], dim=1)
-        marks = values.isnan()
-        low, high = values.masked_fill(marks, torch.inf).amin(1), values.masked_fill(marks, -torch.inf).amax(1)
-        low, high = (bound.masked_fill(low > high, torch.nan) for bound in (low, high))
+        values = self._seen[0] if len(self._seen) == 1 else torch.cat(self._seen, dim=1)
         counts = None
+        low, high = values.amin(1).to(torch.float64), values.amax(1).to(torch.float64)
         if self.sentinels:
+            marks = values.isnan()
+            low, high = values.masked_fill(marks, torch.inf).amin(1), values.masked_fill(marks, -torch.inf).amax(1)
+            low, high = (bound.to(torch.float64).masked_fill(low > high, torch.nan) for bound in (low, high))
             counts, values = (~marks).to(torch.int64), values.masked_fill(marks, 0.0)
         return Points(values, counts, low, high, torch.zeros_like(low))
