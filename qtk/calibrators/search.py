@@ -25,6 +25,13 @@ from qtk.ops.candidate_errors import candidate_errors
 AT_ONCE = 1 << 20
 """Points looked at together: 8 MiB of them in float64, and as much for how often they were seen."""
 
+FINALISTS = 8
+ROUGHLY = 1e-3
+"""Relative error that sums in float32 stay below, by far, where a step is many of its last digits."""
+DIGIT = 2.0**-21
+"""A few last digits of float32, relative: what one x - x̂ may be off."""
+FEW_CODES = 1 << 10
+
 Sampled: TypeAlias = Histogram | Whole
 """Observers that know how the values of a scale are distributed."""
 
@@ -66,15 +73,7 @@ def least_error(
         if isinstance(spec.dtype, FloatDtype):
             return choose_range(points.low, points.high, spec)
         scales, zero_points = propose(points.low, points.high, spec)
-        errors = torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
-        for begin in range(0, points.values.shape[1], AT_ONCE):
-            here = slice(begin, begin + AT_ONCE)
-            errors += candidate_errors(
-                points.values[:, here].to(torch.float64), scales.to(torch.float64), zero_points, (1, -1),
-                int(spec.qmin), int(spec.qmax), norm=norm,
-                importance=None if points.counts is None else points.counts[:, here], clipped=clipped,
-            )
-        best = errors.argmin(0, keepdim=True)
+        best = _Errors(points, spec, norm, clipped).least(scales, zero_points)
         return scales.gather(0, best)[0], None if zero_points is None else zero_points.gather(0, best)[0]
 
     return choose_all(observers, specs, choose)
@@ -108,6 +107,54 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
     for alike in waiting.values():
         decide(alike)
     return [found[number] for number in range(len(specs))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Sums over points, for one spec and measure."""
+
+    points: Points
+    spec: QuantSpec
+    norm: float
+    clipped: float
+
+    def least(self, scales: Tensor, zero_points: Tensor | None) -> Tensor:
+        """The first candidate of least error in float64. Shape: [1, scales].
+
+        Where there is much to sum, float32 says first which candidates can be it. Whether the outermost value is
+        clipped may hang on its last digit: where that is dearer, float64 decides alone.
+        """
+        many_codes = self.spec.qmax - self.spec.qmin >= FEW_CODES
+        if self.points.counts is not None or self.clipped != 1 or many_codes or len(scales) <= 2 * FINALISTS:
+            return self.sums(scales, zero_points, torch.float64).argmin(0, keepdim=True)
+        rough = self.sums(scales, zero_points, torch.float32)
+        digit = torch.maximum(self.points.high, -self.points.low) * DIGIT
+        lost = self.points.values.shape[1] * digit**self.norm
+        near = rough <= rough.amin(0) * (1 + ROUGHLY) + lost
+        rank = torch.arange(len(scales), 0, -1, device=rough.device)[:, None]  # the first is the highest
+        finalists = torch.where(near, rank, 0).topk(FINALISTS, 0).indices.sort(0).values
+        zeros = None if zero_points is None else zero_points.gather(0, finalists)
+        sums = self.sums(scales.gather(0, finalists), zeros, torch.float64)
+        best = finalists.gather(0, sums.argmin(0, keepdim=True))
+        close = near.sum(0) > FINALISTS
+        if bool(close.any()):
+            own = replace(self, points=self.points.of(close))
+            zeros = None if zero_points is None else zero_points[:, close]
+            best[:, close] = own.sums(scales[:, close], zeros, torch.float64).argmin(0, keepdim=True)
+        return best
+
+    def sums(self, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Shape: [candidates, scales]."""
+        points, spec = self.points, self.spec
+        errors = torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
+        for begin in range(0, points.values.shape[1], AT_ONCE):
+            here = slice(begin, begin + AT_ONCE)
+            errors += candidate_errors(
+                points.values[:, here].to(dtype), scales.to(dtype), zero_points, (1, -1), int(spec.qmin),
+                int(spec.qmax), norm=self.norm,
+                importance=None if points.counts is None else points.counts[:, here], clipped=self.clipped,
+            )
+        return errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Points:
         """Points of one kind can be put under one another."""
         return self.values.shape[1], self.counts is None, self.values.dtype, self.values.device
 
-    def of(self, scales: slice) -> Points:
+    def of(self, scales: slice | Tensor) -> Points:
         """Those of some of the scales."""
         return Points(
             self.values[scales], None if self.counts is None else self.counts[scales], self.low[scales],

@@ -1,0 +1,88 @@
+"""Against the outputs themselves, in float64."""
+
+import pytest
+import torch
+
+from qtk.errors import CalibrationError
+from qtk.numerics.patches import Geometry, matrix_of, rows_of
+from qtk.observers.second_moments import PANEL, SecondMoments
+
+LAYERS = {
+    "linear": (Geometry.linear(), (3, 8), (6, 5, 8)),
+    "conv": (Geometry((3, 2), (1, 2), (1, 0), (1, 1)), (4, 3, 3, 2), (2, 3, 7, 6)),
+    "grouped": (Geometry((3,), (1,), (1,), (1,), 2), (4, 2, 3), (3, 4, 9)),
+    "transposed": (Geometry((2, 2), (2, 2), (0, 0), (1, 1), 1, True), (3, 4, 2, 2), (2, 3, 4, 4)),
+}
+
+
+def batches(shape):
+    generator = torch.Generator().manual_seed(0)
+    originals = [torch.randn(shape, generator=generator) for _ in range(3)]
+    return [(x + 0.1 * torch.randn(shape, generator=generator), x) for x in originals]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_error_of_the_output_without_forming_it(layer):
+    geometry, weight_shape, shape = LAYERS[layer]
+    weight = matrix_of(torch.randn(weight_shape, dtype=torch.float64), geometry)  # [groups, out, columns]
+    other = weight + 0.05 * torch.randn_like(weight)
+    moments = SecondMoments(geometry)
+    expected = torch.zeros(weight.shape[:2], dtype=torch.float64)
+    for quantized, original in batches(shape):
+        moments.observe(quantized, original)
+        out = rows_of(original.double(), geometry) @ weight.mT
+        near = rows_of(quantized.double(), geometry) @ other.mT
+        expected += (out - near).square().sum(1)
+    d = weight - other
+    gram, cross, difference = (moment[:, 0] for moment in (moments.gram, moments.cross, moments.difference))
+    found = (weight @ difference * weight + 2 * (weight @ cross) * d + (d @ gram) * d).sum(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    mean = torch.cat([rows_of(x - y, geometry) for y, x in batches(shape)], 1).double().mean(1)
+    torch.testing.assert_close(moments.mean_difference, mean, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("block", [2, 4, 8])
+def test_blocks_are_those_of_the_diagonal(block):
+    whole, parts = SecondMoments(Geometry.linear()), SecondMoments(Geometry.linear(), block=block)
+    for quantized, original in batches((6, 5, 8)):
+        whole.observe(quantized, original)
+        parts.observe(quantized, original)
+    for name in ("gram", "cross", "difference"):
+        full, own = getattr(whole, name)[0, 0], getattr(parts, name)[0]
+        for index, found in enumerate(own):
+            here = slice(index * block, (index + 1) * block)
+            torch.testing.assert_close(found, full[here, here], rtol=1e-5, atol=1e-6)
+
+
+def test_wide_matrices_are_symmetric_and_whole():
+    x = torch.randn(40, PANEL + 77)
+    moments = SecondMoments(Geometry.linear())
+    moments.observe(x)
+    assert torch.equal(moments.gram, moments.gram.mT)
+    torch.testing.assert_close(moments.gram[0, 0], x.double().T @ x.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_merging_is_observing_both():
+    both, left, right = (SecondMoments(Geometry.linear()) for _ in range(3))
+    for index, (quantized, original) in enumerate(batches((4, 8))):
+        both.observe(quantized, original)
+        (left if index < 1 else right).observe(quantized, original)
+    left.merge(right)
+    assert left.rows == both.rows == 12
+    for name in ("gram", "cross", "difference", "mean_difference"):
+        torch.testing.assert_close(getattr(left, name), getattr(both, name), rtol=1e-12, atol=1e-12)
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing():
+    moments = SecondMoments(Geometry.linear())
+    with pytest.raises(CalibrationError, match="no data"):
+        moments.gram  # noqa: B018
+    moments.observe(torch.ones(2, 4))
+    for given in ((torch.full((2, 4), torch.nan),), (torch.full((2, 4), torch.inf),), (torch.ones(2, 4),) * 2):
+        with pytest.raises(CalibrationError):
+            moments.observe(*given)
+    assert moments.rows == 2
+    with pytest.raises(CalibrationError, match="blocks of 3 do not divide the 4 columns"):
+        SecondMoments(Geometry.linear(), block=3).observe(torch.ones(2, 4))
+    with pytest.raises(CalibrationError, match="cannot join"):
+        moments.merge(SecondMoments(Geometry.linear(), block=2))
