@@ -155,8 +155,11 @@ class Histogram(Counted):
         else:
             if self._limits is not None:
                 low, high = self._within_limits(low), self._within_limits(high)
+            before = self._low, self._high
             self._low = torch.minimum(self._low.to(low.device), low)
             self._high = torch.maximum(self._high.to(low.device), high)
+            if looked_at(low) and torch.equal(self._low, before[0]) and torch.equal(self._high, before[1]):
+                return
         first, exponent = _grid(self._low, self._high, 2 * self.bins)
         if self._counts is None or self._first is None or self._exponent is None:
             self._first, self._exponent = first, exponent
@@ -164,9 +167,9 @@ class Histogram(Counted):
             return
         if looked_at(first) and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
             return
-        counts, before = self._counts, (self._first, self._exponent)
+        old = self._counts, self._first, self._exponent
         self._first, self._exponent = first, exponent
-        self._counts = self._moved(counts, *before)
+        self._counts = self._moved(*old)
 
     def _moved(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
         """Counts on a finer or equal grid as counts on this one; what lies beyond is in the outermost bins."""

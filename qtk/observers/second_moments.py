@@ -21,12 +21,13 @@ PANEL = 512
 
 
 class SecondMoments:
-    """Sums H, and where both inputs are shown E and D, in float64; each product of a batch is float32.
+    """Sums H, and where both inputs are shown E and D, over batches in float64.
 
     Args:
         geometry: of the layer.
         block: elements of X that are looked at together, a divisor of its columns: only the diagonal blocks of the
             matrices are summed. ``None``: all.
+        dtype: in which the products of one batch are formed.
 
     >>> moments = SecondMoments(Geometry.linear())
     >>> moments.observe(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -35,9 +36,12 @@ class SecondMoments:
               [2., 5.]]]], dtype=torch.float64)
     """
 
-    def __init__(self, geometry: Geometry, *, block: int | None = None) -> None:
+    def __init__(
+        self, geometry: Geometry, *, block: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.geometry = geometry
         self.block = block
+        self.dtype = dtype
         self.rows = 0
         # [groups, blocks, block, block] each, and [groups, columns]
         self._gram: Tensor | None = None
@@ -108,7 +112,7 @@ class SecondMoments:
 
     def _columns(self, x: Tensor) -> Tensor:
         """Shape: [groups, blocks, rows, block]."""
-        rows = rows_of(x.to(torch.float32), self.geometry)
+        rows = rows_of(x.to(self.dtype), self.geometry)
         groups, count, width = rows.shape
         block = self.block or width
         if width % block:

@@ -1,0 +1,123 @@
+"""Against forming every output with every candidate, in float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from qtk.algorithms.seq_mse import Layer, seq_mse
+from qtk.core.granularity import WHOLE
+from qtk.numerics.patches import Geometry, matrix_of, rows_of, weight_of
+from qtk.observers.second_moments import SecondMoments
+
+CANDIDATES = 12
+LAYERS = {
+    "linear": (Geometry.linear(), (6, 16), (40, 16), functional.linear),
+    "conv": (Geometry((3, 3), (2, 2), (1, 1), (1, 1)), (5, 4, 3, 3), (3, 4, 7, 7),
+             lambda x, w: functional.conv2d(x, w, stride=2, padding=1)),
+    "grouped": (Geometry((3,), (1,), (1,), (1,), 2), (6, 4, 3), (3, 8, 9),
+                lambda x, w: functional.conv1d(x, w, padding=1, groups=2)),
+    "depthwise": (Geometry((3,), (1,), (1,), (1,), 6), (6, 1, 3), (3, 6, 9),
+                  lambda x, w: functional.conv1d(x, w, padding=1, groups=6)),
+    "transposed": (Geometry((2, 2), (2, 2), (0, 0), (1, 1), 1, True), (4, 5, 2, 2), (3, 4, 4, 4),
+                   lambda x, w: functional.conv_transpose2d(x, w, stride=2)),
+}
+
+
+class Problem:
+    """A layer, inputs of both paths, and candidates that shrink the range of each scale."""
+
+    def __init__(self, name: str, granularity: str, *, asymmetric: bool, one_input: bool = False) -> None:
+        self.geometry, self.shape, x_shape, self.run = LAYERS[name]
+        generator = torch.Generator().manual_seed(0)
+        original = torch.randn(x_shape, generator=generator) + 0.3
+        quantized = original if one_input else original + 0.2 * torch.randn(x_shape, generator=generator)
+        self.weight = torch.randn(self.shape, generator=generator)
+        self.inputs = original.double(), quantized.double()
+        columns = matrix_of(self.weight, self.geometry)
+        self.rows = columns.shape[0] * columns.shape[1]
+        width = columns.shape[2]
+        self.block = width // 2 if granularity == "block" else width
+        self.block_size = {"tensor": (), "channel": (1, WHOLE), "block": (1, self.block)}[granularity]
+        moments = SecondMoments(self.geometry, block=self.block, dtype=torch.float64)
+        moments.observe(quantized, None if one_input else original)
+        linear = None
+        if moments.cross is not None:
+            parts = columns.double().reshape(*columns.shape[:2], -1, self.block).transpose(1, 2)
+            linear = (parts @ moments.cross).transpose(1, 2).reshape(columns.shape)
+        self.layer = Layer(columns.double(), moments.gram, linear)
+        blocks = columns.reshape(1, -1) if granularity == "tensor" else columns.reshape(-1, self.block)
+        low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
+        fraction = torch.arange(1, CANDIDATES + 1)[:, None] / CANDIDATES
+        self.qmin, self.qmax = (0, 15) if asymmetric else (-8, 7)
+        if asymmetric:
+            self.scales = (high - low) * fraction / 15
+            self.zeros = (-low * fraction / self.scales).round().clamp(0, 15).int()
+        else:
+            self.scales, self.zeros = torch.maximum(high, -low) * fraction / 7, None
+
+    @property
+    def spec(self) -> tuple:
+        return self.scales, self.zeros, self.block_size, self.qmin, self.qmax
+
+    def brute_force(self) -> torch.Tensor:
+        """Squared error of the outputs for every candidate; each block's part of the output by itself.
+
+        Shape: [candidates, scales].
+        """
+        found = []
+        columns = matrix_of(self.weight, self.geometry)
+        for scale, zero in zip(self.scales, [None] * CANDIDATES if self.zeros is None else self.zeros, strict=True):
+            parts = columns.reshape(1, -1) if not self.block_size else columns.reshape(-1, self.block)
+            start = torch.zeros_like(scale) if zero is None else zero.float()
+            code = ((parts / scale[:, None]).round() + start[:, None]).clamp(self.qmin, self.qmax)
+            rounded = ((code - start[:, None]) * scale[:, None]).reshape(columns.shape)
+            errors = torch.zeros(self.rows, columns.shape[2] // self.block, dtype=torch.float64)
+            for index in range(errors.shape[1]):
+                kept = torch.zeros(columns.shape[2])
+                kept[index * self.block : (index + 1) * self.block] = 1
+                own, near = (weight_of(w * kept, self.geometry, self.shape).double() for w in (columns, rounded))
+                apart = self.run(self.inputs[0], own) - self.run(self.inputs[1], near)
+                channels = apart.movedim(1 if self.geometry.kernel else -1, 0).flatten(1)
+                errors[:, index] = channels.square().sum(1)
+            found.append(errors.sum().reshape(1) if not self.block_size else errors.reshape(-1))
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("one_input", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_candidate_decided_exactly(name, granularity, asymmetric, one_input):
+    if name == "depthwise" and granularity == "block":
+        pytest.skip("three columns have no halves")
+    problem = Problem(name, granularity, asymmetric=asymmetric, one_input=one_input)
+    expected = problem.brute_force()
+    found = seq_mse(problem.layer, *problem.spec)
+    least = expected.min(0).values
+    chosen = expected.gather(0, found.candidate[None])[0]
+    torch.testing.assert_close(chosen, least, rtol=1e-6, atol=0)  # the argmin, or one as good
+    constant = expected[0] - problem_error(problem, 0)
+    torch.testing.assert_close(found.error + constant, least, rtol=1e-5, atol=1e-9)
+
+
+def problem_error(problem: Problem, candidate: int) -> torch.Tensor:
+    """The error of one candidate without the constant, by a search that has no other."""
+    scales = problem.scales[candidate : candidate + 1]
+    zeros = None if problem.zeros is None else problem.zeros[candidate : candidate + 1]
+    return seq_mse(problem.layer, scales, zeros, *problem.spec[2:]).error
+
+
+def test_better_than_the_widest_range():
+    problem = Problem("linear", "channel", asymmetric=False)
+    errors = problem.brute_force()
+    chosen = errors.gather(0, seq_mse(problem.layer, *problem.spec).candidate[None])[0]
+    assert bool((chosen <= errors[-1]).all())
+    assert float(chosen.sum()) < float(errors[-1].sum())
+
+
+def test_rows_meet_the_columns_of_their_group():
+    geometry, shape, x_shape, run = LAYERS["grouped"]
+    x, weight = torch.randn(x_shape), torch.randn(shape)
+    product = rows_of(x, geometry) @ matrix_of(weight, geometry).mT
+    expected = run(x, weight)
+    torch.testing.assert_close(product[1].reshape(3, 9, 3).mT, expected[:, 3:], rtol=1e-4, atol=1e-5)
