@@ -95,8 +95,11 @@ def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> En
 def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
     """Encodings of values made from parameters alone; each is observed once, as it is now."""
     encodings = {}
-    values = static_values(model, sites)
-    for site, value in tqdm(values, desc="weights", total=len(sites), unit="site", disable=not progress or not sites):
+    values = tqdm(
+        static_values(model, sites), desc="weights", total=len(sites), unit="site", leave=False,
+        disable=not progress or not sites,
+    )
+    for site, value in values:
         decided = sites[site]
         scheme = calibrator(decided.method)
         observer = scheme.observer(decided.spec.granularity, static=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
@@ -27,7 +28,7 @@ def joined(observers: Mapping[str, Observer], problem: CalibrationError | None =
         if problem is not None:
             raise problem
         return observers
-    own = {name: _on_cpu(observer) for name, observer in observers.items()}
+    own = {name: _moved(observer, torch.device("cpu")) for name, observer in observers.items()}
     shares: list[tuple[str | None, dict[str, Observer]]] = [(None, {})] * distributed.get_world_size()
     distributed.all_gather_object(shares, (None if problem is None else str(problem), own))
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(shares) if text is not None]
@@ -39,11 +40,16 @@ def joined(observers: Mapping[str, Observer], problem: CalibrationError | None =
             raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
         for name, observer in merged.items():
             observer.merge(share[name])
-    return merged
+    return {name: _moved(observer, _device_of(observers[name])) for name, observer in merged.items()}
 
 
-def _on_cpu(observer: Observer) -> Observer:
-    """A copy without a device of its own."""
+def _moved(observer: Observer, device: torch.device) -> Observer:
+    """A copy whose tensors are on a device."""
     moved = copy.copy(observer)
-    moved.__dict__.update(pytree.tree_map_only(Tensor, Tensor.cpu, vars(observer)))
+    moved.__dict__.update(pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), vars(observer)))
     return moved
+
+
+def _device_of(observer: Observer) -> torch.device:
+    tensors = (leaf for leaf in pytree.tree_leaves(vars(observer)) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
