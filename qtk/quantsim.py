@@ -142,7 +142,7 @@ class QuantSim:
 
         Raises: CalibrationError if there is no such site or low < high does not hold.
         """
-        set_range(self._plan, self.quantizers, sites, low, high)
+        set_range(self.model, self._plan, self.quantizers, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
         """Keeps the encodings of the named sites, or of all, as they are."""

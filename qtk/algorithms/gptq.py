@@ -89,11 +89,16 @@ class Gptq:
         damped = gram.clone()
         damped.diagonal().copy_(full)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if bool(failed):
+        self._refuse(bool(failed))
+        found = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        self._refuse(bool(found.info))
+        factor: Tensor = found.L
+        return factor
+
+    def _refuse(self, failed: bool) -> None:
+        if failed:
             raise CalibrationError(f"the inputs of this layer are too alike for a damping of {self.damping}; "
                                    "use more data or a larger damping")
-        factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-        return factor
 
     def _nearest(
         self, column: Tensor, grid: tuple[Tensor, Tensor | None], index: int, qmin: int, qmax: int

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qtk.core.granularity import WHOLE
+from qtk.errors import SpecError
 from qtk.ops.fake_quantize import fake_quantize
 
 
@@ -71,16 +72,20 @@ def seq_mse(
 
     Shape: ``scales`` and ``zero_points`` [candidates, scales], as ``qtk.ops.candidate_errors``.
 
-    Raises: SpecError if the scales do not fit the weight.
+    Raises: SpecError if the scales do not fit the weight, or the moments do not tell their blocks apart.
     """
     weight = layer.weight.flatten(0, 1)
     blocks = zip(weight.shape, block_size, strict=True) if block_size else ()
     shape = tuple(1 if size == WHOLE else length // size for length, size in blocks) or (1,)
+    rows, columns = shape if block_size else (1, 1)
+    if layer.gram.shape[1] % columns:
+        raise SpecError(f"{columns} scales along the columns need the moments of as many blocks, or a multiple; there "
+                        f"are {layer.gram.shape[1]}; gather them in blocks as long as those of the scales")
     errors = []
     for candidate, scale in enumerate(scales):
         zero = None if zero_points is None else zero_points[candidate].reshape(shape)
         rounded = fake_quantize(weight, scale.reshape(shape), zero, block_size, qmin, qmax)
-        parts = layer.errors((weight - rounded).reshape(layer.weight.shape))  # [groups, outputs, blocks]
-        errors.append(parts.reshape(len(scale), -1).sum(1))
+        parts = layer.errors((weight - rounded).reshape(layer.weight.shape)).flatten(0, 1)  # [rows, blocks]
+        errors.append(parts.reshape(rows, len(parts) // rows, columns, -1).sum((1, 3)).flatten())
     least = torch.stack(errors).min(0)
     return Choice(least.indices, least.values)

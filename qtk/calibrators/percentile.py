@@ -63,6 +63,10 @@ class Percentile:
         below = counts.cumsum(1)
         total = below[:, -1:]
         wanted = (total.double() * self.quantile).ceil().long()
-        upper = values.gather(1, (below < wanted).sum(1, keepdim=True))[:, 0] + points.reach
-        lower = values.gather(1, (below <= total - wanted).sum(1, keepdim=True))[:, 0] - points.reach
+        upper = values.gather(1, (below < wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
+        lower = values.gather(1, (below <= total - wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
+        width = 2 * points.reach  # bins begin at multiples of it; 0 for single elements
+        step = width.where(width > 0, 1.0)
+        upper = torch.where(width > 0, ((upper / step).floor() + 1) * step, upper)
+        lower = torch.where(width > 0, (lower / step).floor() * step, lower)
         return lower.clamp(min=points.low), upper.clamp(max=points.high)

@@ -95,12 +95,25 @@ def _changed(scheme: str, known: Calibrator, keywords: Sequence[ast.keyword]) ->
             takes = nearest(str(keyword.arg), fields) if fields else "it has none"
             raise ConfigError(f"scheme {scheme!r}: unknown setting {keyword.arg!r}; {takes}")
         try:
-            settings[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+            value = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError):
             raise ConfigError(f"scheme {scheme!r}: the value of {keyword.arg} must be a plain number or name") from None
+        default = getattr(known, keyword.arg)
+        if not _is_like(value, default):
+            raise ConfigError(f"scheme {scheme!r}: {keyword.arg} must be like {default!r}, got {value!r}")
+        settings[keyword.arg] = value
+    if len(settings) < len(keywords):
+        raise ConfigError(f"scheme {scheme!r}: a setting is given twice; leave one out")
     try:
         changed: Calibrator = dataclasses.replace(known, **settings)  # type: ignore[type-var]
         changed.observer(PerTensor())  # it checks its settings
     except (CalibrationError, TypeError) as error:
         raise ConfigError(f"scheme {scheme!r}: {error}") from None
     return changed
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Of the type of the default; a whole number may stand for a real one, ``None`` for a real one too."""
+    if isinstance(default, float):
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return type(value) is type(default)

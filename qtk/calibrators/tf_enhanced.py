@@ -6,8 +6,8 @@ The grid of candidates is AIMET 2.x's: with N = qmax - qmin and the observed ran
     asymmetric    scales k/16 of it, k = 1…17, with the range starting at 20 places from -N to 0 scales or at the
                   observed minimum; each clamped to the observed range
 
-and the cost ``Σ count · (x - x̂)²``, times ``gamma`` where x is clipped. It is computed in float64 and the first of
-equal candidates wins.
+scales being at least ``min(2^-23, 0.01/N)``. The cost is ``Σ count · (x - x̂)²``, times ``gamma`` where x is clipped,
+computed in float64; the first of equal candidates wins.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
         raise CalibrationError("no data was observed; calibrate with data that reaches this site")
     found = observer.shares()
     if found is None:
-        one = torch.ones(observer.shape)
+        one = torch.ones(observer.shape, device=observer.device)
         return encoding_of_range(-one, one, spec)
     left, shares, seen = found
     occupied = shares > 0
@@ -66,9 +66,13 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
         best = cost.masked_fill(scale <= 0, torch.inf).argmin(0, keepdim=True)
         scales.append(scale.gather(0, best)[0])
         starts.append(start.gather(0, best)[0])
-    zero_point = spec.qmin - torch.cat(starts)
-    scale = held_scale(torch.cat(scales), zero_point, spec).reshape(observer.shape)
-    return Encoding(spec, scale, None if spec.symmetric else zero_point.to(torch.int32).reshape(observer.shape))
+    start = spec.qmin - torch.cat(starts)
+    nothing = empty.reshape(observer.shape)
+    scale = torch.where(nothing, whole.scale, held_scale(torch.cat(scales), start, spec).reshape(observer.shape))
+    zero_point = whole.zero_point
+    if zero_point is not None:
+        zero_point = torch.where(nothing, zero_point, start.to(torch.int32).reshape(observer.shape))
+    return Encoding(spec, scale, zero_point)
 
 
 def _symmetric(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ class FirstBatchHistogram(Counted):
         self._width: Tensor | None = None
         self._shares: Tensor | None = None  # float64 [scales, BINS], summed over batches
         self._batches = 0
+        self.device = torch.device("cpu")  # of what was seen
         self._seen: Tensor | None = None  # bool [scales]: anything but mask marks
 
     @torch.no_grad()
@@ -45,7 +46,7 @@ class FirstBatchHistogram(Counted):
             return
         if self._seen is not None:
             same_shape(self._seen.reshape(self.shape), found.low)
-        self.shape = tuple(found.low.shape)
+        self.shape, self.device = tuple(found.low.shape), x.device
         seen = torch.ones_like(found.low, dtype=torch.bool) if found.seen is None else found.seen
         self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)
         low, high = (bound.reshape(-1).to(torch.float64) for bound in (found.low, found.high))
@@ -53,6 +54,7 @@ class FirstBatchHistogram(Counted):
         if self._width is None:
             if bool(((low == 0) & (high == 0)).all()):
                 return
+            low, high = torch.where(low == high, low - 0.5, low), torch.where(low == high, high + 0.5, high)
             middle = (low + high) / 2
             self._first = middle - GROWTH * (middle - low)
             self._width = (middle + GROWTH * (high - middle) - self._first) / BINS
@@ -63,12 +65,21 @@ class FirstBatchHistogram(Counted):
         self._place(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
 
     def merge(self, other: FirstBatchHistogram) -> None:
-        """Takes in what ``other`` has seen. Raises: CalibrationError unless one of them has seen nothing."""
+        """Takes in what ``other`` has seen.
+
+        Raises: CalibrationError if their granularities differ, or unless one of them has seen nothing but mask marks.
+        """
+        if other.granularity != self.granularity:
+            raise CalibrationError(f"statistics {other.granularity} cannot join statistics {self.granularity}")
         if self.count and other.count:
             raise CalibrationError("tf_enhanced(variant='v1') takes its bins from the first batch, so that two runs "
                                    "cannot join; calibrate in one process, or with variant='v2'")
         if other.count:
-            self.__dict__.update(other.__dict__)
+            self.shape, self.device, self._batches = other.shape, other.device, other._batches
+            for name in ("_first", "_width", "_shares", "_seen"):
+                value = getattr(other, name)
+                setattr(self, name, None if value is None else value.clone())
+        self._add_all(other)
 
     def shares(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Left ends of the bins and shares, float64 [scales, BINS], and which scales saw anything, bool [scales].

@@ -124,7 +124,7 @@ class Histogram(Counted):
             if self._low is not None and self._shape != other._shape:
                 same_shape(self._low.reshape(self._shape or ()), other._low.reshape(other._shape or ()))
             self._shape = other._shape
-            self._widen(other._low, other._high)
+            self._widen(other._low, other._high, other._limits)
             assert self._counts is not None
             self._counts += self._moved(other._counts, other._first, other._exponent).to(self._counts.device)
         self._add_all(other)
@@ -143,18 +143,16 @@ class Histogram(Counted):
     def _shown(self, bound: Tensor) -> Tensor:
         return bound.reshape(self._shape or ())
 
-    def _widen(self, low: Tensor, high: Tensor) -> None:
+    def _widen(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None = None) -> None:
         """Makes the grid hold [low, high] too, as far as the limits let it."""
+        if self.growth is not None:
+            self._limit(low, high, limits)
         if self._low is None or self._high is None:
-            if self.growth is not None:
-                room = torch.where(high > low, high - low, 1.0)
-                alone = torch.where(high > low, 0.0, 0.5)  # a constant is taken for a range of 1 around it
-                reach = room * (self.growth / 2) + alone
-                self._limits = low - reach, high + reach
             self._low, self._high = low, high
         else:
             if self._limits is not None:
-                low, high = self._within_limits(low), self._within_limits(high)
+                seen = low <= high
+                low, high = (self._within_limits(bound).where(seen, bound) for bound in (low, high))
             before = self._low, self._high
             self._low = torch.minimum(self._low.to(low.device), low)
             self._high = torch.maximum(self._high.to(low.device), high)
@@ -171,20 +169,41 @@ class Histogram(Counted):
         self._first, self._exponent = first, exponent
         self._counts = self._moved(*old)
 
+    def _limit(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None) -> None:
+        """Fixes the limits of the scales that are seen for the first time: those given, or by the range."""
+        assert self.growth is not None
+        if limits is None:
+            room = torch.where(high > low, high - low, 1.0)
+            alone = torch.where(high > low, 0.0, 0.5)  # a constant is taken for a range of 1 around it
+            reach = room * (self.growth / 2) + alone
+            limits = low - reach, high + reach
+        if self._limits is None or self._low is None or self._high is None:
+            self._limits = torch.full_like(low, -torch.inf), torch.full_like(high, torch.inf)
+            fresh = low <= high
+        else:
+            fresh = (low <= high) & (self._low > self._high).to(low.device)
+        lower, upper = (
+            given.to(low.device).where(fresh, own.to(low.device))
+            for given, own in zip(limits, self._limits, strict=True)
+        )
+        self._limits = lower, upper
+
     def _moved(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
-        """Counts on a finer or equal grid as counts on this one; what lies beyond is in the outermost bins."""
+        """Counts on another grid as counts on this one; what lies beyond is in the outermost bins.
+
+        Only a grid whose growth was limited may be finer than what it takes in: then the middles of bins are moved.
+        """
         assert self._first is not None
         assert self._exponent is not None
         assert self._high is not None
         device = counts.device
         own_first, own_exponent = self._first.to(device), self._exponent.to(device)
-        wider = (own_exponent - exponent).clamp(0, 62).to(torch.int64)[:, None]
-        place = torch.arange(counts.shape[1], device=device) + first.to(torch.int64)[:, None]
+        place = torch.arange(counts.shape[1], dtype=torch.float64, device=device) + first.to(torch.float64)[:, None]
+        place = torch.ldexp(place + 0.5, (exponent - own_exponent)[:, None]).floor()  # as wide as ours, or narrower
         last = torch.ldexp(self._high.to(device, torch.float64), -own_exponent).floor() - own_first
-        slot = (place >> wider) - own_first.to(torch.int64)[:, None]
-        last = last.nan_to_num(neginf=0).clamp(0, counts.shape[1] - 1).to(torch.int64)[:, None]
-        slot = torch.minimum(slot.clamp(min=0), last)
-        return torch.zeros_like(counts).scatter_add_(1, slot, counts)
+        last = last.nan_to_num(neginf=0).clamp(0, counts.shape[1] - 1)[:, None]
+        slot = torch.minimum((place - own_first[:, None]).clamp(min=0), last)
+        return torch.zeros_like(counts).scatter_add_(1, slot.nan_to_num().to(torch.int64), counts)
 
     def _within_limits(self, value: Tensor) -> Tensor:
         assert self._limits is not None

@@ -100,7 +100,12 @@ class SecondMoments:
             self._mean = mean if self._mean is None else self._mean + mean
 
     def merge(self, other: SecondMoments) -> None:
-        """Takes in what ``other`` has seen. Raises: CalibrationError if it is of another layer."""
+        """Takes in what ``other`` has seen.
+
+        Raises: CalibrationError if it is of another layer, or one of them saw X and the other did not.
+        """
+        if self.rows and other.rows and (self._cross is None) != (other._cross is None):
+            raise CalibrationError("every batch must come with the input of the float model, or none")
         if (other.geometry, other.block) != (self.geometry, self.block):
             raise CalibrationError(f"moments of {other.geometry} in blocks of {other.block} cannot join moments of "
                                    f"{self.geometry} in blocks of {self.block}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qtk.core.granularity import WHOLE
 from qtk.errors import SpecError
 from qtk.kernels.backends import why_not_native, why_not_triton
 from qtk.numerics import candidate_errors as reference
@@ -73,12 +74,15 @@ def candidate_errors(
     Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
 
-    Raises: SpecError if there are not as many scales as ``x`` has blocks.
+    Raises: SpecError if blocks do not divide ``x``, or there are not as many scales as blocks.
 
     >>> errors = candidate_errors(torch.tensor([0.5, 1.5]), torch.tensor([[1.0], [0.5]]), None, (), -8, 7)
     >>> errors.tolist()
     [[0.5], [0.0]]
     """
+    blocks = list(zip(x.shape, block_size, strict=False))
+    if block_size and (len(block_size) != x.ndim or any(size != WHOLE and length % size for length, size in blocks)):
+        raise SpecError(f"blocks of {tuple(block_size)} do not divide a tensor of shape {tuple(x.shape)}")
     count = count_scales(x.shape, block_size)
     if scales.ndim != 2 or scales.shape[1] != count:
         raise SpecError(f"candidates of shape {tuple(scales.shape)} are not [candidates, {count}], as a tensor of "

@@ -17,6 +17,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
 from qtk.graph.static_values import static_values
+from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
 from qtk.quantizers.modes import in_mode
@@ -47,25 +48,19 @@ def calibrate(
 
     Changes ``model``. Returns: the plan as it now holds.
 
-    Raises: CalibrationError naming site and batch for NaN or +inf, for a name of no site, if there is no data, or a
-        site saw none; nothing has changed then.
+    Raises: CalibrationError naming the site, and on the CPU the batch, for NaN or +inf, for a name of no site, if there
+        is no data, or a site saw none; nothing has changed then.
     """
     pending = {
         site: plan[site] for site in leaders(plan, sites)
         if not quantizers[site.name].frozen and not (only_missing and quantizers[site.name].scale is not None)
     }
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
     encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static}, progress)
     observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
     masked: dict[Site, str] = {}
     if observed:
-        if data is None:
-            names = ", ".join(site.name for site in list(observed)[:3])
-            raise CalibrationError(
-                f"{len(observed)} activation sites need calibration data, the first of them {names}; "
-                "pass batches, or make a weight-only sim with activation_bits=None"
-            )
         seen = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
         found, masked = _decided(observed, seen)
         encodings |= found
@@ -105,6 +100,7 @@ def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan], progress:
         observer = scheme.observer(decided.spec.granularity, static=True)
         try:
             observer.observe(value)
+            observer.check()
             (encodings[site],) = scheme.encodings([observer], [decided.spec])
         except CalibrationError as error:
             raise CalibrationError(f"{site}: {error}") from None
@@ -115,24 +111,30 @@ def _from_data(
     model: nn.Module,
     sites: Mapping[Site, SitePlan],
     quantizers: Mapping[str, Quantizer],
-    data: Data,
+    data: Data | None,
     forward: Forward | None,
     num_batches: int | None,
     progress: bool,
 ) -> Mapping[str, Observer]:
     """What was seen at every site, by all ranks."""
     watched = {site.name: quantizers[site.name] for site in sites}
-    problem = None
+    problem: Exception | None = None
     try:
         for site, decided in sites.items():
             watched[site.name].observer = calibrator(decided.method).observer(decided.spec.granularity)
         try:
+            if data is None:
+                names = ", ".join(site.name for site in list(sites)[:3])
+                raise CalibrationError(
+                    f"{len(sites)} activation sites need calibration data, the first of them {names}; "
+                    "pass batches, or make a weight-only sim with activation_bits=None"
+                )
             with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
                 run_all(model, data, forward=forward, num_batches=num_batches, label="calibrating", progress=progress)
-        except CalibrationError as error:
+        except Exception as error:  # the other ranks are waiting
             problem = error
         observers = {name: q.observer for name, q in watched.items() if q.observer is not None}
-        return joined(observers, problem)
+        return joined(observers, device_of(model), problem)
     finally:
         for quantizer in watched.values():
             quantizer.observer = None

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan
 from qtk.errors import CalibrationError
+from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.selection import leaders
 
 
-def set_range(plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: str, low: float, high: float) -> None:
+def set_range(
+    model: nn.Module, plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: str, low: float, high: float
+) -> None:
     """Gives the sites an encoding that just holds [low, high], and freezes them.
 
     All scales of a site get the same range.
@@ -31,7 +35,7 @@ def set_range(plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: str, 
         if scale is None and not isinstance(spec.granularity, PerTensor):
             raise CalibrationError(f"{site} has a scale for each {spec.granularity}, how many is not known yet; "
                                    "run sim.compute_encodings(data) first")
-        like = torch.empty(1) if scale is None else scale.detach()
+        like = torch.empty(1, device=device_of(model)) if scale is None else scale.detach()
         chosen = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)
         encodings[site.name] = Encoding(spec, *chosen)
     for name, encoding in encodings.items():

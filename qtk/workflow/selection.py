@@ -22,7 +22,8 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
         return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None)
     wanted: set[Site] = set()
     for name in [names] if isinstance(names, str) else names:
-        found = [site for site in plan if fnmatch.fnmatchcase(site.name, name)]
+        glob = name.replace("[", "[[]")  # ports are numbered in brackets
+        found = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
         if not found:
             known = [site.name for site in plan]
             raise CalibrationError(f"no site is called {name!r}; {_hint(name, known)}")

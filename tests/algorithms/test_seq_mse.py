@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from qtk.algorithms.seq_mse import Layer, seq_mse
 from qtk.core.granularity import WHOLE
+from qtk.errors import SpecError
 from qtk.numerics.patches import Geometry, matrix_of, rows_of, weight_of
 from qtk.observers.second_moments import SecondMoments
 
@@ -121,3 +122,26 @@ def test_rows_meet_the_columns_of_their_group():
     product = rows_of(x, geometry) @ matrix_of(weight, geometry).mT
     expected = run(x, weight)
     torch.testing.assert_close(product[1].reshape(3, 9, 3).mT, expected[:, 3:], rtol=1e-4, atol=1e-5)
+
+
+def test_scales_of_several_rows_and_blocks():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(50, 4, generator=generator)
+    moments = SecondMoments(Geometry.linear(), block=2, dtype=torch.float64)
+    moments.observe(x)
+    corners = weight[0].reshape(2, 2, 2, 2).abs().amax((1, 3)).reshape(-1).float()  # [row blocks · column blocks]
+    scales = corners * torch.arange(1, 21)[:, None] / 20 / 7
+    found = seq_mse(Layer(weight, moments.gram), scales, None, (2, 2), -8, 7)
+    for index, own in enumerate(found.candidate.tolist()):
+        rows, columns = slice(index // 2 * 2, index // 2 * 2 + 2), slice(index % 2 * 2, index % 2 * 2 + 2)
+        part = weight[0, rows, columns]
+        errors = [
+            float((x[:, columns].double() @ (part - (part.float() / s).round().clamp(-8, 7) * s).T).square().sum())
+            for s in scales[:, index]
+        ]
+        assert errors[own] == pytest.approx(min(errors), rel=1e-6)
+    whole = SecondMoments(Geometry.linear())
+    whole.observe(x)
+    with pytest.raises(SpecError, match="2 scales along the columns"):
+        seq_mse(Layer(weight, whole.gram), scales, None, (2, 2), -8, 7)

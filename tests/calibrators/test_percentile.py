@@ -77,3 +77,11 @@ def test_channels_and_mask_marks():
 def test_settings_that_make_no_sense_are_refused(quantile):
     with pytest.raises(CalibrationError, match=r"more than 0\.5"):
         Percentile(quantile=quantile)
+
+
+def test_the_end_is_the_edge_of_the_bin_even_of_the_first_one():
+    x = torch.cat([torch.full((99,), 0.9), torch.tensor([1000.0])])
+    scheme = Percentile(quantile=0.9, bins=1000)
+    observer = scheme.observer(PerTensor())
+    observer.observe(x)
+    assert float(scheme.encodings([observer], [SPEC])[0].maximum) == pytest.approx(1.0)

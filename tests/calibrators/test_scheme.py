@@ -41,6 +41,11 @@ def test_settings_follow_a_name():
         ("percentile(quantile=0.9", "neither a name nor a name with settings"),
         ("moving_average(momentum=0)", "momentum"),
         (7, "given by name"),
+        ("mse(steps=2.5)", r"steps must be like 100, got 2\.5"),
+        ("mse(steps=True)", "steps must be like 100"),
+        ("mse(norm=1, norm=2)", "."),
+        ("mse(norm={[]:1})", "plain number"),
+        ("tf_enhanced(gamma=None)", "gamma"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(scheme, said):

@@ -106,3 +106,17 @@ def test_only_zeros_give_the_range_of_one():
     observer.observe(torch.zeros(9))
     encoding = scheme.encodings([observer], [SPECS["int8"]])[0]
     assert float(encoding.scale) == pytest.approx(1 / 127)
+
+
+@pytest.mark.parametrize("name", ["uint8", "int8"])
+def test_channels_that_are_constant_or_zero(name):
+    x = torch.cat([torch.zeros(1, 50), torch.full((1, 50), 5.0), torch.randn(1, 50), torch.full((1, 50), 0.01)])
+    scheme = TfEnhanced(variant="v1")
+    observer = scheme.observer(PerChannel(0), static=True)
+    observer.observe(x)
+    spec = QuantSpec(dtype(name), PerChannel(0), symmetric=name == "int8")
+    encoding = scheme.encodings([observer], [spec])[0]
+    assert bool(torch.isfinite(encoding.scale).all())
+    for row, low, high in zip(x, encoding.minimum, encoding.maximum, strict=True):
+        assert float(low) - 0.1 <= float(row.min())
+        assert float(row.max()) <= float(high) + 0.5

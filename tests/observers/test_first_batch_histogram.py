@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -72,3 +74,26 @@ def test_two_runs_cannot_join():
     left.merge(empty)
     empty.merge(left)
     assert torch.equal(empty.shares()[1], left.shares()[1])
+
+
+def test_a_constant_has_a_range_of_one_around_it():
+    observer = FirstBatchHistogram(PerChannel(0))
+    observer.observe(torch.tensor([[5.0, 5.0], [1.0, 2.0]]))
+    observer.observe(torch.tensor([[5.25, 5.5], [1.0, 2.0]]))
+    left, shares, _ = observer.shares()
+    assert left[0, 0] == 3.5
+    assert left[0, -1] + (left[0, 1] - left[0, 0]) == 6.5
+    assert shares.sum(1).tolist() == pytest.approx([1, 1])
+
+
+def test_mask_marks_of_both_are_counted():
+    seen, marks = FirstBatchHistogram(PerTensor()), FirstBatchHistogram(PerTensor())
+    seen.observe(torch.randn(10))
+    marks.observe(torch.full((5,), -torch.inf))
+    for left, right in ((copy.deepcopy(seen), marks), (copy.deepcopy(marks), seen)):
+        left.merge(right)
+        assert (left.count, left.sentinels) == (10, 5)
+        left.observe(torch.randn(4))
+    assert seen.count == 10
+    with pytest.raises(CalibrationError, match="cannot join"):
+        seen.merge(FirstBatchHistogram(PerChannel(0)))

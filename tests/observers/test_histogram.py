@@ -113,6 +113,33 @@ def test_growth_limits_what_later_batches_may_widen():
     assert int(joined.counts.sum()) == 103
 
 
+def test_what_joins_may_have_a_coarser_grid_than_growth_allows():
+    near, far = torch.rand(1000) * 2 - 1, torch.cat([torch.rand(5000) * 2 + 2, torch.tensor([100.0, -100.0])])
+    joined = seen(PerTensor(), [near], bins=512, growth=3.0)
+    other = seen(PerTensor(), [far], bins=512, growth=3.0)
+    assert float(other.edges[0, 1] - other.edges[0, 0]) > float(joined.edges[0, 1] - joined.edges[0, 0])
+    joined.merge(other)
+    assert int(joined.counts.sum()) == 6002
+    middles = joined.points().values[0]
+    within = int(joined.counts[0, (middles > 1.5) & (middles < 4.0)].sum())
+    assert within >= 4900
+
+
+def test_limits_are_those_of_the_first_batch_in_which_a_scale_was_seen():
+    marks = torch.full((2,), -torch.inf)
+    given = [torch.stack([torch.tensor([1.0, 2.0]), marks]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+             torch.tensor([[90.0, 2.0], [3.0, 90.0]])]
+    observer = seen(PerChannel(0), given, bins=4, growth=2.0)
+    assert observer.minimum.tolist() == [1.0, 3.0]
+    assert observer.maximum.tolist() == [3.0, 5.0]
+    assert observer.counts.sum(1).tolist() == [6, 4]
+    empty = seen(PerChannel(0), [], bins=4, growth=2.0)
+    empty.merge(seen(PerChannel(0), given[1:], bins=4, growth=2.0))
+    empty.observe(torch.tensor([[50.0, 2.0], [3.0, -50.0]]))
+    assert empty.maximum.tolist() == [3.0, 5.0]
+    assert empty.minimum.tolist() == [1.0, 2.0]
+
+
 def test_a_constant_first_batch_may_grow():
     observer = seen(PerTensor(), [torch.full((3,), 2.0), torch.tensor([2.5, 3.0, 9.0])], growth=1.0)
     assert float(observer.maximum) == 3.0  # as if it had been 1.5 to 2.5, half of 1 more on either side

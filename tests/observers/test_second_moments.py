@@ -86,3 +86,11 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing():
         SecondMoments(Geometry.linear(), block=3).observe(torch.ones(2, 4))
     with pytest.raises(CalibrationError, match="cannot join"):
         moments.merge(SecondMoments(Geometry.linear(), block=2))
+
+
+def test_one_that_saw_both_inputs_and_one_that_did_not_cannot_join():
+    one, both = SecondMoments(Geometry.linear()), SecondMoments(Geometry.linear())
+    one.observe(torch.ones(2, 4))
+    both.observe(torch.ones(2, 4), torch.ones(2, 4))
+    with pytest.raises(CalibrationError, match="or none"):
+        one.merge(both)

@@ -144,3 +144,9 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 def test_candidates_that_do_not_fit_are_refused(shape):
     with pytest.raises(SpecError, match=r"are not \[candidates, 3\]"):
         op.candidate_errors(torch.randn(3, 8), torch.ones(shape), None, (1, -1), -8, 7)
+
+
+@pytest.mark.parametrize("block_size", [(1,), (1, 3), (5, -1)])
+def test_blocks_that_do_not_divide_are_refused(block_size):
+    with pytest.raises(SpecError, match="do not divide"):
+        op.candidate_errors(torch.randn(3, 8), torch.ones(1, 3), None, block_size, -8, 7)

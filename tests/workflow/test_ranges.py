@@ -139,3 +139,18 @@ def test_bounds_in_a_config_limit_what_data_decide(scheme, bounds, low, high):
         assert next(kept) == pytest.approx(next(kept), abs=2 * step)
     assert all(torch.equal(free.encodings()[name].scale, bound.encodings()[name].scale)
                for name in free.encodings() if name != "0:out")
+
+
+def test_numbers_in_brackets_are_part_of_a_name():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x.relu()], 1).chunk(2, 1)
+
+    sim = qtk.QuantSim(Twice().eval(), BATCHES[0])
+    names = [name for name in sim.quantizers if "[" in name]
+    for name in names:
+        sim.freeze(name)
+        assert sim.quantizers[name].frozen
+        sim.unfreeze(name)
+    with pytest.raises(CalibrationError, match="no site is called"):
+        sim.freeze("*[0-9]")

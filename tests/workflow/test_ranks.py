@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,18 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(5, 2, 6, 6, generator=generator) * (1 + i / 8) for i in range(6)]
 
 
-def encodings(scheme: str, data: list[torch.Tensor]) -> dict[str, list[object]]:
+def encodings(scheme: str, data: Iterable[torch.Tensor]) -> dict[str, list[object]]:
     sim = qtk.QuantSim(model(), batches()[0], scheme=scheme)
     sim.compute_encodings(data, progress=False)
     return {
         name: [own.scale.tolist(), None if own.zero_point is None else own.zero_point.tolist()]
         for name, own in sim.encodings().items()
     }
+
+
+def broken_loader(data: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield data[0]
+    raise OSError("the disk is gone")
 
 
 def main(directory: str) -> None:
@@ -46,6 +52,10 @@ def main(directory: str) -> None:
         encodings("min_max", [torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
     except CalibrationError as error:
         found["error"] = str(error)
+    try:
+        encodings("min_max", broken_loader(mine) if rank == 0 else mine)
+    except (CalibrationError, OSError) as error:
+        found["loader"] = f"{type(error).__name__}: {error}"
     Path(directory, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()
 
@@ -69,9 +79,14 @@ def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
 
 
 def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
+    assert "rank 1: CalibrationError: batch 0" in found[0]["error"]
     for own in found:
-        assert "rank 1: batch 0" in own["error"]
         assert "NaN" in own["error"]
+
+
+def test_whatever_else_stops_one_rank_stops_all(found):
+    assert found[0]["loader"] == "OSError: the disk is gone"
+    assert found[1]["loader"] == "CalibrationError: rank 0: OSError: the disk is gone"
 
 
 if __name__ == "__main__":
