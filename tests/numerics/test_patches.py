@@ -22,7 +22,7 @@ def product(x, weight, geometry, samples, out):
 
 
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 4), (2, 6), (6, 6), (6, 12)])
-@pytest.mark.parametrize(("stride", "padding", "dilation"), itertools.product((1, 2), (0, 1), (1, 2)))
+@pytest.mark.parametrize(("stride", "padding", "dilation"), list(itertools.product((1, 2), (0, 1), (1, 2))))
 @pytest.mark.parametrize("space", [1, 2, 3])
 def test_convolutions(space, stride, padding, dilation, groups, outputs):
     kernel = KERNELS[:space]
@@ -36,7 +36,7 @@ def test_convolutions(space, stride, padding, dilation, groups, outputs):
 
 
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 4), (2, 6), (6, 6)])
-@pytest.mark.parametrize(("stride", "padding", "dilation"), itertools.product((1, 2, 3), (0, 1), (1, 2)))
+@pytest.mark.parametrize(("stride", "padding", "dilation"), list(itertools.product((1, 2, 3), (0, 1), (1, 2))))
 @pytest.mark.parametrize("space", [1, 2, 3])
 def test_transposed_convolutions(space, stride, padding, dilation, groups, outputs):
     kernel = KERNELS[:space]

@@ -10,7 +10,8 @@ from qtk.ops import statistics
 from tests.kernels import conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.statistics")
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # of the interpreter
+# of Triton's interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
