@@ -12,7 +12,7 @@ from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
-from qtk.observers import min_max
+from qtk.observers import min_max, moving_average
 from qtk.observers.observer import Observer
 
 
@@ -25,11 +25,16 @@ class MinMax:
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
         """The encodings that just hold what was seen. Raises: CalibrationError if a scale saw nothing."""
-        found = []
-        for observer, spec in zip(observers, specs, strict=True):
-            assert isinstance(observer, min_max.MinMax)
-            found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
-        return found
+        return encodings_of_ranges(observers, specs)
+
+
+def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
+    """For each observer of a range the encoding that just holds it. Raises: CalibrationError if a scale saw nothing."""
+    found = []
+    for observer, spec in zip(observers, specs, strict=True):
+        assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
+        found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
+    return found
 
 
 def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:

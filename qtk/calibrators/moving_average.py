@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtk.calibrators.min_max import encoding_of_range
+from qtk.calibrators.min_max import encodings_of_ranges
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
@@ -29,8 +29,4 @@ class MovingAverage:
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
         """The encodings that just hold the averaged ranges. Raises: CalibrationError if a scale saw nothing."""
-        found = []
-        for observer, spec in zip(observers, specs, strict=True):
-            assert isinstance(observer, moving_average.MovingAverage)
-            found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
-        return found
+        return encodings_of_ranges(observers, specs)

@@ -148,6 +148,7 @@ def test_numbers_in_brackets_are_part_of_a_name():
 
     sim = qtk.QuantSim(Twice().eval(), BATCHES[0])
     names = [name for name in sim.quantizers if "[" in name]
+    assert names
     for name in names:
         sim.freeze(name)
         assert sim.quantizers[name].frozen
