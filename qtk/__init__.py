@@ -12,7 +12,9 @@ from qtk.graph.prepared_model import PreparedModel
 from qtk.kernels.backends import backends
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.transforms.steps import STEPS
 from qtk.workflow.export import EXPORTERS
+from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
 
 __version__ = "0.1.0"
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXPORTERS",
     "SCHEMES",
+    "STEPS",
     "Encoding",
     "Mode",
     "PerBlock",
@@ -34,7 +37,12 @@ __all__ = [
     "Quantizer",
     "Site",
     "SitePlan",
+    "apply_adaround",
+    "apply_gptq",
+    "apply_layerwise",
+    "apply_seq_mse",
     "backends",
+    "correct_bias",
     "dtype",
     "prepare_model",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from qtk.errors import ConfigError
+from qtk.errors import ConfigError, QtkError
 
 T = TypeVar("T")
 
@@ -63,3 +65,71 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def configured(known: Registry[T], text: str, example: str) -> T:
+    """The value behind a name, a frozen dataclass, with its settings changed where some are given.
+
+    Args:
+        known: the values.
+        text: a name, or one with settings.
+        example: of a name with settings, for messages.
+
+    Raises: ConfigError if the name, or a setting, is unknown or not like its default.
+    """
+    what = known.what
+    if not isinstance(text, str):
+        raise ConfigError(f"a {what} is given by name, as in {example!r}, got {text!r}; known: {', '.join(known)}")
+    if "(" not in text:
+        return known[text]
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        call = None
+    match call:
+        case ast.Call(ast.Name(name), [], keywords):
+            return _changed(f"{what} {text!r}", known[name], keywords)
+    raise ConfigError(f"{what} {text!r} is neither a name nor a name with settings, as in {example!r}; "
+                      f"known: {', '.join(known)}")
+
+
+def written(known: Registry[T], value: T) -> str:
+    """What ``configured`` reads as ``value``: its name, with the settings that are not the default."""
+    name = next(name for name, other in known.items() if type(other) is type(value))
+    settings = ", ".join(
+        f"{field.name}={getattr(value, field.name)!r}"
+        for field in dataclasses.fields(value)  # type: ignore[arg-type]
+        if getattr(value, field.name) != getattr(known[name], field.name)
+    )
+    return f"{name}({settings})" if settings else name
+
+
+def _changed(where: str, known: T, keywords: Sequence[ast.keyword]) -> T:
+    fields = {field.name for field in dataclasses.fields(known)}  # type: ignore[arg-type]
+    settings: dict[str, object] = {}
+    for keyword in keywords:
+        if keyword.arg not in fields:
+            takes = nearest(str(keyword.arg), fields) if fields else "it has none"
+            raise ConfigError(f"{where}: unknown setting {keyword.arg!r}; {takes}")
+        try:
+            value = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError):
+            raise ConfigError(f"{where}: the value of {keyword.arg} must be a plain number or name") from None
+        default = getattr(known, keyword.arg)
+        if not _is_like(value, default):
+            raise ConfigError(f"{where}: {keyword.arg} must be like {default!r}, got {value!r}")
+        settings[keyword.arg] = value
+    if len(settings) < len(keywords):
+        raise ConfigError(f"{where}: a setting is given twice; leave one out")
+    try:
+        changed: T = dataclasses.replace(known, **settings)  # type: ignore[type-var]
+    except (QtkError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return changed
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Of the type of the default; a whole number may stand for a real one, ``None`` for a real one too."""
+    if isinstance(default, float):
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return type(value) is type(default)

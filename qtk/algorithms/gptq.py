@@ -7,15 +7,13 @@ al., arXiv 2210.17323, algorithm 1.) The scales stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qtk.algorithms.grid import Grid
 from qtk.errors import CalibrationError
-from qtk.numerics.affine import expand
-from qtk.ops.fake_quantize import fake_quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +35,27 @@ class Gptq:
             raise CalibrationError(f"GPTQ needs damping > 0 and columns_at_once ≥ 1, got {self.damping} and "
                                    f"{self.columns_at_once}")
 
-    def rounded(
-        self,
-        weight: Tensor,
-        gram: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        block_size: Sequence[int],
-        qmin: int,
-        qmax: int,
-    ) -> Tensor:
-        """The weights, each on the grid of its scale.
+    def rounded(self, weight: Tensor, gram: Tensor, grid: Grid) -> Tensor:
+        """The weights, each on its grid.
 
         Shape: ``weight`` [outputs, columns]; ``gram`` [columns, columns], of the columns of the input, in the dtype to
-        compute in; ``scale`` and ``zero_point`` the qparam shape of ``block_size``; result as ``weight``.
+        compute in; ``grid`` and result as ``weight``.
 
-        Raises: CalibrationError if the Gram matrix has no inverse even so; SpecError if scales do not fit.
+        Raises: CalibrationError if the Gram matrix has no inverse even so.
         """
-        steps = expand(scale, weight.shape, block_size).expand(weight.shape)
-        zeros = None if zero_point is None else expand(zero_point, weight.shape, block_size).expand(weight.shape)
         order = self._order(gram)
         factor = self._factor(gram[order][:, order])
         left = weight[:, order].to(gram.dtype)
         dead = gram.diagonal()[order] == 0  # inputs that are always 0: their weights do nothing
         left[:, dead] = 0
         result = torch.empty_like(left)
-        grid = steps[:, order], None if zeros is None else zeros[:, order].to(torch.int32)
+        ordered = grid[:, order]
         for begin in range(0, left.shape[1], self.columns_at_once):
             end = min(begin + self.columns_at_once, left.shape[1])
             lost = torch.zeros_like(left[:, begin:end])
             for column in range(begin, end):
                 own = left[:, column]
-                near = self._nearest(own, grid, column, qmin, qmax)
+                near = ordered[:, column].nearest(own)
                 result[:, column] = near
                 lost[:, column - begin] = error = (own - near) / factor[column, column]
                 left[:, column:end] -= error[:, None] * factor[column, column:end]
@@ -77,6 +64,12 @@ class Gptq:
         back[:, order] = result
         return back.to(weight.dtype)
 
+    def solved(self, gram: Tensor, right: Tensor) -> Tensor:
+        """``x`` with ``H x = right`` for the damped Gram matrix. Shape: ``right`` and result [outputs, columns]."""
+        lower, failed = torch.linalg.cholesky_ex(self._damped(gram))
+        self._refuse(bool(failed))
+        return torch.cholesky_solve(right.mT, lower).mT
+
     def _order(self, gram: Tensor) -> Tensor:
         diagonal = gram.diagonal()
         if self.act_order:
@@ -84,24 +77,20 @@ class Gptq:
         return torch.arange(len(diagonal), device=gram.device)
 
     def _factor(self, gram: Tensor) -> Tensor:
-        diagonal = gram.diagonal()
-        full = torch.where(diagonal == 0, 1.0, diagonal) + self.damping * diagonal.mean()
-        damped = gram.clone()
-        damped.diagonal().copy_(full)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(self._damped(gram))
         self._refuse(bool(failed))
         found = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         self._refuse(bool(found.info))
         factor: Tensor = found.L
         return factor
 
+    def _damped(self, gram: Tensor) -> Tensor:
+        diagonal = gram.diagonal()
+        damped = gram.clone()
+        damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + self.damping * diagonal.mean())
+        return damped
+
     def _refuse(self, failed: bool) -> None:
         if failed:
             raise CalibrationError(f"the inputs of this layer are too alike for a damping of {self.damping}; "
                                    "use more data or a larger damping")
-
-    def _nearest(
-        self, column: Tensor, grid: tuple[Tensor, Tensor | None], index: int, qmin: int, qmax: int
-    ) -> Tensor:
-        scale, zero = grid[0][:, index].contiguous(), None if grid[1] is None else grid[1][:, index].contiguous()
-        return fake_quantize(column.to(torch.float32), scale, zero, (1,), qmin, qmax).to(column.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,7 +16,7 @@ from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError, ConfigError
 from qtk.observers.observer import Observer
-from qtk.registry import Registry, nearest
+from qtk.registry import Registry, configured, written
 
 
 class Calibrator(Protocol):
@@ -53,20 +51,12 @@ def calibrator(scheme: str) -> Calibrator:
     >>> calibrator("percentile(quantile=0.999)")
     Percentile(quantile=0.999, bins=1024)
     """
-    if not isinstance(scheme, str):
-        raise ConfigError(f"a scheme is given by name, as in 'mse' or 'mse(norm=1)', got {scheme!r}; "
-                          f"known: {', '.join(SCHEMES)}")
-    if "(" not in scheme:
-        return SCHEMES[scheme]
+    chosen = configured(SCHEMES, scheme, "percentile(quantile=0.999)")
     try:
-        call = ast.parse(scheme.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        call = None
-    match call:
-        case ast.Call(ast.Name(name), [], keywords):
-            return _changed(scheme, SCHEMES[name], keywords)
-    raise ConfigError(f"scheme {scheme!r} is neither a name nor a name with settings, as in 'percentile(quantile="
-                      f"0.999)'; known: {', '.join(SCHEMES)}")
+        chosen.observer(PerTensor())  # it checks its settings
+    except (CalibrationError, TypeError) as error:
+        raise ConfigError(f"scheme {scheme!r}: {error}") from None
+    return chosen
 
 
 def canonical_scheme(scheme: str) -> str:
@@ -77,43 +67,4 @@ def canonical_scheme(scheme: str) -> str:
     >>> canonical_scheme("post_training_tf_enhanced( gamma = 2.0, bins=512 )")
     'tf_enhanced(gamma=2.0)'
     """
-    chosen = calibrator(scheme)
-    name = next(name for name, known in SCHEMES.items() if type(known) is type(chosen))
-    settings = ", ".join(
-        f"{field.name}={getattr(chosen, field.name)!r}"
-        for field in dataclasses.fields(chosen)  # type: ignore[arg-type]
-        if getattr(chosen, field.name) != getattr(SCHEMES[name], field.name)
-    )
-    return f"{name}({settings})" if settings else name
-
-
-def _changed(scheme: str, known: Calibrator, keywords: Sequence[ast.keyword]) -> Calibrator:
-    fields = {field.name for field in dataclasses.fields(known)}  # type: ignore[arg-type]
-    settings: dict[str, object] = {}
-    for keyword in keywords:
-        if keyword.arg not in fields:
-            takes = nearest(str(keyword.arg), fields) if fields else "it has none"
-            raise ConfigError(f"scheme {scheme!r}: unknown setting {keyword.arg!r}; {takes}")
-        try:
-            value = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError):
-            raise ConfigError(f"scheme {scheme!r}: the value of {keyword.arg} must be a plain number or name") from None
-        default = getattr(known, keyword.arg)
-        if not _is_like(value, default):
-            raise ConfigError(f"scheme {scheme!r}: {keyword.arg} must be like {default!r}, got {value!r}")
-        settings[keyword.arg] = value
-    if len(settings) < len(keywords):
-        raise ConfigError(f"scheme {scheme!r}: a setting is given twice; leave one out")
-    try:
-        changed: Calibrator = dataclasses.replace(known, **settings)  # type: ignore[type-var]
-        changed.observer(PerTensor())  # it checks its settings
-    except (CalibrationError, TypeError) as error:
-        raise ConfigError(f"scheme {scheme!r}: {error}") from None
-    return changed
-
-
-def _is_like(value: object, default: object) -> bool:
-    """Of the type of the default; a whole number may stand for a real one, ``None`` for a real one too."""
-    if isinstance(default, float):
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    return type(value) is type(default)
+    return written(SCHEMES, calibrator(scheme))

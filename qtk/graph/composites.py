@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import fx, nn
 
+from qtk.graph.schema import schema_arguments
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
 
@@ -40,7 +41,7 @@ def composite_of(node: fx.Node, owner: nn.Module) -> CompositeCall | None:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return None
     name = node.target._schema.name.removeprefix("aten::")
-    given = _arguments(node)
+    given = schema_arguments(node)
     if name == "scaled_dot_product_attention":
         return _attention(given, owner)
     if name in KINDS:
@@ -113,11 +114,3 @@ def _cell(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
 def _states(given: dict[str, fx.node.Argument]) -> list[fx.node.Argument]:
     states = given["hx"]
     return list(states) if isinstance(states, (list, tuple)) else [states]
-
-
-def _arguments(node: fx.Node) -> dict[str, fx.node.Argument]:
-    """Every argument of an ATen call by its name in the schema, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
-    return {argument.name: argument.default_value for argument in schema} | given | dict(node.kwargs)

@@ -19,6 +19,8 @@ from torch.nn import functional
 class Geometry:
     """How a convolution moves over its input; one number an axis of space, none for a linear layer.
 
+    ``transposed`` of a linear layer: its weight is [in, out].
+
     >>> Geometry.linear().groups
     1
     """
@@ -44,11 +46,13 @@ class Geometry:
 def rows_of(x: Tensor, geometry: Geometry) -> Tensor:
     """What the weights of a layer are multiplied with.
 
-    Shape: ``x`` [..., in], or [N, in, *space] for a convolution; result [groups, rows, in / groups · places].
+    Shape: ``x`` [..., in], or [N, in, *space] or [in, *space] for a convolution; result [groups, rows,
+    in / groups · places].
     """
     if not geometry.kernel:
         return x.reshape(1, -1, x.shape[-1])
     space = len(geometry.kernel)
+    x = x if x.ndim == space + 2 else x[None]
     if geometry.transposed:
         x = _stretched(x, geometry)
         stride: Sequence[int] = (1,) * space

@@ -50,6 +50,33 @@ def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
             return scale
 
 
+def candidates(scale: Tensor, fraction: Tensor, spec: QuantSpec) -> Tensor:
+    """Scales to try in place of stored ones, all of which ``spec.scale_format`` can store beside each other.
+
+    E8M0: the powers of two from twice to an eighth of the scale. INT4: the scale itself and the integers 1…16 times a
+    sixteenth of the channel's largest. E4M3: the fractions of the scale, as E4M3 times what makes the largest 448.
+    Float32: the fractions themselves.
+
+    Shape: ``scale`` float32, the qparam shape; ``fraction`` [candidates, *scale.shape], or of one element an axis;
+    result [candidates, *scale.shape], with as many candidates as the format asks for.
+    """
+    match spec.scale_format:
+        case ScaleFormat.E8M0:
+            return torch.stack([scale * 2.0**shift for shift in (1, 0, -1, -2, -3)])
+        case ScaleFormat.E4M3:
+            assert isinstance(_E4M3, FloatDtype)
+            tensor_scale = scale.max() / LARGEST_E4M3
+            return round_to(scale * fraction / tensor_scale, _E4M3).clamp(min=SMALLEST_E4M3) * tensor_scale
+        case ScaleFormat.INT4:
+            sizes = spec.granularity.sizes if isinstance(spec.granularity, PerBlock) else ()
+            axis = sizes.index(1) if 1 in sizes else 0
+            others = [other for other in range(scale.ndim) if other != axis]
+            unit = (scale.amax(others, keepdim=True) / 16).expand_as(scale)
+            return torch.stack([scale, *(unit * multiple for multiple in range(1, 17))])
+        case None:
+            return scale * fraction
+
+
 def largest_exponent(format: FloatDtype) -> int:
     """Exponent of the largest number of a format.
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
@@ -17,9 +16,8 @@ from qtk.errors import EncodingError, NotCalibratedError
 from qtk.nn.tap import Tap
 from qtk.numerics.acting import acting_scale, acting_zero_point
 from qtk.observers.observer import Observer
-from qtk.ops.fake_quantize import fake_quantize
-from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.observe import Listener
+from qtk.ops.simulate import simulate
 from qtk.quantizers.weight_cache import WeightCache
 
 
@@ -175,10 +173,7 @@ class Quantizer(Tap):
 
     def _simulate(self, x: Tensor) -> Tensor:
         assert self.scale is not None
-        block_size = self.spec.granularity.block_size(x.ndim)
-        if isinstance(self.spec.dtype, FloatDtype):
-            return fake_quantize_float(x, self.scale, block_size, self.spec.dtype.name)
-        return fake_quantize(x, self.scale, self.zero_point, block_size, int(self.spec.qmin), int(self.spec.qmax))
+        return simulate(x, self.spec, self.scale, self.zero_point)
 
     def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Takes both over as what they are, parameters or buffers."""

@@ -57,7 +57,7 @@ def calibrate(
     }
     device = device_of(model)
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
-    encodings |= _from_parameters(model, {s: d for s, d in pending.items() if d.static}, progress)
+    encodings |= parameter_encodings(model, {s: d for s, d in pending.items() if d.static}, progress)
     observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
     masked: dict[Site, str] = {}
     if observed:
@@ -87,7 +87,7 @@ def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> En
     return Encoding(encoding.spec, *choose_range(torch.minimum(low, high), torch.maximum(low, high), encoding.spec))
 
 
-def _from_parameters(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
+def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
     """Encodings of values made from parameters alone; each is observed once, as it is now."""
     encodings = {}
     values = tqdm(

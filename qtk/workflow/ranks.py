@@ -1,9 +1,10 @@
-"""Calibration in several processes: each observes its share of the data, then all know what all have seen."""
+"""Work in several processes: each observes its share of the data, then all know what all have seen."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -11,6 +12,9 @@ from torch.utils import _pytree as pytree
 
 from qtk.errors import CalibrationError
 from qtk.observers.observer import Observer
+from qtk.observers.second_moments import SecondMoments
+
+T = TypeVar("T")
 
 
 def joined(
@@ -27,12 +31,76 @@ def joined(
 
     Raises: the problem; on other ranks CalibrationError naming the rank that has it.
     """
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not _several():
         if problem is not None:
             raise problem
         return observers
     own = {name: _moved(observer, torch.device("cpu")) for name, observer in observers.items()}
-    shares: list[tuple[str | None, dict[str, Observer]]] = [(None, {})] * distributed.get_world_size()
+    shares = _exchanged(own, problem)
+    merged = shares[0]
+    for rank, share in enumerate(shares[1:], start=1):
+        if share.keys() != merged.keys():
+            raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
+        for name, observer in merged.items():
+            observer.merge(share[name])
+    return {name: _moved(observer, device) for name, observer in merged.items()}
+
+
+def summed(
+    moments: SecondMoments | None, device: torch.device, problem: Exception | None = None
+) -> SecondMoments | None:
+    """The moments of the data of all ranks, as all will have them; ``None`` if no rank has any.
+
+    Every rank must call it.
+
+    Args:
+        moments: those of this rank.
+        device: where the result shall be.
+        problem: what went wrong here, to be raised everywhere.
+
+    Raises: as ``joined``.
+    """
+    if not _several():
+        if problem is not None:
+            raise problem
+        return moments
+    own = None if moments is None or not moments.rows else moments.moved(torch.device("cpu"))
+    shares = [share for share in _exchanged(own, problem) if share is not None]
+    for share in shares[1:]:
+        shares[0].merge(share)
+    return shares[0].moved(device) if shares else None
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What ``make`` returns on the first rank, on all of them; only that one runs it.
+
+    Raises: what it raises there; on other ranks CalibrationError saying so.
+    """
+    if not _several():
+        return make()
+    problem: Exception | None = None
+    made: list[tuple[str | None, T | None]] = [(None, None)]
+    if distributed.get_rank() == 0:
+        try:
+            made = [(None, make())]
+        except Exception as error:  # the other ranks are waiting
+            problem, made = error, [(f"rank 0: {type(error).__name__}: {error}", None)]
+    distributed.broadcast_object_list(made, src=0)
+    if problem is not None:
+        raise problem
+    (text, result), = made
+    if text is not None:
+        raise CalibrationError(text)
+    return result  # type: ignore[return-value]
+
+
+def _several() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _exchanged(own: T, problem: Exception | None) -> list[T]:
+    """What every rank has, in their order. Raises: the problem of this rank; CalibrationError for those of others."""
+    shares: list[tuple[str | None, T]] = [(None, own)] * distributed.get_world_size()
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
     distributed.all_gather_object(shares, (said, own))
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(shares) if text is not None]
@@ -40,13 +108,7 @@ def joined(
         raise problem
     if problems:
         raise CalibrationError("; ".join(problems))
-    merged = shares[0][1]
-    for rank, (_, share) in enumerate(shares[1:], start=1):
-        if share.keys() != merged.keys():
-            raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
-        for name, observer in merged.items():
-            observer.merge(share[name])
-    return {name: _moved(observer, device) for name, observer in merged.items()}
+    return [share for _, share in shares]
 
 
 def _moved(observer: Observer, device: torch.device) -> Observer:

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from qtk.algorithms.gptq import Gptq
+from qtk.algorithms.grid import Grid
+from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
+from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
+from qtk.numerics.affine import expand
 from qtk.ops.fake_quantize import fake_quantize
 
 OUT, WIDTH, ROWS = 5, 24, 200
@@ -24,6 +28,12 @@ def problem(asymmetric, block_size, dead=False):
     zero = torch.randint(3, 12, shape, generator=generator).int() if asymmetric else None
     codes = (0, 15) if asymmetric else (-8, 7)
     return weight, x, scale, zero, codes
+
+
+def grid_of(weight, scale, zero, block_size):
+    steps = expand(scale, weight.shape, block_size).expand(weight.shape)
+    zeros = None if zero is None else expand(zero, weight.shape, block_size).expand(weight.shape).int()
+    return Grid(QuantSpec(dtype("int4" if zero is None else "uint4"), symmetric=zero is None), steps, zeros)
 
 
 def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
@@ -58,7 +68,7 @@ def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
 def test_the_textbook(name, asymmetric, act_order, dead):
     weight, x, scale, zero, codes = problem(asymmetric, BLOCKS[name], dead)
     gram = x.T @ x
-    own = Gptq(act_order=act_order, columns_at_once=7).rounded(weight, gram, scale, zero, BLOCKS[name], *codes)
+    own = Gptq(act_order=act_order, columns_at_once=7).rounded(weight, gram, grid_of(weight, scale, zero, BLOCKS[name]))
     width = {"tensor": WIDTH, "channel": WIDTH, "block": 8, "rows": 8}[name]
 
     def spread(values):
@@ -76,15 +86,15 @@ def test_the_textbook(name, asymmetric, act_order, dead):
 def test_better_than_rounding_to_nearest_and_on_the_grid(name):
     weight, x, scale, _, codes = problem(False, BLOCKS[name])
     nearest = fake_quantize(weight, scale, None, BLOCKS[name], *codes)
-    own = Gptq().rounded(weight, x.T @ x, scale, None, BLOCKS[name], *codes)
+    own = Gptq().rounded(weight, x.T @ x, grid_of(weight, scale, None, BLOCKS[name]))
     losses = [float((x @ (weight - other).double().T).square().sum()) for other in (own, nearest)]
     assert losses[0] < 0.8 * losses[1]
     torch.testing.assert_close(fake_quantize(own, scale, None, BLOCKS[name], *codes), own, rtol=0, atol=0)
 
 
 def test_how_many_columns_go_at_once_makes_no_difference():
-    weight, x, scale, _, codes = problem(False, (1, WHOLE))
-    spec = weight, x.T @ x, scale, None, (1, WHOLE), *codes
+    weight, x, scale, _, _ = problem(False, (1, WHOLE))
+    spec = weight, x.T @ x, grid_of(weight, scale, None, (1, WHOLE))
     found = [Gptq(columns_at_once=count).rounded(*spec) for count in (1, 5, 24, 99)]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
@@ -92,14 +102,16 @@ def test_how_many_columns_go_at_once_makes_no_difference():
 
 def test_inputs_that_say_nothing_about_each_other_leave_the_nearest():
     weight, _, scale, _, codes = problem(False, (1, WHOLE))
-    own = Gptq().rounded(weight, torch.eye(WIDTH, dtype=torch.float64), scale, None, (1, WHOLE), *codes)
+    own = Gptq().rounded(
+        weight, torch.eye(WIDTH, dtype=torch.float64), grid_of(weight, scale, None, (1, WHOLE))
+    )
     assert torch.equal(own, fake_quantize(weight, scale, None, (1, WHOLE), *codes))
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(CalibrationError, match="damping > 0"):
         Gptq(damping=0.0)
-    weight, _, scale, _, codes = problem(False, (1, WHOLE))
+    weight, _, scale, _, _ = problem(False, (1, WHOLE))
     broken = torch.full((WIDTH, WIDTH), 5.0, dtype=torch.float64) - 10 * torch.eye(WIDTH, dtype=torch.float64).flip(0)
     with pytest.raises(CalibrationError, match="too alike"):
-        Gptq(damping=1e-9).rounded(weight, broken, scale, None, (1, WHOLE), *codes)
+        Gptq(damping=1e-9).rounded(weight, broken, grid_of(weight, scale, None, (1, WHOLE)))

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtk.algorithms.seq_mse import Layer, seq_mse
-from qtk.core.granularity import WHOLE
+from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.seq_mse import Choice, Search, made_up_for
+from qtk.core.dtypes import dtype
+from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.numerics.patches import Geometry, matrix_of, rows_of, weight_of
-from qtk.observers.second_moments import SecondMoments
+from qtk.observers.second_moments import SecondMoments, Wanted
 
 CANDIDATES = 12
 LAYERS = {
@@ -38,14 +40,14 @@ class Problem:
         self.rows = columns.shape[0] * columns.shape[1]
         width = columns.shape[2]
         self.block = width // 2 if granularity == "block" else width
-        self.block_size = {"tensor": (), "channel": (1, WHOLE), "block": (1, self.block)}[granularity]
-        moments = SecondMoments(self.geometry, block=self.block, dtype=torch.float64)
+        self.per_tensor = granularity == "tensor"
+        moments = SecondMoments(self.geometry, Wanted(self.block, dtype=torch.float64))
         moments.observe(quantized, None if one_input else original)
         linear = None
         if moments.cross is not None:
             parts = columns.double().reshape(*columns.shape[:2], -1, self.block).transpose(1, 2)
             linear = (parts @ moments.cross).transpose(1, 2).reshape(columns.shape)
-        self.layer = Layer(columns.double(), moments.gram, linear)
+        self.error = OutputError(moments.gram, linear)
         blocks = columns.reshape(1, -1) if granularity == "tensor" else columns.reshape(-1, self.block)
         low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
         fraction = torch.arange(1, CANDIDATES + 1)[:, None] / CANDIDATES
@@ -56,9 +58,15 @@ class Problem:
         else:
             self.scales, self.zeros = torch.maximum(high, -low) * fraction / 7, None
 
-    @property
-    def spec(self) -> tuple:
-        return self.scales, self.zeros, self.block_size, self.qmin, self.qmax
+    def search(self, candidates: slice = slice(None)) -> Choice:
+        columns = matrix_of(self.weight, self.geometry).double()
+        shape = *columns.shape[:2], columns.shape[2] // self.block
+        owner = torch.zeros(shape, dtype=torch.int64)
+        if not self.per_tensor:
+            owner = torch.arange(owner.numel()).reshape(shape)
+        spec = QuantSpec(dtype("int4" if self.zeros is None else "uint4"), symmetric=self.zeros is None)
+        zeros = None if self.zeros is None else self.zeros[candidates]
+        return Search(self.error, columns, columns, owner, spec, self.scales[candidates], zeros).best()
 
     def brute_force(self) -> torch.Tensor:
         """Squared error of the outputs for every candidate; each block's part of the output by itself.
@@ -68,7 +76,7 @@ class Problem:
         found = []
         columns = matrix_of(self.weight, self.geometry)
         for scale, zero in zip(self.scales, [None] * CANDIDATES if self.zeros is None else self.zeros, strict=True):
-            parts = columns.reshape(1, -1) if not self.block_size else columns.reshape(-1, self.block)
+            parts = columns.reshape(1, -1) if self.per_tensor else columns.reshape(-1, self.block)
             start = torch.zeros_like(scale) if zero is None else zero.float()
             code = ((parts / scale[:, None]).round() + start[:, None]).clamp(self.qmin, self.qmax)
             rounded = ((code - start[:, None]) * scale[:, None]).reshape(columns.shape)
@@ -80,7 +88,7 @@ class Problem:
                 apart = self.run(self.inputs[0], own) - self.run(self.inputs[1], near)
                 channels = apart.movedim(1 if self.geometry.kernel else -1, 0).flatten(1)
                 errors[:, index] = channels.square().sum(1)
-            found.append(errors.sum().reshape(1) if not self.block_size else errors.reshape(-1))
+            found.append(errors.sum().reshape(1) if self.per_tensor else errors.reshape(-1))
         return torch.stack(found)
 
 
@@ -93,7 +101,7 @@ def test_every_candidate_decided_exactly(name, granularity, asymmetric, one_inpu
         pytest.skip("three columns have no halves")
     problem = Problem(name, granularity, asymmetric=asymmetric, one_input=one_input)
     expected = problem.brute_force()
-    found = seq_mse(problem.layer, *problem.spec)
+    found = problem.search()
     least = expected.min(0).values
     chosen = expected.gather(0, found.candidate[None])[0]
     torch.testing.assert_close(chosen, least, rtol=1e-6, atol=0)  # the argmin, or one as good
@@ -103,15 +111,13 @@ def test_every_candidate_decided_exactly(name, granularity, asymmetric, one_inpu
 
 def problem_error(problem: Problem, candidate: int) -> torch.Tensor:
     """The error of one candidate without the constant, by a search that has no other."""
-    scales = problem.scales[candidate : candidate + 1]
-    zeros = None if problem.zeros is None else problem.zeros[candidate : candidate + 1]
-    return seq_mse(problem.layer, scales, zeros, *problem.spec[2:]).error
+    return problem.search(slice(candidate, candidate + 1)).error
 
 
 def test_better_than_the_widest_range():
     problem = Problem("linear", "channel", asymmetric=False)
     errors = problem.brute_force()
-    chosen = errors.gather(0, seq_mse(problem.layer, *problem.spec).candidate[None])[0]
+    chosen = errors.gather(0, problem.search().candidate[None])[0]
     assert bool((chosen <= errors[-1]).all())
     assert float(chosen.sum()) < float(errors[-1].sum())
 
@@ -128,11 +134,13 @@ def test_scales_of_several_rows_and_blocks():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64)
     x = torch.randn(50, 4, generator=generator)
-    moments = SecondMoments(Geometry.linear(), block=2, dtype=torch.float64)
+    moments = SecondMoments(Geometry.linear(), Wanted(2, dtype=torch.float64))
     moments.observe(x)
     corners = weight[0].reshape(2, 2, 2, 2).abs().amax((1, 3)).reshape(-1).float()  # [row blocks · column blocks]
     scales = corners * torch.arange(1, 21)[:, None] / 20 / 7
-    found = seq_mse(Layer(weight, moments.gram), scales, None, (2, 2), -8, 7)
+    owner = torch.tensor([[[0, 1], [0, 1], [2, 3], [2, 3]]])
+    spec = QuantSpec(dtype("int4"), symmetric=True)
+    found = Search(OutputError(moments.gram), weight, weight, owner, spec, scales).best()
     for index, own in enumerate(found.candidate.tolist()):
         rows, columns = slice(index // 2 * 2, index // 2 * 2 + 2), slice(index % 2 * 2, index % 2 * 2 + 2)
         part = weight[0, rows, columns]
@@ -144,4 +152,40 @@ def test_scales_of_several_rows_and_blocks():
     whole = SecondMoments(Geometry.linear())
     whole.observe(x)
     with pytest.raises(SpecError, match="2 scales along the columns"):
-        seq_mse(Layer(weight, whole.gram), scales, None, (2, 2), -8, 7)
+        Search(OutputError(whole.gram), weight, weight, owner, spec, scales)
+
+
+def outputs_lost(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: int) -> float:
+    """Squared error of the outputs with a scale for each output and block."""
+    steps = scale.reshape(weight.shape[0], -1).repeat_interleave(block, 1)
+    rounded = (weight.float() / steps).round().clamp(-8, 7) * steps
+    return float((x.double() @ (weight - rounded).T).square().sum())
+
+
+@pytest.mark.parametrize("outputs_per_scale", [1, 3])
+def test_blocks_that_make_up_for_each_other(outputs_per_scale):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 16, generator=generator, dtype=torch.float64)
+    x = torch.randn(200, 16, generator=generator) @ torch.randn(16, 16, generator=generator)
+    moments = SecondMoments(Geometry.linear(), Wanted(dtype=torch.float64))
+    moments.observe(x)
+    whole = OutputError(moments.gram)
+    owner = torch.arange(6 // outputs_per_scale * 4).reshape(-1, 1, 4).expand(-1, outputs_per_scale, 4).reshape(1, 6, 4)
+    peak = torch.zeros(owner.max() + 1).scatter_reduce_(
+        0, owner.flatten(), weight.reshape(6, 4, 4).abs().amax(-1).flatten().float(), "amax"
+    )
+    scales = peak * torch.arange(1, 21)[:, None] / 20 / 7
+    spec = QuantSpec(dtype("int4"), symmetric=True)
+    search = Search(whole.diagonal_blocks(4), weight[None], weight[None], owner, spec, scales)
+
+    def lost(candidate: torch.Tensor) -> float:
+        return outputs_lost(x, weight, scales.gather(0, candidate[None])[0][owner[0]], 4)
+
+    alone = search.best().candidate
+    found = made_up_for(search, whole, alone)
+    assert lost(found) < 0.95 * lost(alone)
+    for scale in range(scales.shape[1]):  # no scale can do better by itself
+        for candidate in range(20):
+            other = found.clone()
+            other[scale] = candidate
+            assert lost(other) >= lost(found) * (1 - 1e-6)

@@ -5,8 +5,9 @@ import torch
 
 from qtk.errors import CalibrationError
 from qtk.numerics.patches import Geometry, matrix_of, rows_of
-from qtk.observers.second_moments import PANEL, SecondMoments
+from qtk.observers.second_moments import PANEL, SecondMoments, Wanted
 
+LINEAR = Geometry.linear()
 LAYERS = {
     "linear": (Geometry.linear(), (3, 8), (6, 5, 8)),
     "conv": (Geometry((3, 2), (1, 2), (1, 0), (1, 1)), (4, 3, 3, 2), (2, 3, 7, 6)),
@@ -26,7 +27,7 @@ def test_the_error_of_the_output_without_forming_it(layer):
     geometry, weight_shape, shape = LAYERS[layer]
     weight = matrix_of(torch.randn(weight_shape, dtype=torch.float64), geometry)  # [groups, out, columns]
     other = weight + 0.05 * torch.randn_like(weight)
-    moments = SecondMoments(geometry)
+    moments = SecondMoments(geometry, Wanted(difference=True))
     expected = torch.zeros(weight.shape[:2], dtype=torch.float64)
     for quantized, original in batches(shape):
         moments.observe(quantized, original)
@@ -39,11 +40,13 @@ def test_the_error_of_the_output_without_forming_it(layer):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     mean = torch.cat([rows_of(x - y, geometry) for y, x in batches(shape)], 1).double().mean(1)
     torch.testing.assert_close(moments.mean_difference, mean, rtol=1e-5, atol=1e-7)
+    mean = torch.cat([rows_of(y, geometry) for y, x in batches(shape)], 1).double().mean(1)
+    torch.testing.assert_close(moments.mean, mean, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("block", [2, 4, 8])
 def test_blocks_are_those_of_the_diagonal(block):
-    whole, parts = SecondMoments(Geometry.linear()), SecondMoments(Geometry.linear(), block=block)
+    whole, parts = SecondMoments(LINEAR, Wanted(None, True)), SecondMoments(LINEAR, Wanted(block, True))
     for quantized, original in batches((6, 5, 8)):
         whole.observe(quantized, original)
         parts.observe(quantized, original)
@@ -56,25 +59,25 @@ def test_blocks_are_those_of_the_diagonal(block):
 
 def test_wide_matrices_are_symmetric_and_whole():
     x = torch.randn(40, PANEL + 77)
-    moments = SecondMoments(Geometry.linear())
+    moments = SecondMoments(LINEAR)
     moments.observe(x)
     assert torch.equal(moments.gram, moments.gram.mT)
     torch.testing.assert_close(moments.gram[0, 0], x.double().T @ x.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_merging_is_observing_both():
-    both, left, right = (SecondMoments(Geometry.linear()) for _ in range(3))
+    both, left, right = (SecondMoments(LINEAR, Wanted(difference=True)) for _ in range(3))
     for index, (quantized, original) in enumerate(batches((4, 8))):
         both.observe(quantized, original)
         (left if index < 1 else right).observe(quantized, original)
     left.merge(right)
     assert left.rows == both.rows == 12
-    for name in ("gram", "cross", "difference", "mean_difference"):
+    for name in ("gram", "cross", "difference", "mean", "mean_difference"):
         torch.testing.assert_close(getattr(left, name), getattr(both, name), rtol=1e-12, atol=1e-12)
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing():
-    moments = SecondMoments(Geometry.linear())
+    moments = SecondMoments(LINEAR)
     with pytest.raises(CalibrationError, match="no data"):
         moments.gram  # noqa: B018
     moments.observe(torch.ones(2, 4))
@@ -83,13 +86,13 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing():
             moments.observe(*given)
     assert moments.rows == 2
     with pytest.raises(CalibrationError, match="blocks of 3 do not divide the 4 columns"):
-        SecondMoments(Geometry.linear(), block=3).observe(torch.ones(2, 4))
+        SecondMoments(LINEAR, Wanted(3)).observe(torch.ones(2, 4))
     with pytest.raises(CalibrationError, match="cannot join"):
-        moments.merge(SecondMoments(Geometry.linear(), block=2))
+        moments.merge(SecondMoments(LINEAR, Wanted(2)))
 
 
 def test_one_that_saw_both_inputs_and_one_that_did_not_cannot_join():
-    one, both = SecondMoments(Geometry.linear()), SecondMoments(Geometry.linear())
+    one, both = SecondMoments(LINEAR), SecondMoments(LINEAR)
     one.observe(torch.ones(2, 4))
     both.observe(torch.ones(2, 4), torch.ones(2, 4))
     with pytest.raises(CalibrationError, match="or none"):

@@ -1,0 +1,94 @@
+"""What reaches the layers inside a module that runs as it pleases: a loop over time, a model's own Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtk.graph.taps import tapped
+from qtk.graph.weighted_layers import WeightedLayer
+from qtk.observers.second_moments import SecondMoments, Wanted
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode, Quantizer
+
+
+class Inside:
+    """Gathers the moments of all layers inside a module over all their calls.
+
+    The weight of an op is known by the very tensor: the parameter, or what its quantizer made of it.
+
+    Args:
+        module: what is run.
+        wanted: the layers; those with ``None`` are passed by.
+        quantized: for every path, whether its quantizers act.
+    """
+
+    def __init__(
+        self, module: nn.Module, wanted: Mapping[WeightedLayer, Wanted | None], quantized: Sequence[bool]
+    ) -> None:
+        self.moments: dict[WeightedLayer, SecondMoments] = {}
+        self._module = module
+        self._wanted = {layer: needed for layer, needed in wanted.items() if needed is not None}
+        self._paths = quantized
+        self._layer_of: dict[int, WeightedLayer] = {}
+        self._seen: dict[WeightedLayer, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this runs, ``observe`` sees."""
+        with ExitStack() as stack:
+            for layer in self._wanted:
+                handle = layer.quantizer.register_forward_hook(self._name_output(layer))
+                stack.callback(handle.remove)
+                self._layer_of[id(layer.weight)] = layer
+            stack.enter_context(tapped(self._module, self._see))
+            yield
+
+    @torch.no_grad()
+    def observe(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Runs one batch, a call for every path."""
+        seen = []
+        for quantized, call in zip(self._paths, calls, strict=True):
+            self._seen = {}
+            with in_mode(() if quantized else quantizers_in(self._module), Mode.BYPASS):
+                call()
+            seen.append(self._seen)
+        first, last = seen[0], seen[-1]
+        for layer, needed in self._wanted.items():
+            if layer not in last:
+                continue
+            moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, needed))
+            inputs, originals = _batches(layer, last[layer]), _batches(layer, first.get(layer, []))
+            alike = [x.shape for x in inputs] == [x.shape for x in originals]
+            for x, original in zip(inputs, originals if alike else inputs, strict=True):
+                moments.observe(x, original if len(seen) > 1 else None)
+
+    def _see(self, x: Tensor, weight: Tensor) -> None:
+        layer = self._layer_of.get(id(weight))
+        if layer is not None:
+            self._seen.setdefault(layer, []).append(x)
+
+    def _name_output(self, layer: WeightedLayer) -> Any:
+        made: list[Tensor] = []  # held, so that no other tensor can take the name
+
+        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+            if not any(output is other for other in made):
+                made.append(output)
+                self._layer_of[id(output)] = layer
+
+        return hook
+
+
+def quantizers_in(module: nn.Module) -> list[Quantizer]:
+    return [inner for inner in module.modules() if isinstance(inner, Quantizer)]
+
+
+def _batches(layer: WeightedLayer, calls: list[Tensor]) -> list[Tensor]:
+    """The inputs of a linear layer's calls as one: a loop over time makes many small ones."""
+    if layer.geometry.kernel or not calls:
+        return calls
+    return [torch.cat([x.reshape(-1, x.shape[-1]) for x in calls])]

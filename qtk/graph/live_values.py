@@ -1,0 +1,102 @@
+"""The values of many batches that wait while others are worked on: on their device, in memory, on disk."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+Offload: TypeAlias = Literal["none", "cpu", "disk"]
+"""Where values wait: where they were made, in the memory of the host, or in files of a temporary directory."""
+
+Values: TypeAlias = dict[fx.Node, tuple[Any, ...]]
+"""The values of nodes for one batch, one for each path; one object where the paths agree."""
+
+
+class LiveValues:
+    """The values of every batch, taken out to be worked on and put back.
+
+    Args:
+        offload: where they wait.
+    """
+
+    def __init__(self, offload: Offload = "none") -> None:
+        self.offload = offload
+        self._here: dict[int, Values] = {}
+        self._packed: dict[int, _Packed] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="qtk-") if offload == "disk" else None
+
+    def put(self, batch: int, values: Values) -> None:
+        """Lets the values of a batch wait."""
+        if self.offload == "none":
+            self._here[batch] = values
+            return
+        packed = _pack(values)
+        if self._folder is not None:
+            save_file(packed.tensors, self._file(batch))
+            packed.tensors = {}
+        self._packed[batch] = packed
+
+    def take(self, batch: int) -> Values:
+        """The values of a batch, where they were made; they no longer wait."""
+        if self.offload == "none":
+            return self._here.pop(batch)
+        packed = self._packed.pop(batch)
+        return packed.values(packed.tensors if self._folder is None else load_file(self._file(batch)))
+
+    def close(self) -> None:
+        """Drops what waits, files too."""
+        self._here.clear()
+        self._packed.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _file(self, batch: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"{batch}.safetensors")
+
+
+@dataclass(slots=True)
+class _Packed:
+    """Values with every tensor once, by name, on the CPU."""
+
+    nodes: list[fx.Node]
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    tensors: dict[str, Tensor]
+
+    def values(self, tensors: Mapping[str, Tensor]) -> Values:
+        moved = {leaf: tensors[leaf.name].to(leaf.device) for leaf in self.leaves if isinstance(leaf, _Moved)}
+        leaves = [moved[leaf] if isinstance(leaf, _Moved) else leaf for leaf in self.leaves]
+        return dict(zip(self.nodes, pytree.tree_unflatten(leaves, self.structure), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """In place of a tensor."""
+
+    name: str
+    device: torch.device
+
+
+def _pack(values: Values) -> _Packed:
+    leaves, structure = pytree.tree_flatten(list(values.values()))
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    packed = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            packed.append(leaf)
+            continue
+        name = names.setdefault(id(leaf), str(len(names)))
+        if name not in tensors:
+            tensors[name] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        packed.append(_Moved(name, leaf.device))
+    return _Packed(list(values), packed, structure, tensors)

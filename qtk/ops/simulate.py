@@ -1,0 +1,23 @@
+"""Fake-quantization as a spec asks for it, whatever its format."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qtk.core.dtypes import FloatDtype
+from qtk.core.spec import QuantSpec
+from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize_float import fake_quantize_float
+
+
+def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """``x`` rounded to the numbers that codes of ``spec`` stand for, with straight-through gradients.
+
+    Shape: ``x`` any, of a floating dtype; ``scale`` and ``zero_point`` the qparam shape of ``spec``; result as ``x``.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
+    """
+    block_size = spec.granularity.block_size(x.ndim)
+    if isinstance(spec.dtype, FloatDtype):
+        return fake_quantize_float(x, scale, block_size, spec.dtype.name)
+    return fake_quantize(x, scale, zero_point, block_size, int(spec.qmin), int(spec.qmax))

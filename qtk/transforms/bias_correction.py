@@ -1,0 +1,29 @@
+"""Bias correction: the mean of every output stays what it is in the float model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from qtk.algorithms.bias_correction import bias_correction
+from qtk.observers.second_moments import Wanted
+from qtk.transforms.layer_problem import LayerProblem
+
+
+@dataclass(frozen=True, slots=True)
+class BiasCorrection:
+    """Adds to the bias what the quantized weight and input take from the mean output; layers without one stay."""
+
+    def wants(self, block: int | None) -> Wanted:
+        return Wanted(block)
+
+    def apply(self, problem: LayerProblem) -> LayerProblem:
+        if problem.bias is None:
+            return problem
+        exact = replace(problem, dtype=torch.float64)
+        shift = bias_correction(
+            exact.matrix(problem.original), exact.matrix(problem.simulated()), problem.moments.mean,
+            problem.moments.mean_difference,
+        )
+        return replace(problem, bias=(problem.bias + shift.to(problem.bias.device)).to(problem.bias.dtype))

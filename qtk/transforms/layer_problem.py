@@ -1,0 +1,127 @@
+"""A layer on its way through layer-wise methods: its weight, encoding and bias as they are to be, and its input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qtk.algorithms.grid import Grid
+from qtk.algorithms.output_error import OutputError
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
+from qtk.numerics.affine import expand
+from qtk.numerics.patches import Geometry, matrix_of, weight_of
+from qtk.observers.second_moments import SecondMoments, Wanted
+from qtk.ops.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerProblem:
+    """What a step gets, and gives back changed.
+
+    Args:
+        name: of the weight's site.
+        geometry: how the weight meets its input.
+        original: the weight of the float model.
+        weight: the weight as it is to be, before its quantizer.
+        encoding: of the weight.
+        bias: to be; ``None`` where the layer has none.
+        moments: of the input.
+        dtype: to compute in.
+    """
+
+    name: str
+    geometry: Geometry
+    original: Tensor
+    weight: Tensor
+    encoding: Encoding
+    bias: Tensor | None
+    moments: SecondMoments
+    dtype: torch.dtype = torch.float32
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A weight, as the rows of the input meet it. Shape: [groups, outputs, columns], in ``dtype``."""
+        return matrix_of(weight.detach().to(self.dtype), self.geometry)
+
+    def weight_from(self, matrix: Tensor) -> Tensor:
+        """Inverse of ``matrix``, in the dtype of the weight."""
+        return weight_of(matrix, self.geometry, self.weight.shape).to(self.weight.dtype)
+
+    def simulated(self, encoding: Encoding | None = None) -> Tensor:
+        """The weight after its quantizer, or one with another encoding. Shape: as ``weight``."""
+        chosen = encoding or self.encoding
+        with torch.no_grad():
+            return simulate(self.weight.detach(), chosen.spec, chosen.scale, chosen.zero_point)
+
+    def error(self) -> OutputError:
+        """Of the output, as far as the moments tell."""
+        gram, cross = self.moments.gram.to(self.dtype), self.moments.cross
+        if cross is None:
+            return OutputError(gram)
+        own = self.matrix(self.original)
+        groups, blocks, block, _ = gram.shape
+        parts = own.reshape(groups, -1, blocks, block).transpose(1, 2) @ cross.to(self.dtype)
+        return OutputError(gram, parts.transpose(1, 2).reshape(own.shape))
+
+    def grid(self) -> Grid:
+        """The numbers each weight can become, as a matrix."""
+        scale, zero = self.encoding.scale, self.encoding.zero_point
+        return Grid(self.encoding.spec, self.spread(scale).contiguous(),
+                    None if zero is None else self.spread(zero).round().to(torch.int32).contiguous())
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Numbers of scales at every weight. Shape: ``values`` the qparam shape; result as ``matrix``, float32."""
+        return spread(values, self.weight.shape, self.encoding.spec, self.geometry)
+
+    def owner(self) -> Tensor:
+        """The scale that each weight goes by, counted flat. Shape: int64, as ``matrix``."""
+        return owner_of(self.weight.shape, self.encoding, self.geometry)
+
+    def loss(self) -> float:
+        """The error of the output that the quantized weight makes, without the constant; summed over outputs."""
+        change = self.matrix(self.original) - self.matrix(self.simulated())
+        return float(self.error().of(change).sum(dtype=torch.float64))
+
+
+class Step(Protocol):
+    """One layer-wise method; a frozen dataclass of plain numbers."""
+
+    def wants(self, block: int | None) -> Wanted:
+        """What it must know of the input of a layer whose scales go by blocks of so many columns, ``None``: all."""
+        ...
+
+    def apply(self, problem: LayerProblem) -> LayerProblem:
+        """The problem with a better weight, encoding or bias. Raises: CalibrationError if it cannot."""
+        ...
+
+
+def spread(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometry: Geometry) -> Tensor:
+    """Numbers of scales at every weight of a tensor of ``shape``. Shape: [groups, outputs, columns], float32."""
+    whole = expand(values, shape, spec.granularity.block_size(len(shape))).expand(tuple(shape))
+    return matrix_of(whole, geometry)
+
+
+def owner_of(shape: Sequence[int], encoding: Encoding, geometry: Geometry) -> Tensor:
+    """The scale that each weight goes by, counted flat. Shape: int64 [groups, outputs, columns]."""
+    scale = encoding.scale
+    count = torch.arange(scale.numel(), dtype=torch.float32, device=scale.device).reshape(scale.shape)
+    return spread(count, shape, encoding.spec, geometry).to(torch.int64)
+
+
+def block_of(owner: Tensor) -> int | None:
+    """Columns next to each other that go by one scale in every output; ``None`` if blocks are no runs of one length.
+
+    Shape: ``owner`` int64 [groups, outputs, columns].
+    """
+    columns = owner.shape[-1]
+    first = owner[0, 0]
+    ends = (first[1:] != first[:-1]).nonzero().flatten() + 1
+    block = int(ends[0]) if len(ends) else columns
+    if columns % block:
+        return None
+    runs = owner.reshape(*owner.shape[:-1], columns // block, block)
+    return block if bool((runs == runs[..., :1]).all()) else None
