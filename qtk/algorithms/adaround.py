@@ -51,7 +51,7 @@ class Adaround:
     def rounded(self, weight: Tensor, grid: Grid, error: OutputError) -> Tensor:
         """The weights, each on its grid; no output's error is above that of the nearest.
 
-        Shape: ``weight`` [groups, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
+        Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
 
         Raises: CalibrationError for small floats, whose numbers are not evenly spaced.
         """
@@ -62,8 +62,8 @@ class Adaround:
         choices = _Choices(weight, grid)
         nearest = grid.nearest(weight)
         found = choices.weight(self._relaxed(weight, choices, error, _unit(weight - nearest, error)).round())
-        better = error.of(weight - found).sum(-1, keepdim=True) <= error.of(weight - nearest).sum(-1, keepdim=True)
-        return _descended(weight, torch.where(better, found, nearest), choices, error)
+        better = error.of(weight - found) <= error.of(weight - nearest)
+        return _descended(weight, torch.where(better[..., None], found, nearest), choices, error)
 
     def _relaxed(self, weight: Tensor, choices: _Choices, error: OutputError, unit: Tensor) -> Tensor:
         """Soft choices, close to 0 or 1."""
@@ -121,8 +121,8 @@ def _pull(soft: Tensor, progress: float) -> Tensor:
 
 
 def _unit(change: Tensor, error: OutputError) -> Tensor:
-    """What the changes of an output's weights cost, a weight: dᵀ H d / columns. Shape: [groups, outputs, 1]."""
-    quadratic = OutputError(error.gram).of(change).sum(-1, keepdim=True) / change.shape[-1]
+    """What the changes of an output's weights cost, a weight: dᵀ H d / columns. Shape: [..., outputs, 1]."""
+    quadratic = OutputError(error.gram).of(change)[..., None] / change.shape[-1]
     return quadratic.clamp(min=torch.finfo(change.dtype).tiny ** 0.5)
 
 
@@ -131,13 +131,13 @@ def _descended(weight: Tensor, rounded: Tensor, choices: _Choices, error: Output
 
     Turning one weight changes d there by δ, and the error by ``2 δ (linear + H d) + δ² H_ii``.
     """
-    groups, columns = weight.shape[0], weight.shape[2]
     low, high = choices.weight(torch.zeros_like(weight)), choices.weight(torch.ones_like(weight))
     up = (rounded - low) > (high - rounded)
     slope = error.slope(weight - torch.where(up, high, low))
-    diagonal = error.gram.diagonal(dim1=-2, dim2=-1).reshape(groups, 1, columns)
+    diagonal = error.gram.diagonal(dim1=-2, dim2=-1)[:, :, None]
     least = -1e-6 * _unit(weight - rounded, error)  # float noise is no gain
-    for _ in range(columns):
+    groups = torch.arange(len(weight), device=weight.device)[:, None]
+    for _ in range(weight.shape[-1]):
         delta = torch.where(up, high - low, low - high)
         gain = (2 * slope + delta * diagonal) * delta
         best = gain.min(-1, keepdim=True)
@@ -145,7 +145,6 @@ def _descended(weight: Tensor, rounded: Tensor, choices: _Choices, error: Output
         if not bool(turn.any()):
             break
         moved = delta.gather(-1, best.indices) * turn
-        rows = error.gram[torch.arange(groups)[:, None], 0, best.indices[..., 0]]
-        slope += moved * rows
+        slope += moved * error.gram[groups, 0, best.indices[:, 0, :, 0]][:, None]
         up.scatter_(-1, best.indices, up.gather(-1, best.indices) ^ turn)
     return torch.where(up, high, low)

@@ -36,7 +36,7 @@ class Grid:
             )
         return near.to(weight.dtype)
 
-    def __getitem__(self, index: int | Tensor | tuple[slice, Tensor | int]) -> Grid:
+    def __getitem__(self, index: int | Tensor | tuple[slice, Tensor | int | None]) -> Grid:
         """The same of some of the weights."""
         zero = None if self.zero_point is None else self.zero_point[index].contiguous()
         return Grid(self.spec, self.scale[index].contiguous(), zero)

@@ -4,51 +4,103 @@ For the weights w of one output and what they become, ŵ, with ``d = w - ŵ`` (`
 
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 
-where only the last two depend on ŵ.
+where only the last two depend on ŵ. Weights lie by blocks of the columns: [groups, blocks, outputs, block]. With more
+than one block, the error is that of each block's part of the output by itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+DIRECTIONS = 8
+"""Of the inputs that an estimate tells apart; those in which they are largest."""
+ROUNDS = 2
+"""Of the iteration that finds these."""
+
+
+def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
+    """Weights by blocks of columns. Shape: [groups, outputs, columns]; result [groups, blocks, outputs, block]."""
+    groups, outputs, columns = matrix.shape
+    return matrix.reshape(groups, outputs, blocks, columns // blocks).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputError:
     """What is known of a layer's input, in the dtype in which errors are computed.
 
-    Shape: ``gram`` H, [groups, blocks, block, block], with ``blocks`` times ``block`` columns; with more than one, the
-    error is that of each block's part of the output by itself. ``linear`` [groups, outputs, columns], or ``None`` for
-    0.
+    Shape: ``gram`` H, [groups, blocks, block, block]; ``linear`` [groups, blocks, outputs, block], or ``None`` for 0.
     """
 
     gram: Tensor
     linear: Tensor | None = None
 
     def of(self, change: Tensor) -> Tensor:
-        """``2 linear·d + dᵀ H d``, block by block.
-
-        Shape: ``change`` d, [groups, outputs, columns]; result [groups, outputs, blocks].
-        """
-        slope = self.slope(change)
+        """``2 linear·d + dᵀ H d``. Shape: ``change`` d, [groups, blocks, outputs, block]; result without the last."""
+        slope = change @ self.gram
         if self.linear is not None:
-            slope = slope + self.linear  # half of the gradient, and the other half of 2 linear·d
-        groups, blocks, block, _ = self.gram.shape
-        return (slope * change).reshape(groups, -1, blocks, block).sum(-1)
+            slope.add_(self.linear, alpha=2)
+        return slope.mul_(change).sum(-1)
 
     def slope(self, change: Tensor) -> Tensor:
-        """``linear + H d``: half of the gradient. Shape: ``change`` and result [groups, outputs, columns]."""
-        groups, blocks, block, _ = self.gram.shape
-        parts = change.reshape(groups, -1, blocks, block).transpose(1, 2) @ self.gram
-        product = parts.transpose(1, 2).reshape(change.shape)
-        return product if self.linear is None else product + self.linear
+        """``linear + H d``: half of the gradient. Shape: ``change`` and result [groups, blocks, outputs, block]."""
+        product = change @ self.gram
+        return product if self.linear is None else product.add_(self.linear)
 
-    def diagonal_blocks(self, block: int) -> OutputError:
-        """The same knowing only what is in blocks of the columns."""
-        groups, blocks, whole, _ = self.gram.shape
-        if block == whole:
+    def diagonal_blocks(self, blocks: int) -> OutputError:
+        """The same knowing only what is inside of each of so many blocks of the columns."""
+        groups, before, whole, _ = self.gram.shape
+        if before == blocks:
             return self
-        parts = self.gram.reshape(groups, blocks, whole // block, block, whole // block, block)
-        own = parts.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)  # diagonal puts its axis last
-        return OutputError(own.reshape(groups, -1, block, block).contiguous(), self.linear)
+        block = whole // blocks
+        parts = self.gram.reshape(groups, blocks, block, blocks, block)
+        own = parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).contiguous()  # diagonal puts its axis last
+        return OutputError(own, None if self.linear is None else in_blocks(self.linear[:, 0], blocks))
+
+    def part(self, blocks: slice, outputs: slice) -> OutputError:
+        """That of some blocks, or outputs, alone."""
+        return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
+
+    def estimate(self) -> Estimate:
+        """The error of a change, roughly, for a small part of the cost.
+
+        The Gram matrix is taken for a few of its eigenvectors and a diagonal: H ≈ V Λ Vᵀ + diag(a), right on the
+        diagonal. The eigenvectors are those that subspace iteration finds from random ones.
+        """
+        block = self.gram.shape[-1]
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(block, min(DIRECTIONS, block), generator=generator).to(self.gram)
+        basis = torch.linalg.qr(self.gram @ start).Q
+        for _ in range(ROUNDS):
+            basis = torch.linalg.qr(self.gram @ basis).Q
+        values, turn = torch.linalg.eigh(basis.mT @ self.gram @ basis)
+        directions = basis @ turn * values.clamp(min=0).sqrt()[..., None, :]
+        rest = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
+        return Estimate(directions, rest[:, :, None], self.linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """See ``OutputError.estimate``.
+
+    Shape: ``directions`` V √Λ, [groups, blocks, block, few]; ``rest`` a, [groups, blocks, 1, block]; ``linear`` as in
+    ``OutputError``.
+    """
+
+    directions: Tensor
+    rest: Tensor
+    linear: Tensor | None
+
+    def of(self, change: Tensor) -> Tensor:
+        """As ``OutputError.of``."""
+        slope = self.rest * change
+        if self.linear is not None:
+            slope.add_(self.linear, alpha=2)
+        return slope.mul_(change).sum(-1) + (change @ self.directions).square().sum(-1)
+
+    def part(self, blocks: slice, outputs: slice) -> Estimate:
+        """As ``OutputError.part``."""
+        linear = None if self.linear is None else self.linear[:, blocks, outputs]
+        return Estimate(self.directions[:, blocks], self.rest[:, blocks], linear)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.output_error import Estimate, OutputError
 from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.ops.simulate import simulate
 
+CONTENDERS = 3
+"""Candidates of a scale whose errors decide, once estimates have left them."""
+AT_ONCE = 1 << 19
+"""Weights whose errors are computed together: what does not leave the cache between two operations."""
+WORTH_ESTIMATING = 256
+"""Columns of a block from which on estimating is cheaper."""
+
+ALL = slice(None)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The candidate taken for each scale, int64, and its error without the constant. Shape: [scales]."""
+    """The candidate taken for each scale, int64, its error and that of the last candidate, without the constant.
+
+    Shape: [scales], each.
+    """
 
     candidate: Tensor
     error: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +47,11 @@ class Search:
         owner: which scale the weights of an output and a block go by; a scale of several is decided by the sum of
             their errors.
         spec: of the weight.
-        scales: the candidates.
+        scales: the candidates, the present ones last.
         zero_points: theirs, ``None`` if symmetric.
 
-    Shape: ``target`` and ``weight`` [groups, outputs, columns]; ``owner`` int64 [groups, outputs, blocks]; ``scales``
-    float32 and ``zero_points`` int32 [candidates, scales].
+    Shape: ``target`` and ``weight`` [groups, blocks, outputs, block]; ``owner`` int64 [groups, blocks, outputs];
+    ``scales`` float32 and ``zero_points`` int32 [candidates, scales].
 
     Raises: SpecError if ``owner`` and ``error`` do not have the same blocks.
     """
@@ -52,43 +66,54 @@ class Search:
 
     def __post_init__(self) -> None:
         blocks = self.error.gram.shape[1]
-        if self.owner.shape[2] != blocks:
-            raise SpecError(f"{self.owner.shape[2]} scales along the columns need the moments of as many blocks; there "
+        if self.owner.shape[1] != blocks:
+            raise SpecError(f"{self.owner.shape[1]} scales along the columns need the moments of as many blocks; there "
                             f"are {blocks}; gather them in blocks as long as those of the scales")
 
-    def best(self) -> Choice:
-        """The best of all candidates; the first of equal ones."""
-        every = torch.stack([self.errors(self.each(index)) for index in range(len(self.scales))])
-        least = every.min(0)
-        return Choice(least.indices, least.values)
+    def best(self, *, exact: bool = False) -> Choice:
+        """The best of all candidates; the first of equal ones.
 
-    def each(self, candidate: int) -> Tensor:
-        """One candidate for all scales. Shape: [scales]."""
-        return torch.full(self.scales.shape[1:], candidate, dtype=torch.int64, device=self.scales.device)
+        Args:
+            exact: compute the error of every candidate. Otherwise an estimate picks those of each scale that come into
+                question, and their errors decide; where blocks are small all are computed anyway.
+        """
+        tried = torch.arange(len(self.scales), device=self.scales.device)[:, None].expand_as(self.scales)
+        if not exact and len(tried) > CONTENDERS + 1 and self.error.gram.shape[-1] >= WORTH_ESTIMATING:
+            rough = self._errors(self.error.estimate(), tried[:-1])
+            tried = torch.cat([rough.topk(CONTENDERS, 0, largest=False).indices.sort(0).values, tried[-1:]])
+        errors = self._errors(self.error, tried)
+        least = errors.min(0)
+        return Choice(tried.gather(0, least.indices[None])[0], least.values, errors[-1])
 
-    def errors(self, candidate: Tensor) -> Tensor:
-        """Error of one candidate for each scale, without the constant. Shape: [scales], both."""
-        return self.by_scale(self.error.of(self.target - self.rounded(candidate)))
-
-    def rounded(self, candidate: Tensor) -> Tensor:
-        """The weights with a candidate for each scale. Shape: [scales]; result as ``weight``."""
-        return self._nearest(self.weight, self.owner, candidate)
-
-    def by_scale(self, errors: Tensor) -> Tensor:
-        """Sums over what shares a scale. Shape: [groups, outputs, blocks]; result [scales]."""
-        total = torch.zeros(self.scales.shape[1], dtype=errors.dtype, device=errors.device)
-        return total.index_add_(0, self.owner.flatten(), errors.flatten())
-
-    def _nearest(self, weight: Tensor, owner: Tensor, candidate: Tensor) -> Tensor:
-        """Weights of whole blocks. Shape: [groups, outputs, blocks · block], [groups, outputs, blocks], [scales]."""
-        rows = weight.reshape(owner.numel(), -1).to(torch.float32)
-        scale, zero = (
-            None if table is None else table.gather(0, candidate[None])[0][owner.flatten()]
-            for table in (self.scales, self.zero_points)
-        )
-        assert scale is not None
+    def rounded(self, candidate: Tensor, blocks: slice = ALL, outputs: slice = ALL) -> Tensor:
+        """Weights with a candidate for each scale. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
+        weight, owner = self.weight[:, blocks, outputs], self.owner[:, blocks, outputs].flatten()
+        scale = self.scales.gather(0, candidate[None])[0][owner]
+        zero = None if self.zero_points is None else self.zero_points.gather(0, candidate[None])[0][owner]
         spec = replace(self.spec, granularity=PerChannel(0), scale_format=None)
+        rows = weight.reshape(len(owner), -1).to(torch.float32)
         return simulate(rows, spec, scale, zero).to(weight.dtype).reshape(weight.shape)
+
+    def _errors(self, error: OutputError | Estimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
+        """Errors of candidates, summed over what shares a scale. Shape: [candidates, scales], both."""
+        total = self.target.new_zeros(len(candidates), self.scales.shape[1])
+        for blocks, outputs in self._pieces():
+            target, owner = self.target[:, blocks, outputs], self.owner[:, blocks, outputs].flatten()
+            own = error.part(blocks, outputs)
+            for index, candidate in enumerate(candidates):
+                parts = own.of(target - self.rounded(candidate, blocks, outputs))
+                total[index].index_add_(0, owner, parts.flatten())
+        return total
+
+    def _pieces(self) -> Iterator[tuple[slice, slice]]:
+        """Some blocks, or some outputs of the only block, at a time."""
+        groups, blocks, outputs, block = self.weight.shape
+        if blocks > 1:
+            step = max(1, AT_ONCE // (groups * outputs * block))
+            yield from ((slice(begin, begin + step), ALL) for begin in range(0, blocks, step))
+        else:
+            step = max(1, AT_ONCE // (groups * block))
+            yield from ((ALL, slice(begin, begin + step)) for begin in range(0, outputs, step))
 
 
 def made_up_for(search: Search, whole: OutputError, start: Tensor, *, sweeps: int = 4) -> Tensor:
@@ -98,39 +123,32 @@ def made_up_for(search: Search, whole: OutputError, start: Tensor, *, sweeps: in
 
     Args:
         search: over the scales.
-        whole: the error of the whole output.
+        whole: the error of the whole output, of one block.
         start: the first candidates.
         sweeps: over all blocks, at most; it ends when a sweep changes nothing.
 
     Shape: ``start`` and result int64 [scales].
     """
     chosen = start.clone()
-    blocks = search.owner.shape[2]
-    width = search.weight.shape[2] // blocks
+    groups, blocks, outputs, block = search.weight.shape
     change = search.target - search.rounded(chosen)
-    slope = whole.slope(change)
+    slope = whole.slope(change.transpose(1, 2).reshape(groups, 1, outputs, blocks * block))
     for _ in range(sweeps):
-        before = chosen.clone()
+        before = chosen
         for index in range(blocks):
-            here = slice(index * width, (index + 1) * width)
-            owner = search.owner[..., index : index + 1]
-            target, weight = search.target[..., here], search.weight[..., here]
-            gram, rows = whole.gram[:, :, here, here], whole.gram[:, 0, here]
-            gains = []
-            for candidate in range(len(search.scales)):
-                near = search._nearest(weight, owner, search.each(candidate))
-                move = target - near - change[..., here]
-                gain = 2 * (move * slope[..., here]).sum(-1, keepdim=True) + OutputError(gram).of(move)
-                total = torch.zeros_like(search.scales[0], dtype=gain.dtype)
-                gains.append(total.index_add_(0, owner.flatten(), gain.flatten()))
-            best = torch.stack(gains).min(0)
-            mine = torch.zeros_like(chosen, dtype=torch.bool).index_fill_(0, owner.flatten(), value=True)
-            taken = torch.where(mine & (best.values < 0), best.indices, chosen)
-            near = search._nearest(weight, owner, taken)
-            move = target - near - change[..., here]
-            slope += move @ rows
-            change[..., here] += move
-            chosen = taken
+            one, here = slice(index, index + 1), slice(index * block, (index + 1) * block)
+            owner, target = search.owner[:, one].flatten(), search.target[:, one]
+            error = OutputError(whole.gram[:, :, here, here], slope[..., here])
+            gains = torch.zeros_like(search.scales, dtype=slope.dtype)
+            for candidate, gain in enumerate(gains):
+                near = search.rounded(torch.full_like(chosen, candidate), one)
+                gain.index_add_(0, owner, error.of(target - near - change[:, one]).flatten())
+            best = gains.min(0)
+            mine = torch.zeros_like(chosen, dtype=torch.bool).index_fill_(0, owner, value=True)
+            chosen = torch.where(mine & (best.values < 0), best.indices, chosen)
+            move = target - search.rounded(chosen, one) - change[:, one]
+            slope += move @ whole.gram[:, :, here]
+            change[:, one] += move
         if torch.equal(chosen, before):
             break
     return chosen

@@ -26,7 +26,7 @@ from qtk.graph.inside import Inside, quantizers_in
 from qtk.graph.live_values import LiveValues, Offload, Values
 from qtk.graph.op_table import row_of
 from qtk.graph.weighted_layers import WeightedLayer, input_argument, quantizer_called
-from qtk.numerics.patches import Geometry
+from qtk.numerics.patches import Geometry, matrix_of
 from qtk.observers.second_moments import SecondMoments, Wanted
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -47,8 +47,10 @@ class Outputs:
     noise: float = 0.0
 
     def add(self, original: Tensor, simulated: Tensor) -> None:
-        self.signal += float(original.to(torch.float32).square().sum())
-        self.noise += float((original.to(torch.float32) - simulated).square().sum())
+        reference = original.to(torch.float32).flatten()
+        apart = reference - simulated.flatten()
+        self.signal += float(reference @ reference)
+        self.noise += float(apart @ apart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +243,11 @@ class _GraphWalk:
 
     def _observe(self, node: fx.Node, values: Values) -> None:
         for needed in self._inputs.get(node, ()):
-            moments = self._moments.setdefault(needed, SecondMoments(needed.geometry, needed.wanted))
+            moments = self._moments.get(needed)
+            if moments is None:
+                moments = self._moments[needed] = SecondMoments(
+                    needed.geometry, needed.wanted, weight=self._only_weight(needed)
+                )
             original, *_, x = (self._value(needed.value, values, path) for path in (0, *range(len(self._paths))))
             moments.observe(x, None if original is x else original)
         if node in self._inside:
@@ -272,6 +278,14 @@ class _GraphWalk:
         value = node.args[input_argument(row)]
         assert isinstance(value, fx.Node)
         return _Input(value, layer.geometry, wanted)
+
+    def _only_weight(self, needed: _Input) -> Tensor | None:
+        """The weight that an input meets, if it is one and has few outputs."""
+        if self._readers[needed] > 1 or needed.wanted.block is not None:
+            return None
+        (layer,) = (own for own, users in self._uses.items() for node in users if self._input(own, node) == needed)
+        weight = matrix_of(layer.weight.detach(), layer.geometry)
+        return weight if 2 * weight.shape[1] <= weight.shape[2] else None
 
     def _users_of_layers(self) -> dict[WeightedLayer, list[fx.Node]]:
         """The nodes that read the weight of each layer, in order."""

@@ -58,11 +58,11 @@ def candidates(scale: Tensor, fraction: Tensor, spec: QuantSpec) -> Tensor:
     Float32: the fractions themselves.
 
     Shape: ``scale`` float32, the qparam shape; ``fraction`` [candidates, *scale.shape], or of one element an axis;
-    result [candidates, *scale.shape], with as many candidates as the format asks for.
+    result [candidates, *scale.shape], with as many candidates as the format asks for; the last are the present ones.
     """
     match spec.scale_format:
         case ScaleFormat.E8M0:
-            return torch.stack([scale * 2.0**shift for shift in (1, 0, -1, -2, -3)])
+            return torch.stack([scale * 2.0**shift for shift in (1, -1, -2, -3, 0)])
         case ScaleFormat.E4M3:
             assert isinstance(_E4M3, FloatDtype)
             tensor_scale = scale.max() / LARGEST_E4M3
@@ -72,7 +72,7 @@ def candidates(scale: Tensor, fraction: Tensor, spec: QuantSpec) -> Tensor:
             axis = sizes.index(1) if 1 in sizes else 0
             others = [other for other in range(scale.ndim) if other != axis]
             unit = (scale.amax(others, keepdim=True) / 16).expand_as(scale)
-            return torch.stack([scale, *(unit * multiple for multiple in range(1, 17))])
+            return torch.stack([*(unit * multiple for multiple in range(1, 17)), scale])
         case None:
             return scale * fraction
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from qtk.errors import CalibrationError
 from qtk.numerics.patches import Geometry, rows_of
 
-SUMS = ("_gram", "_cross", "_difference", "_sum", "_apart")
 NOTHING_SEEN = "no data was observed; calibrate with data that reaches this layer"
 
-PANEL = 512
+PANEL = 256
 """Columns of a Gram matrix computed together; what lies left of them is copied from the other side."""
+
+CARRIED = 16
+"""Batches summed in the dtype of their products before the sum is added in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,15 @@ WHOLE_FLOAT32 = Wanted()
 
 
 class SecondMoments:
-    """Sums H, and where both inputs are shown E, over batches in float64.
+    """Sums H, and where both inputs are shown E, over batches: a few in float32, these in float64.
 
     Args:
         geometry: of the layer.
         wanted: which sums.
+        weight: of the one layer it is for, if known: ``wᵀ E`` is summed in place of E, which costs less where there
+            are few outputs. Only for all columns at once.
+
+    Shape: ``weight`` [groups, outputs, columns].
 
     >>> moments = SecondMoments(Geometry.linear())
     >>> moments.observe(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -59,45 +65,71 @@ class SecondMoments:
               [2., 5.]]]], dtype=torch.float64)
     """
 
-    def __init__(self, geometry: Geometry, wanted: Wanted = WHOLE_FLOAT32) -> None:
+    def __init__(self, geometry: Geometry, wanted: Wanted = WHOLE_FLOAT32, *, weight: Tensor | None = None) -> None:
+        assert weight is None or wanted.block is None
         self.geometry = geometry
         self.wanted = wanted
+        self._weight = None if weight is None else weight.to(wanted.dtype)
         self.rows = 0
-        # [groups, blocks, block, block] each, and [groups, columns]
-        self._gram: Tensor | None = None
-        self._cross: Tensor | None = None
-        self._difference: Tensor | None = None
-        self._sum: Tensor | None = None
-        self._apart: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._products: dict[str, _Products] = {}
 
     @property
     def gram(self) -> Tensor:
-        """H. Shape: float64 [groups, blocks, block, block]. Raises: CalibrationError if nothing was seen."""
-        if self._gram is None:
-            raise CalibrationError(NOTHING_SEEN)
-        return self._gram
+        """H; to be read only.
+
+        Shape: float64 [groups, blocks, block, block].
+
+        Raises: CalibrationError if nothing was seen, or squares are too large for the dtype of the products.
+        """
+        return self.gram_as(torch.float64)
 
     @property
     def cross(self) -> Tensor | None:
-        """E, ``None`` where both inputs were one. Shape: as ``gram``."""
-        return self._cross
+        """E, ``None`` where both inputs were one, or ``wᵀ E`` was summed. Shape: as ``gram``."""
+        return self._seen("cross") if self.has_two_inputs and self._weight is None else None
+
+    def linear(self, weight: Tensor) -> Tensor | None:
+        """``wᵀ E``, ``None`` where both inputs were one. Shape: as ``weight``, and in its dtype.
+
+        Args:
+            weight: w, [groups, outputs, columns]; that of the layer, if one was given.
+        """
+        if not self.has_two_inputs:
+            return None
+        if self._weight is not None:
+            return self._seen("linear", weight.dtype)[:, 0]
+        cross = self._seen("cross", weight.dtype)
+        groups, blocks, block, _ = cross.shape
+        parts = weight.reshape(groups, -1, blocks, block).transpose(1, 2) @ cross
+        return parts.transpose(1, 2).reshape(weight.shape)
+
+    def gram_as(self, dtype: torch.dtype) -> Tensor:
+        """``gram`` in another dtype, without the way over float64 where that is not needed."""
+        gram = self._seen("gram", dtype)
+        if not bool(gram.diagonal(dim1=-2, dim2=-1).isfinite().all()):  # it bounds the rest
+            raise CalibrationError("the squares of a layer's input are beyond float32; scale the data down")
+        return _mirrored(gram)
 
     @property
     def difference(self) -> Tensor | None:
         """D, likewise; only if wanted."""
-        return self._difference
+        return _mirrored(self._seen("difference")) if self.has_two_inputs and self.wanted.difference else None
 
     @property
     def mean(self) -> Tensor:
         """Mean of X̂ over rows. Shape: float64 [groups, columns]. Raises: CalibrationError if nothing was seen."""
-        if self._sum is None:
-            raise CalibrationError(NOTHING_SEEN)
-        return self._sum / self.rows
+        return self._seen("sum").flatten(1) / self.rows
 
     @property
     def mean_difference(self) -> Tensor | None:
         """Mean of X - X̂ over rows, ``None`` where both inputs were one. Shape: float64 [groups, columns]."""
-        return None if self._apart is None else self._apart / self.rows
+        return self._seen("apart").flatten(1) / self.rows if self.has_two_inputs else None
+
+    @property
+    def has_two_inputs(self) -> bool:
+        """Whether X was shown beside X̂."""
+        return "apart" in self._sums
 
     @torch.no_grad()
     def observe(self, quantized: Tensor, original: Tensor | None = None) -> None:
@@ -105,50 +137,47 @@ class SecondMoments:
 
         Raises: CalibrationError if it holds NaN or ±inf, or X comes with some batches only; nothing has changed then.
         """
-        if self.rows and (original is None) != (self._cross is None):
+        if self.rows and (original is None) == self.has_two_inputs:
             raise CalibrationError("every batch must come with the input of the float model, or none")
         columns = self._columns(quantized)
         if not columns.numel():
             return
-        sums: dict[str, Tensor] = {"_gram": _gram(columns), "_sum": columns.sum(2, dtype=torch.float64).flatten(1)}
-        if original is not None:
-            apart = self._columns(original) - columns
-            sums["_cross"] = (apart.mT @ columns).to(torch.float64)
-            sums["_apart"] = apart.sum(2, dtype=torch.float64).flatten(1)
-            if self.wanted.difference:
-                sums["_difference"] = _gram(apart)
+        apart = None if original is None else self._columns(original) - columns
+        sums = {"sum": columns.sum(2)} | ({} if apart is None else {"apart": apart.sum(2)})
         if not all(bool(total.isfinite().all()) for total in sums.values()):
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
         self.rows += columns.shape[2]
         self._add(sums)
+        self._multiply("gram", columns)
+        if apart is not None:
+            if self._weight is None:
+                self._multiply("cross", apart, columns)
+            else:
+                self._multiply("linear", torch.bmm(apart[:, 0], self._weight.mT)[:, None], columns)
+            if self.wanted.difference:
+                self._multiply("difference", apart)
 
     def merge(self, other: SecondMoments) -> None:
         """Takes in what ``other`` has seen.
 
         Raises: CalibrationError if it is of another layer, or one of them saw X and the other did not.
         """
-        if self.rows and other.rows and (self._cross is None) != (other._cross is None):
+        if self.rows and other.rows and self.has_two_inputs != other.has_two_inputs:
             raise CalibrationError("every batch must come with the input of the float model, or none")
         if (other.geometry, other.wanted) != (self.geometry, self.wanted):
             raise CalibrationError(f"{other.wanted} of {other.geometry} cannot join {self.wanted} of {self.geometry}")
         self.rows += other.rows
-        self._add(other.sums())
+        self._carry()
+        other._carry()
+        self._add(other._sums)
 
     def moved(self, device: torch.device) -> SecondMoments:
         """A copy on a device."""
-        copied = SecondMoments(self.geometry, self.wanted)
+        copied = SecondMoments(self.geometry, self.wanted, weight=self._weight)
         copied.rows = self.rows
-        copied._add({name: total.to(device) for name, total in self.sums().items()})
+        self._carry()
+        copied._sums = {name: total.to(device, copy=True) for name, total in self._sums.items()}
         return copied
-
-    def sums(self) -> dict[str, Tensor]:
-        """What was summed so far."""
-        return {name: total for name in SUMS if (total := getattr(self, name)) is not None}
-
-    def _add(self, sums: Mapping[str, Tensor]) -> None:
-        for name, added in sums.items():
-            own = getattr(self, name)
-            setattr(self, name, added if own is None else own + added.to(own.device))
 
     def _columns(self, x: Tensor) -> Tensor:
         """Shape: [groups, blocks, rows, block]."""
@@ -159,17 +188,61 @@ class SecondMoments:
             raise CalibrationError(f"blocks of {block} do not divide the {width} columns of a layer's input")
         return rows.reshape(groups, count, width // block, block).transpose(1, 2)
 
+    def _seen(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        if name in self._products and name not in self._sums and dtype == self.wanted.dtype:
+            return self._products[name].total
+        self._carry()
+        if name not in self._sums:
+            raise CalibrationError(NOTHING_SEEN)
+        return self._sums[name].to(dtype)
 
-def _gram(columns: Tensor) -> Tensor:
-    """``columnsᵀ columns``, of which only one half is computed.
+    def _multiply(self, name: str, left: Tensor, right: Tensor | None = None) -> None:
+        if name not in self._products:
+            self._products[name] = _Products(left, right)
+        products = self._products[name]
+        products.add(left, right)
+        if products.batches == CARRIED:
+            self._add({name: self._products.pop(name).total})
 
-    Shape: [..., rows, width]; result float64 [..., width, width].
+    def _carry(self) -> None:
+        for name in list(self._products):
+            self._add({name: self._products.pop(name).total})
+
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, added in sums.items():
+            own = self._sums.get(name)
+            self._sums[name] = added.to(torch.float64, copy=True) if own is None else own + added.to(own)
+
+
+class _Products:
+    """A sum of products of a few batches; of the symmetric ones only the panels of the diagonal and what is right.
+
+    Args:
+        left: the first left factor.
+        right: the first right one.
+
+    Shape: factors [groups, blocks, rows, left or right]; ``total`` [groups, blocks, left, right].
     """
-    width = columns.shape[-1]
-    gram = torch.empty((*columns.shape[:-2], width, width), dtype=torch.float64, device=columns.device)
-    for begin in range(0, width, PANEL):
-        end = min(begin + PANEL, width)
-        part = columns[..., begin:end].mT @ columns[..., begin:]
-        gram[..., begin:end, begin:] = part
-        gram[..., begin:, begin:end] = part.mT
-    return gram
+
+    def __init__(self, left: Tensor, right: Tensor | None) -> None:
+        width = (left if right is None else right).shape[-1]
+        self.total = left.new_zeros(*left.shape[:2], left.shape[-1], width)
+        self.batches = 0
+
+    def add(self, left: Tensor, right: Tensor | None) -> None:
+        """Adds ``leftᵀ right``, or ``leftᵀ left``."""
+        self.batches += 1
+        total, left = self.total.flatten(0, 1), left.flatten(0, 1)
+        if right is not None:
+            total.baddbmm_(left.mT, right.flatten(0, 1))
+            return
+        for begin in range(0, left.shape[-1], PANEL):
+            end = begin + PANEL
+            total[:, begin:end, begin:].baddbmm_(left[..., begin:end].mT, left[..., begin:])
+
+
+def _mirrored(half: Tensor) -> Tensor:
+    """Fills in what lies left of the diagonal's panels; nobody else reads it. Changes ``half``."""
+    for begin in range(PANEL, half.shape[-1], PANEL):
+        half[..., begin : begin + PANEL, :begin] = half[..., :begin, begin : begin + PANEL].mT
+    return half

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qtk.algorithms.adaround import Adaround
 from qtk.observers.second_moments import Wanted
@@ -17,5 +17,5 @@ class AdaptiveRounding(Adaround):
         return Wanted()
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
-        rounded = self.rounded(problem.matrix(problem.original), problem.grid(), problem.error())
-        return replace(problem, weight=problem.weight_from(rounded))
+        weight, grid = problem.matrix(problem.original)[:, None], problem.grid()[:, None]
+        return problem.better(weight=self.rounded(weight, grid, problem.error)[:, 0])

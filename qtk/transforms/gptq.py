@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,12 +23,12 @@ class GptqRounding(Gptq):
         return Wanted()
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
-        error, grid = problem.error(), problem.grid()
+        error, grid = problem.error, problem.grid()
         gram = error.gram[:, 0].to(torch.float64)
         rounded = []
         for group, own in enumerate(gram):
             weight = problem.matrix(problem.original)[group].to(torch.float64)
             if error.linear is not None:
-                weight = weight + self.solved(own, error.linear[group].to(torch.float64))
+                weight = weight + self.solved(own, error.linear[group, 0].to(torch.float64))
             rounded.append(self.rounded(weight, own, grid[group]))
-        return replace(problem, weight=problem.weight_from(torch.stack(rounded)))
+        return problem.better(weight=torch.stack(rounded))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qtk.algorithms.grid import Grid
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
+from qtk.graph.weighted_layers import WeightedLayer
 from qtk.numerics.affine import expand
 from qtk.numerics.patches import Geometry, matrix_of, weight_of
 from qtk.observers.second_moments import SecondMoments, Wanted
@@ -31,7 +33,9 @@ class LayerProblem:
         encoding: of the weight.
         bias: to be; ``None`` where the layer has none.
         moments: of the input.
+        error: of the output.
         dtype: to compute in.
+        loss: the error before and after, where a step knows them.
     """
 
     name: str
@@ -41,7 +45,22 @@ class LayerProblem:
     encoding: Encoding
     bias: Tensor | None
     moments: SecondMoments
+    error: OutputError
     dtype: torch.dtype = torch.float32
+    loss: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, layer: WeightedLayer, moments: SecondMoments, dtype: torch.dtype = torch.float32) -> LayerProblem:
+        """A layer as it is. Raises: CalibrationError if it has no encoding."""
+        encoding = layer.quantizer.encoding
+        if encoding is None:
+            raise CalibrationError(f"{layer.name} has no encoding to start from; run sim.compute_encodings(data)")
+        weight = layer.weight.detach()
+        gram, linear = moments.gram_as(dtype), moments.linear(matrix_of(weight.to(dtype), layer.geometry))
+        return cls(
+            layer.name, layer.geometry, weight, weight, encoding, None if layer.bias is None else layer.bias.detach(),
+            moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])), dtype,
+        )
 
     def matrix(self, weight: Tensor) -> Tensor:
         """A weight, as the rows of the input meet it. Shape: [groups, outputs, columns], in ``dtype``."""
@@ -57,16 +76,6 @@ class LayerProblem:
         with torch.no_grad():
             return simulate(self.weight.detach(), chosen.spec, chosen.scale, chosen.zero_point)
 
-    def error(self) -> OutputError:
-        """Of the output, as far as the moments tell."""
-        gram, cross = self.moments.gram.to(self.dtype), self.moments.cross
-        if cross is None:
-            return OutputError(gram)
-        own = self.matrix(self.original)
-        groups, blocks, block, _ = gram.shape
-        parts = own.reshape(groups, -1, blocks, block).transpose(1, 2) @ cross.to(self.dtype)
-        return OutputError(gram, parts.transpose(1, 2).reshape(own.shape))
-
     def grid(self) -> Grid:
         """The numbers each weight can become, as a matrix."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
@@ -81,10 +90,26 @@ class LayerProblem:
         """The scale that each weight goes by, counted flat. Shape: int64, as ``matrix``."""
         return owner_of(self.weight.shape, self.encoding, self.geometry)
 
-    def loss(self) -> float:
+    def error_now(self) -> float:
         """The error of the output that the quantized weight makes, without the constant; summed over outputs."""
         change = self.matrix(self.original) - self.matrix(self.simulated())
-        return float(self.error().of(change).sum(dtype=torch.float64))
+        return float(self.error.of(in_blocks(change, self.error.gram.shape[1])).sum(dtype=torch.float64))
+
+    def better(
+        self, *, weight: Tensor | None = None, encoding: Encoding | None = None, loss: tuple[float, float] | None = None
+    ) -> LayerProblem:
+        """The problem with another weight, as a matrix, or another encoding, and what that gains.
+
+        Args:
+            weight: the matrix.
+            encoding: the encoding.
+            loss: the error of the output before and with it, if that is known.
+        """
+        changed = replace(
+            self, weight=self.weight if weight is None else self.weight_from(weight), encoding=encoding or self.encoding
+        )
+        before, after = loss or (self.error_now(), changed.error_now())
+        return replace(changed, loss=(before if self.loss is None else self.loss[0], after))
 
 
 class Step(Protocol):

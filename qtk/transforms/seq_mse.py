@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.algorithms.seq_mse import Search, made_up_for
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
@@ -27,11 +27,13 @@ class SeqMse:
         num_candidates: ranges tried.
         refine: try as many once more, around the winner.
         joint: let blocks make up for each other: judged by the whole output, one after the other.
+        exact: compute the error of every candidate; otherwise estimates choose those that are.
     """
 
     num_candidates: int = 20
     refine: bool = False
     joint: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.num_candidates < 1:
@@ -44,12 +46,23 @@ class SeqMse:
         search = _Layer(problem)
         step = torch.arange(1, self.num_candidates + 1, device=problem.weight.device) / self.num_candidates
         coarse = step.reshape(-1, *(1 for _ in problem.encoding.scale.shape))
-        chosen, encoding = search.best(coarse, joint=self.joint)
+        found = start = search.best(coarse, joint=self.joint, exact=self.exact)
         if self.refine and problem.encoding.spec.scale_format is None:
             around = torch.linspace(-1, 1, self.num_candidates + 2, device=step.device)[1:-1]
-            around = torch.cat([around.new_zeros(1), around]).reshape(-1, *coarse.shape[1:])
-            _, encoding = search.best(step[chosen] + around / self.num_candidates, joint=self.joint)
-        return replace(problem, encoding=encoding)
+            around = torch.cat([around, around.new_zeros(1)]).reshape(-1, *coarse.shape[1:])
+            fine = step[found.candidate] + around / self.num_candidates
+            found = search.best(fine, joint=self.joint, exact=self.exact)
+        return problem.better(encoding=found.encoding, loss=(start.before, found.error))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Candidates, in the shape of the scale, and the encoding with them; the error with it and with the last ones."""
+
+    candidate: Tensor
+    encoding: Encoding
+    error: float
+    before: float
 
 
 class _Layer:
@@ -57,6 +70,7 @@ class _Layer:
 
     def __init__(self, problem: LayerProblem) -> None:
         owner = problem.owner()
+        columns = owner.shape[-1]
         block = block_of(owner)
         order: Tensor | slice = slice(None)
         if block is None:  # blocks that are no runs: channels of a convolution, one place of its kernel
@@ -64,33 +78,46 @@ class _Layer:
             block = block_of(owner[..., order])
         if block is None:
             raise CalibrationError(f"{problem.name}: {problem.encoding.spec} cuts the columns of the layer unevenly")
+        linear = None if problem.error.linear is None else problem.error.linear[..., order]
+        gram = problem.error.gram if isinstance(order, slice) else problem.error.gram[..., order, :][..., order]
         self._encoding = problem.encoding
-        self._owner = owner[..., order][..., ::block]
-        self._target, self._weight = (
-            problem.matrix(weight)[..., order] for weight in (problem.original, problem.weight)
+        self._whole = OutputError(gram, linear)
+        self._error = self._whole.diagonal_blocks(columns // block)
+        self._target, self._weight, self._owner = (
+            in_blocks(matrix[..., order], columns // block)
+            for matrix in (problem.matrix(problem.original), problem.matrix(problem.weight), owner)
         )
-        error = problem.error()
-        linear = None if error.linear is None else error.linear[..., order]
-        self._whole = OutputError(error.gram[..., order, :][..., order], linear)
-        self._error = self._whole.diagonal_blocks(block)
 
-    def best(self, fraction: Tensor, *, joint: bool) -> tuple[Tensor, Encoding]:
-        """Which of the fractions of the present range each scale takes, and the encoding with these.
+    def best(self, fraction: Tensor, *, joint: bool, exact: bool) -> _Found:
+        """Which of the fractions of the present range each scale takes.
 
-        Shape: ``fraction`` [candidates, *scale.shape], or of one element an axis; result int64, as the scale.
+        Shape: ``fraction`` [candidates, *scale.shape], or of one element an axis; the last is what there is.
         """
         spec, shape = self._encoding.spec, self._encoding.scale.shape
         tables = _tables(self._encoding, fraction)
         scales, zeros = (None if table is None else table.flatten(1) for table in tables)
         assert scales is not None
-        search = Search(self._error, self._target, self._weight, self._owner, spec, scales, zeros)
-        chosen = search.best().candidate
+        search = Search(self._error, self._target, self._weight, self._owner[..., 0], spec, scales, zeros)
+        choice = search.best(exact=exact)
+        chosen = choice.candidate
         if joint and self._error is not self._whole:
             chosen = made_up_for(search, self._whole, chosen)
+            error, before = (
+                float(self._whole.of(self._joined(search, each)).sum(dtype=torch.float64))
+                for each in (chosen, torch.full_like(chosen, len(scales) - 1))
+            )
+        else:
+            error, before = (float(each.sum(dtype=torch.float64)) for each in (choice.error, choice.last))
         scale, zero = (None if table is None else table.gather(0, chosen[None]).reshape(shape)
                        for table in (scales, zeros))
         assert scale is not None
-        return chosen.reshape(shape), Encoding(spec, scale, zero)
+        return _Found(chosen.reshape(shape), Encoding(spec, scale, zero), error, before)
+
+    def _joined(self, search: Search, candidate: Tensor) -> Tensor:
+        """The change of the weights, as one block."""
+        change = self._target - search.rounded(candidate)
+        groups, blocks, outputs, block = change.shape
+        return change.transpose(1, 2).reshape(groups, 1, outputs, blocks * block)
 
 
 def _tables(encoding: Encoding, fraction: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -25,7 +25,7 @@ from qtk.workflow.improvement import Improvement
 
 FORMAT, VERSION = "qtk.layerwise", 1
 RUN_FILE = "run.json"
-NUMBERS = ("before", "after", "signal")
+NUMBERS = ("before", "after")
 
 
 class Checkpoint:
@@ -76,7 +76,7 @@ class Checkpoint:
             "scale": made.encoding.scale, "zero_point": made.encoding.zero_point, "weight": made.weight,
             "bias": made.bias,
         }
-        numbers = {name: value.hex() for name in NUMBERS if (value := getattr(made, name)) is not None}
+        numbers = {name: float(getattr(made, name)).hex() for name in NUMBERS}
         path = self._folder / self._files[layer.name]
         staged = path.with_suffix(".part")
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
@@ -92,13 +92,11 @@ class Checkpoint:
                 tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"cannot read {path}: {error}; delete it to do {layer.name} again") from error
-        if numbers.get("layer") != layer.name or "scale" not in tensors:
+        if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {*NUMBERS}:
             raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
-        before, after, signal = (float.fromhex(numbers[n]) if n in numbers else None for n in NUMBERS)
-        assert before is not None
-        assert after is not None
+        before, after = (float.fromhex(numbers[name]) for name in NUMBERS)
         encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
-        return Improvement(encoding, tensors.get("weight"), tensors.get("bias"), before, after, signal)
+        return Improvement(encoding, tensors.get("weight"), tensors.get("bias"), before, after)
 
     def _check(self, path: Path, run: Mapping[str, object]) -> None:
         try:

@@ -24,7 +24,6 @@ class Improvement:
         bias: likewise.
         before: squared error of the output, summed over outputs and samples, less what no weight can change.
         after: the same with the new numbers.
-        signal: sum of the squares of the output, where float and quantized inputs are the same; else ``None``.
     """
 
     encoding: Encoding
@@ -32,7 +31,6 @@ class Improvement:
     bias: Tensor | None
     before: float
     after: float
-    signal: float | None
 
     @torch.no_grad()
     def write(self, layer: WeightedLayer) -> None:
@@ -51,17 +49,12 @@ def improved(layer: WeightedLayer, steps: Sequence[Step], moments: SecondMoments
 
     Raises: CalibrationError if a step cannot.
     """
-    encoding = layer.quantizer.encoding
-    assert encoding is not None
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    start = problem = LayerProblem(layer.name, layer.geometry, weight, weight, encoding, bias, moments)
     with torch.no_grad():
+        start = problem = LayerProblem.of(layer, moments)
         for step in steps:
             problem = step.apply(problem)
-        before, after = start.loss(), problem.loss()
-        matrix = start.matrix(weight)
-        signal = None if moments.cross is not None else float(start.error().of(matrix).sum(dtype=torch.float64))
+    before, after = problem.loss or (0.0, 0.0)
     return Improvement(
-        problem.encoding, None if problem.weight is weight else problem.weight, None if problem.bias is bias
-        else problem.bias, before, after, signal,
+        problem.encoding, None if problem.weight is start.weight else problem.weight,
+        None if problem.bias is start.bias else problem.bias, before, after,
     )

@@ -292,6 +292,5 @@ def _wanted(layer: WeightedLayer, steps: Sequence[Step]) -> Wanted:
 def _result(name: str, outputs: Outputs | None, made: Improvement | None) -> LayerResult:
     if made is None or outputs is None:
         return LayerResult(name, reason="no data reached it")
-    if outputs.signal:
-        return LayerResult(name, made.before, made.after, outputs.signal, outputs.noise)
-    return LayerResult(name, made.before, made.after, made.signal, None if made.signal is None else made.after)
+    seen = (outputs.signal, outputs.noise) if outputs.signal else (None, None)
+    return LayerResult(name, made.before, made.after, *seen)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.algorithms.seq_mse import Choice, Search, made_up_for
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
@@ -47,7 +47,7 @@ class Problem:
         if moments.cross is not None:
             parts = columns.double().reshape(*columns.shape[:2], -1, self.block).transpose(1, 2)
             linear = (parts @ moments.cross).transpose(1, 2).reshape(columns.shape)
-        self.error = OutputError(moments.gram, linear)
+        self.error = OutputError(moments.gram, None if linear is None else in_blocks(linear, width // self.block))
         blocks = columns.reshape(1, -1) if granularity == "tensor" else columns.reshape(-1, self.block)
         low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
         fraction = torch.arange(1, CANDIDATES + 1)[:, None] / CANDIDATES
@@ -64,6 +64,7 @@ class Problem:
         owner = torch.zeros(shape, dtype=torch.int64)
         if not self.per_tensor:
             owner = torch.arange(owner.numel()).reshape(shape)
+        owner, columns = owner.transpose(1, 2), in_blocks(columns, shape[2])
         spec = QuantSpec(dtype("int4" if self.zeros is None else "uint4"), symmetric=self.zeros is None)
         zeros = None if self.zeros is None else self.zeros[candidates]
         return Search(self.error, columns, columns, owner, spec, self.scales[candidates], zeros).best()
@@ -138,9 +139,10 @@ def test_scales_of_several_rows_and_blocks():
     moments.observe(x)
     corners = weight[0].reshape(2, 2, 2, 2).abs().amax((1, 3)).reshape(-1).float()  # [row blocks · column blocks]
     scales = corners * torch.arange(1, 21)[:, None] / 20 / 7
-    owner = torch.tensor([[[0, 1], [0, 1], [2, 3], [2, 3]]])
+    owner = torch.tensor([[[0, 0, 2, 2], [1, 1, 3, 3]]])
+    blocked = in_blocks(weight, 2)
     spec = QuantSpec(dtype("int4"), symmetric=True)
-    found = Search(OutputError(moments.gram), weight, weight, owner, spec, scales).best()
+    found = Search(OutputError(moments.gram), blocked, blocked, owner, spec, scales).best()
     for index, own in enumerate(found.candidate.tolist()):
         rows, columns = slice(index // 2 * 2, index // 2 * 2 + 2), slice(index % 2 * 2, index % 2 * 2 + 2)
         part = weight[0, rows, columns]
@@ -152,7 +154,7 @@ def test_scales_of_several_rows_and_blocks():
     whole = SecondMoments(Geometry.linear())
     whole.observe(x)
     with pytest.raises(SpecError, match="2 scales along the columns"):
-        Search(OutputError(whole.gram), weight, weight, owner, spec, scales)
+        Search(OutputError(whole.gram), blocked, blocked, owner, spec, scales)
 
 
 def outputs_lost(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: int) -> float:
@@ -176,7 +178,8 @@ def test_blocks_that_make_up_for_each_other(outputs_per_scale):
     )
     scales = peak * torch.arange(1, 21)[:, None] / 20 / 7
     spec = QuantSpec(dtype("int4"), symmetric=True)
-    search = Search(whole.diagonal_blocks(4), weight[None], weight[None], owner, spec, scales)
+    blocked = in_blocks(weight[None], 4)
+    search = Search(whole.diagonal_blocks(4), blocked, blocked, owner.transpose(1, 2), spec, scales)
 
     def lost(candidate: torch.Tensor) -> float:
         return outputs_lost(x, weight, scales.gather(0, candidate[None])[0][owner[0]], 4)

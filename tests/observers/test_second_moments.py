@@ -66,7 +66,7 @@ def test_wide_matrices_are_symmetric_and_whole():
 
 
 def test_merging_is_observing_both():
-    both, left, right = (SecondMoments(LINEAR, Wanted(difference=True)) for _ in range(3))
+    both, left, right = (SecondMoments(LINEAR, Wanted(None, True, torch.float64)) for _ in range(3))
     for index, (quantized, original) in enumerate(batches((4, 8))):
         both.observe(quantized, original)
         (left if index < 1 else right).observe(quantized, original)
@@ -97,3 +97,30 @@ def test_one_that_saw_both_inputs_and_one_that_did_not_cannot_join():
     both.observe(torch.ones(2, 4), torch.ones(2, 4))
     with pytest.raises(CalibrationError, match="or none"):
         one.merge(both)
+
+
+def test_of_one_weight_only_what_it_takes_of_e_is_summed():
+    weight = torch.randn(1, 3, 8)
+    all_weights, one = SecondMoments(LINEAR), SecondMoments(LINEAR, weight=weight)
+    assert one.linear(weight) is None
+    for quantized, original in batches((6, 5, 8)):
+        all_weights.observe(quantized, original)
+        one.observe(quantized, original)
+    assert one.cross is None
+    expected = sum(
+        weight[0].double() @ (x - y).reshape(-1, 8).double().T @ y.reshape(-1, 8).double()
+        for y, x in batches((6, 5, 8))
+    )
+    for found in (all_weights.linear(weight.double()), one.linear(weight.double()), one.linear(weight)):
+        torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_many_batches_are_carried_into_float64():
+    moments, total = SecondMoments(LINEAR), torch.zeros(4, 4, dtype=torch.float64)
+    for index in range(40):
+        x = torch.full((1, 4), 1 / (index + 3))
+        moments.observe(x)
+        total += (x.T @ x).double()
+    assert moments.rows == 40
+    torch.testing.assert_close(moments.gram[0, 0], total, rtol=1e-6, atol=0)
+    torch.testing.assert_close(moments.gram_as(torch.float32)[0, 0], total.float(), rtol=1e-6, atol=0)
