@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,21 +19,24 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 class Inside:
     """Gathers the moments of all layers inside a module over all their calls.
 
+    They are decided together, so what reaches one on the quantized path is still to change; in experiments it was
+    better not to correct for it (docs/decisions.md). So a layer is judged by the inputs of one path alone.
+
     The weight of an op is known by the very tensor: the parameter, or what its quantizer made of it.
 
     Args:
         module: what is run.
         wanted: the layers; those with ``None`` are passed by.
-        quantized: for every path, whether its quantizers act.
+        quantized: whether quantizers act.
     """
 
     def __init__(
-        self, module: nn.Module, wanted: Mapping[WeightedLayer, Wanted | None], quantized: Sequence[bool]
+        self, module: nn.Module, wanted: Mapping[WeightedLayer, Wanted | None], *, quantized: bool
     ) -> None:
         self.moments: dict[WeightedLayer, SecondMoments] = {}
         self._module = module
         self._wanted = {layer: needed for layer, needed in wanted.items() if needed is not None}
-        self._paths = quantized
+        self._quantized = quantized
         self._layer_of: dict[int, WeightedLayer] = {}
         self._seen: dict[WeightedLayer, list[Tensor]] = {}
 
@@ -49,23 +52,15 @@ class Inside:
             yield
 
     @torch.no_grad()
-    def observe(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Runs one batch, a call for every path."""
-        seen = []
-        for quantized, call in zip(self._paths, calls, strict=True):
-            self._seen = {}
-            with in_mode(() if quantized else quantizers_in(self._module), Mode.BYPASS):
-                call()
-            seen.append(self._seen)
-        first, last = seen[0], seen[-1]
-        for layer, needed in self._wanted.items():
-            if layer not in last:
-                continue
-            moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, needed))
-            inputs, originals = _batches(layer, last[layer]), _batches(layer, first.get(layer, []))
-            alike = [x.shape for x in inputs] == [x.shape for x in originals]
-            for x, original in zip(inputs, originals if alike else inputs, strict=True):
-                moments.observe(x, original if len(seen) > 1 else None)
+    def observe(self, call: Callable[[], object]) -> None:
+        """Runs one batch."""
+        self._seen = {}
+        with in_mode(() if self._quantized else quantizers_in(self._module), Mode.BYPASS):
+            call()
+        for layer, inputs in self._seen.items():
+            moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, self._wanted[layer]))
+            for x in _together(layer, inputs):
+                moments.observe(x)
 
     def _see(self, x: Tensor, weight: Tensor) -> None:
         layer = self._layer_of.get(id(weight))
@@ -87,8 +82,8 @@ def quantizers_in(module: nn.Module) -> list[Quantizer]:
     return [inner for inner in module.modules() if isinstance(inner, Quantizer)]
 
 
-def _batches(layer: WeightedLayer, calls: list[Tensor]) -> list[Tensor]:
+def _together(layer: WeightedLayer, calls: list[Tensor]) -> list[Tensor]:
     """The inputs of a linear layer's calls as one: a loop over time makes many small ones."""
-    if layer.geometry.kernel or not calls:
+    if layer.geometry.kernel:
         return calls
     return [torch.cat([x.reshape(-1, x.shape[-1]) for x in calls])]

@@ -5,7 +5,7 @@ they reach a layer, the moments of its input are handed out; the walk goes on wi
 cost is two forward passes, however many layers there are, and only values still to be read are held.
 
 A module that runs as it pleases (a loop over time, a model's own Python) is run once more, before the walk goes on
-behind it, to see what reaches the layers inside; these are handed out together.
+behind it, to see what reaches the layers inside; these are handed out together (``qtk.graph.inside``).
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def walk(
     if isinstance(model, CapturedGraph) and not model.variants:
         yield from _GraphWalk(model, calls, wanted, QUANTIZED[inputs], offload)
         return
-    inside = Inside(model, wanted, QUANTIZED[inputs])
+    inside = Inside(model, wanted, quantized=QUANTIZED[inputs][0])
     with inside.watching():
         for call in calls:
-            inside.observe([lambda call=call: model(*call.args, **call.kwargs)] * len(QUANTIZED[inputs]))  # type: ignore[misc]
+            inside.observe(lambda call=call: model(*call.args, **call.kwargs))  # type: ignore[misc]
     for layer in wanted:
         yield Reached(layer, inside.moments.get(layer))
 
@@ -143,7 +143,7 @@ class _GraphWalk:
         for layer, users in self._uses.items():
             for node in users:
                 if nested_graphs(node):
-                    self._inside.setdefault(node, Inside(self._module(node), wanted, quantized))
+                    self._inside.setdefault(node, Inside(self._module(node), wanted, quantized=quantized[0]))
                 elif (needed := self._input(layer, node)) is not None:
                     self._readers[needed] += 1
         for needed in self._readers:
@@ -252,7 +252,7 @@ class _GraphWalk:
             moments.observe(x, None if original is x else original)
         if node in self._inside:
             with self._inside[node].watching():
-                self._inside[node].observe(self._on_paths(node, values))
+                self._inside[node].observe(self._on_paths(node, values)[0])
 
     def _gathered(self, layer: WeightedLayer) -> SecondMoments | None:
         """The moments of all uses of a layer, which are dropped once nobody else waits for them."""

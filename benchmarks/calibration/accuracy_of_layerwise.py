@@ -1,0 +1,61 @@
+"""What layer-wise methods keep of the accuracy of the embedded digits models.
+
+    python benchmarks/calibration/accuracy_of_layerwise.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from accuracy_of_schemes import top1
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import qtk
+from qtk.demo.digits import calibration_batches
+from qtk.demo.models import DEMO_MODELS, build
+
+METHODS = {
+    "min_max": (),
+    "SeqMSE": ("seq_mse",),
+    "GPTQ": ("gptq",),
+    "AdaRound": ("adaround",),
+    "bias correction": ("bias_correction",),
+    "SeqMSE + GPTQ + bias correction": ("seq_mse", "gptq", "bias_correction"),
+    "SeqMSE + AdaRound": ("seq_mse", "adaround"),
+}
+WIDTHS = ((4, 8), (3, 8), (4, 4), (2, 8))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(DEMO_MODELS))
+    parser.add_argument("--inputs", choices=("asym", "symfp", "symqt"), default="asym")
+    given = parser.parse_args()
+    images = [batch for batch, _ in calibration_batches()]
+    table = Table(title=f"top-1, %; inputs {given.inputs}")
+    for heading in ("model", "float", "method", *(f"W{weights}A{activations}" for weights, activations in WIDTHS)):
+        table.add_column(heading, justify="left" if heading in ("model", "method") else "right")
+    progress = tqdm(total=len(given.models) * len(METHODS) * len(WIDTHS), unit="run")
+    for name in given.models:
+        model = build(name)
+        floating = f"{top1(model):.2f}"
+        prepared = qtk.prepare_model(model, images[0])
+        for method, steps in METHODS.items():
+            row = []
+            for weight_bits, activation_bits in WIDTHS:
+                sim = qtk.QuantSim(prepared, images[0], weight_bits=weight_bits, activation_bits=activation_bits)
+                sim.compute_encodings(images, progress=False)
+                if steps:
+                    qtk.apply_layerwise(sim, images, steps, inputs=given.inputs, progress=False)
+                row.append(f"{top1(sim.model):.2f}")
+                progress.update()
+            table.add_row(name, floating, method, *row)
+        table.add_section()
+    progress.close()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
