@@ -128,17 +128,15 @@ class SecondMoments:
 
     @property
     def has_two_inputs(self) -> bool:
-        """Whether X was shown beside X̂."""
+        """Whether X was ever shown beside X̂."""
         return "apart" in self._sums
 
     @torch.no_grad()
     def observe(self, quantized: Tensor, original: Tensor | None = None) -> None:
         """Takes one batch of X̂ in, and of X where it differs.
 
-        Raises: CalibrationError if it holds NaN or ±inf, or X comes with some batches only; nothing has changed then.
+        Raises: CalibrationError if it holds NaN or ±inf; nothing has changed then.
         """
-        if self.rows and (original is None) == self.has_two_inputs:
-            raise CalibrationError("every batch must come with the input of the float model, or none")
         columns = self._columns(quantized)
         if not columns.numel():
             return
@@ -160,10 +158,8 @@ class SecondMoments:
     def merge(self, other: SecondMoments) -> None:
         """Takes in what ``other`` has seen.
 
-        Raises: CalibrationError if it is of another layer, or one of them saw X and the other did not.
+        Raises: CalibrationError if it is of another layer.
         """
-        if self.rows and other.rows and self.has_two_inputs != other.has_two_inputs:
-            raise CalibrationError("every batch must come with the input of the float model, or none")
         if (other.geometry, other.wanted) != (self.geometry, self.wanted):
             raise CalibrationError(f"{other.wanted} of {other.geometry} cannot join {self.wanted} of {self.geometry}")
         self.rows += other.rows

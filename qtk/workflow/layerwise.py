@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, get_args
 
 from torch import nn
 from tqdm import tqdm
@@ -162,6 +162,7 @@ def apply_layerwise(
     chosen = [step(each) if isinstance(each, str) else each for each in steps]
     if not chosen:
         raise CalibrationError("no steps to apply; name at least one, e.g. 'seq_mse'")
+    _check_options(options)
     layers, skipped = _layers(sim, chosen, options.get("sites"))
     progress = options.get("progress", True)
     _load_missing_encodings(sim, layers, progress)
@@ -173,6 +174,15 @@ def apply_layerwise(
         run = _Run(sim, chosen, layers, calls, options)
         results = run.finish(progress)
     return LayerwiseReport(tuple(results), skipped)
+
+
+def _check_options(options: WalkOptions) -> None:
+    unknown = options.keys() - WalkOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown option {unknown.pop()!r}; known: {', '.join(sorted(WalkOptions.__annotations__))}")
+    for name, known in (("inputs", get_args(Inputs)), ("offload", get_args(Offload))):
+        if options.get(name, known[0]) not in known:
+            raise CalibrationError(f"{name} must be one of {', '.join(known)}, got {options[name]!r}")  # type: ignore[literal-required]
 
 
 def _layers(

@@ -37,6 +37,15 @@ def encodings(scheme: str, data: Iterable[torch.Tensor]) -> dict[str, list[objec
     }
 
 
+def improved(data: list[torch.Tensor], checkpoint: str | None = None) -> dict[str, list[object]]:
+    """Weights and their scales after layer-wise methods."""
+    sim = qtk.QuantSim(model(), batches()[0], weight_bits=4, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    steps = ["seq_mse", "gptq", "bias_correction"]
+    qtk.apply_layerwise(sim, data, steps, checkpoint_dir=checkpoint, progress=False)
+    return {name: value.flatten().tolist() for name, value in sim.model.state_dict().items()}
+
+
 def broken_loader(data: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     yield data[0]
     raise OSError("the disk is gone")
@@ -56,6 +65,12 @@ def main(directory: str) -> None:
         encodings("min_max", broken_loader(mine) if rank == 0 else mine)
     except (CalibrationError, OSError) as error:
         found["loader"] = f"{type(error).__name__}: {error}"
+    found["improved"] = improved(mine, str(Path(directory, "run")))
+    found["resumed"] = improved(mine, str(Path(directory, "run")))
+    try:
+        improved([torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
+    except CalibrationError as error:
+        found["layer-wise error"] = str(error)
     Path(directory, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()
     os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown ("terminate called ...")
@@ -79,10 +94,23 @@ def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
     assert found[0][scheme] != json.loads(json.dumps(encodings(scheme, batches()[::2])))
 
 
+def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
+    expected = improved(batches())
+    for name, numbers in expected.items():
+        for own in found:
+            torch.testing.assert_close(
+                torch.tensor(own["improved"][name]), torch.tensor(numbers), rtol=1e-6, atol=1e-6
+            )
+            assert own["improved"][name] == found[0]["improved"][name]
+            assert own["resumed"][name] == found[0]["improved"][name]
+    assert expected != improved(batches()[::2])
+
+
 def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
     assert "rank 1: CalibrationError: batch 0" in found[0]["error"]
     for own in found:
         assert "NaN" in own["error"]
+        assert "NaN or infinity" in own["layer-wise error"]
 
 
 def test_whatever_else_stops_one_rank_stops_all(found):

@@ -1,0 +1,125 @@
+"""A run that was killed goes on, and ends where it would have ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError
+
+ROOT = Path(__file__).parents[2]
+STEPS = ["seq_mse", "gptq", "bias_correction"]
+
+
+def problem(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU()))).eval()
+    data = [torch.randn(32, 16) for _ in range(3)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=4)
+    sim.compute_encodings(data, progress=False)
+    return sim, data
+
+
+def state(sim):
+    return {name: value.clone() for name, value in sim.model.state_dict().items()}
+
+
+def main(directory: str) -> None:
+    """A process that is slow after its second layer, so that it can be killed there."""
+    sim, data = problem()
+    from qtk.workflow import layerwise
+
+    real = layerwise.improved
+
+    def improved(layer, *rest):
+        if len(list(Path(directory).glob("*.safetensors"))) == 2:
+            print("two", flush=True)
+            time.sleep(60)
+        return real(layer, *rest)
+
+    layerwise.improved = improved
+    qtk.apply_layerwise(sim, data, STEPS, checkpoint_dir=directory, progress=False)
+
+
+def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"two\n"
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert sorted(file.name for file in folder.iterdir()) == ["0000.safetensors", "0001.safetensors", "run.json"]
+
+    from qtk.workflow import layerwise
+
+    real, made = layerwise.improved, []
+    monkeypatch.setattr(layerwise, "improved", lambda layer, *rest: (made.append(layer.name), real(layer, *rest))[1])
+    whole, data = problem()
+    expected = qtk.apply_layerwise(whole, data, STEPS, progress=False)
+    assert made == ["0.weight", "2.weight", "4.weight", "6.weight"]
+    made.clear()
+    resumed, data = problem()
+    report = qtk.apply_layerwise(resumed, data, STEPS, checkpoint_dir=folder, progress=False)
+    assert made == ["4.weight", "6.weight"]
+    own, other = state(resumed), state(whole)
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert report == expected
+    again, data = problem()
+    qtk.apply_layerwise(again, data, STEPS, checkpoint_dir=folder, progress=False)
+    assert made == ["4.weight", "6.weight"]
+    assert all(torch.equal(value, other[name]) for name, value in state(again).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [("steps", "steps"), ("inputs", "inputs"), ("data", "data"), ("model", "weights and encodings"),
+     ("sites", "layers")],
+)
+def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
+    sim, data = problem()
+    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    other, _ = problem(seed=1 if change == "model" else 0)
+    before = state(other)
+    with pytest.raises(CalibrationError, match=f"another run: not the same {named}"):
+        qtk.apply_layerwise(
+            other, data[:2] if change == "data" else data,
+            ["seq_mse(num_candidates=7)" if change == "steps" else "seq_mse"],
+            inputs="symqt" if change == "inputs" else "asym", checkpoint_dir=tmp_path,
+            sites=["0.weight", "2.weight"] if change == "sites" else None, progress=False,
+        )
+    assert all(torch.equal(before[name], value) for name, value in state(other).items())
+
+
+def test_damaged_files_are_named(tmp_path):
+    sim, data = problem()
+    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    (tmp_path / "0001.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CalibrationError, match=r"0001.safetensors.*delete it to do 2.weight again"):
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    (tmp_path / "0001.safetensors").write_bytes((tmp_path / "0000.safetensors").read_bytes())
+    with pytest.raises(CalibrationError, match="does not hold 2.weight"):
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    (tmp_path / "run.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CalibrationError, match="run.json is not a run"):
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    (tmp_path / "run.json").write_text(json.dumps(["a list"]), encoding="utf-8")
+    with pytest.raises(CalibrationError, match="another run"):
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    file = tmp_path / "file"
+    file.write_text("", encoding="utf-8")
+    with pytest.raises(CalibrationError, match="checkpoint_dir"):
+        qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=file, progress=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,38 @@
+import signal
+import threading
+
+import pytest
+
+from qtk.workflow.interrupts import uninterrupted
+
+
+def test_an_interrupt_waits_until_the_body_is_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("half")
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    assert done == ["half", "whole"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_without_an_interrupt_nothing_happens():
+    before = signal.getsignal(signal.SIGINT)
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_are_never_interrupted_anyway():
+    ran = []
+
+    def body():
+        with uninterrupted():
+            ran.append(True)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert ran == [True]

@@ -1,0 +1,216 @@
+"""Layer-wise methods as users call them."""
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import qtk
+from qtk.errors import CalibrationError, ConfigError
+from qtk.quantizers.quantizer import Mode
+from tests.zoo.models import ZOO
+
+METHODS = {
+    "seq_mse": qtk.apply_seq_mse,
+    "gptq": qtk.apply_gptq,
+    "adaround": lambda sim, data, **options: qtk.apply_adaround(sim, data, iterations=200, **options),
+    "bias_correction": qtk.correct_bias,
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.fc1, self.fc2 = nn.Linear(54, 24), nn.Linear(24, 5)
+
+    def forward(self, x):
+        return self.fc2(functional.gelu(self.fc1(functional.relu(self.conv(x)).flatten(1))))
+
+
+def problem(**settings):
+    torch.manual_seed(0)
+    model = Net().eval()
+    data = [torch.randn(32, 2, 5, 5) + 0.5 for _ in range(4)]
+    settings = {"weight_bits": 3, "activation_bits": 8, **settings}
+    sim = qtk.QuantSim(model, data[0], **settings)
+    sim.compute_encodings(data, progress=False)
+    return model, sim, data
+
+
+@torch.no_grad()
+def lost(model, sim, data):
+    return float(sum((model(x) - sim.model(x)).square().sum() for x in data))
+
+
+@pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_comes_closer_to_float(method, inputs):
+    model, sim, data = problem()
+    before = lost(model, sim, data)
+    report = METHODS[method](sim, data, inputs=inputs, progress=False)
+    assert lost(model, sim, data) < (1 if method == "bias_correction" else 0.9) * before
+    assert [layer.name for layer in report.layers] == ["conv.weight", "fc1.weight", "fc2.weight"]
+    sim.check()
+
+
+def test_steps_in_one_walk():
+    model, sim, data = problem()
+    alone = problem()[1]
+    qtk.apply_gptq(alone, data, progress=False)
+    qtk.apply_layerwise(sim, data, ["seq_mse(num_candidates=30)", "gptq", "bias_correction"], progress=False)
+    assert lost(model, sim, data) < lost(model, alone, data)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_found_stays_when_ranges_are_computed_again(method):
+    model, sim, data = problem()
+    METHODS[method](sim, data, progress=False)
+    found = {name: sim.encodings()[name] for name in ("conv.weight", "fc1.weight", "fc2.weight")}
+    weights = {name: parameter.clone() for name, parameter in sim.model.named_parameters()}
+    sim.compute_encodings(data, progress=False)
+    assert all(found[name].equals(sim.encodings()[name]) for name in found)
+    assert all(torch.equal(weights[name], parameter) for name, parameter in sim.model.named_parameters())
+    assert all(quantizer.mode is Mode.SIMULATE for quantizer in sim.quantizers.values())
+    assert not sim.model.training
+
+
+def test_a_fresh_sim_gets_its_ranges_first():
+    torch.manual_seed(0)
+    model, data = Net().eval(), [torch.randn(8, 2, 5, 5) for _ in range(2)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=4)
+    qtk.apply_seq_mse(sim, data, progress=False)
+    assert set(sim.encodings()) == {"conv.weight", "fc1.weight", "fc2.weight"}
+    sim.compute_encodings(data, progress=False)
+    sim.check()
+
+
+def test_the_float_model_is_not_touched_and_rounded_weights_lie_on_their_grid():
+    model, sim, data = problem()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    qtk.apply_gptq(sim, data, progress=False)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    for name in ("conv.weight", "fc1.weight", "fc2.weight"):
+        weight = sim.model.get_parameter(name).detach()
+        assert not torch.equal(weight, before[name])
+        assert torch.equal(sim.quantizers[name](weight), weight)
+
+
+def test_the_report_says_what_the_outputs_are_worth():
+    model, sim, data = problem(activation_bits=None)
+    report = qtk.apply_gptq(sim, data, progress=False)
+    with torch.no_grad():  # the last layer's output is the model's
+        signal = sum(float(model(x).square().sum()) for x in data)
+    last = report.layers[-1]
+    assert last.signal == pytest.approx(signal, rel=1e-5)
+    assert last.noise == pytest.approx(lost(model, sim, data), rel=1e-4)
+    assert last.sqnr_before_db < last.sqnr_db
+    assert f"{last.sqnr_db:.1f} dB" in str(report)
+    fresh = problem(activation_bits=None)[1]
+    for name in ("conv", "fc1"):  # up to the last layer all is as in the first walk
+        fresh.model.load_state_dict({**fresh.model.state_dict(), **{
+            key: value for key, value in sim.model.state_dict().items() if key.startswith(f"{name}.")}})
+    assert last.noise + last.before - last.after == pytest.approx(lost(model, fresh, data), rel=1e-3)
+
+
+def test_only_the_named_sites_change():
+    model, sim, data = problem()
+    report = qtk.apply_gptq(sim, data, sites="fc*.weight", progress=False)
+    assert [layer.name for layer in report.layers] == ["fc1.weight", "fc2.weight"]
+    assert torch.equal(sim.model.get_parameter("conv.weight"), model.conv.weight)
+    assert not sim.quantizers["conv.weight"].frozen
+
+
+def test_frozen_encodings_are_left():
+    _, sim, data = problem()
+    sim.freeze("fc1.weight")
+    before = sim.encodings()["fc1.weight"]
+    report = qtk.apply_seq_mse(sim, data, progress=False)
+    assert "frozen" in report.skipped["fc1.weight"]
+    assert "fc1.weight  left as it is" in str(report)
+    assert before.equals(sim.encodings()["fc1.weight"])
+    qtk.apply_gptq(sim, data, progress=False)  # keeps the encoding, so it may
+    assert before.equals(sim.encodings()["fc1.weight"])
+
+
+def test_loaders_of_pairs_and_functions_that_run_the_model():
+    sims = [problem()[1] for _ in range(3)]
+    data = problem()[2]
+    qtk.apply_seq_mse(sims[0], data, progress=False)
+    qtk.apply_seq_mse(
+        sims[1], [(x, 0) for x in data], forward=lambda model, batch: model(batch[0]).argmax(1), progress=False
+    )
+    qtk.apply_seq_mse(sims[2], lambda model: [model(x) for x in data], progress=False)
+    for other in sims[1:]:
+        assert all(own.equals(other.encodings()[name]) for name, own in sims[0].encodings().items())
+    few = problem()[1]
+    qtk.apply_seq_mse(few, data, num_batches=1, progress=False)
+    assert not few.encodings()["fc1.weight"].equals(sims[0].encodings()["fc1.weight"])
+
+
+def test_bad_input_is_refused_and_changes_nothing():
+    _, sim, data = problem()
+    before = {name: value.clone() for name, value in sim.model.state_dict().items()}
+    broken = [data[0], torch.full_like(data[0], torch.nan)]
+    for given, words in (([], "no batches"), (broken, "NaN or infinity"), ([torch.randn(2, 3)], "shape")):
+        with pytest.raises(CalibrationError, match=words) if words != "shape" else pytest.raises(qtk.QtkError):
+            qtk.apply_gptq(sim, given, progress=False)
+    with pytest.raises(ConfigError, match="did you mean 'seq_mse'"):
+        qtk.apply_layerwise(sim, data, ["seqmse"])
+    with pytest.raises(ConfigError, match="unknown setting 'candidates'"):
+        qtk.apply_layerwise(sim, data, ["seq_mse(candidates=3)"])
+    with pytest.raises(CalibrationError, match="no steps"):
+        qtk.apply_layerwise(sim, data, [])
+    with pytest.raises(CalibrationError, match="no site is called 'fc3"):
+        qtk.apply_gptq(sim, data, sites="fc3.weight")
+    with pytest.raises(CalibrationError, match="num_candidates"):
+        qtk.apply_seq_mse(sim, data, num_candidates=0)
+    with pytest.raises(CalibrationError, match="inputs"):
+        qtk.apply_gptq(sim, data, inputs="sym", progress=False)
+    with pytest.raises(CalibrationError, match="offload"):
+        qtk.apply_gptq(sim, data, offload="gpu", progress=False)
+    with pytest.raises(TypeError, match="num_batch"):
+        qtk.apply_gptq(sim, data, num_batch=3, progress=False)
+    assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
+
+
+def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
+    _, sim, data = problem()
+    before = {name: value.clone() for name, value in sim.model.state_dict().items()}
+    from qtk.workflow import layerwise
+
+    real, calls = layerwise.improved, []
+
+    def improved(layer, *rest):
+        calls.append(layer.name)
+        if layer.name == "fc1.weight":
+            signal.raise_signal(signal.SIGINT)
+        return real(layer, *rest)
+
+    monkeypatch.setattr(layerwise, "improved", improved)
+    with pytest.raises(KeyboardInterrupt):
+        qtk.apply_gptq(sim, data, progress=False)
+    assert calls == ["conv.weight", "fc1.weight"]
+    changed = {name for name, value in sim.model.state_dict().items() if not torch.equal(before[name], value)}
+    assert changed == {"conv.weight"}
+    assert sim.quantizers["conv.weight"].frozen
+    assert not sim.quantizers["fc1.weight"].frozen
+    sim.check()
+    with torch.no_grad():
+        sim.model(data[0])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_kind_of_model(name):
+    data = [ZOO[name].inputs(), ZOO[name].inputs()]
+    sim = qtk.QuantSim(ZOO[name].model(), data[0], weight_bits=4)
+    try:
+        report = qtk.apply_layerwise(sim, data, ["seq_mse", "gptq", "bias_correction"], progress=False)
+    except CalibrationError as error:
+        assert "no layer to work on" in str(error)  # a model without such weights
+        return
+    assert all(layer.reason == "" for layer in report.layers), str(report)
+    sim.compute_encodings(data, progress=False)
+    sim.check()
