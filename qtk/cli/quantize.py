@@ -29,6 +29,7 @@ from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.workflow.export import onnx_name
 from qtk.workflow.feed import Batch, outputs
+from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 
 SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
@@ -124,7 +125,7 @@ class _Run:
         return scores
 
     def calibrated(self, setting: Setting) -> QuantSim:
-        """The simulation of a setting, calibrated."""
+        """The simulation of a setting, calibrated, its weights improved by the setting's layer-wise steps."""
         sim = QuantSim(
             self.prepared,
             self.example,
@@ -136,6 +137,10 @@ class _Run:
         self._say(f"calibrating {setting.name}")
         pairs, count = self.calibration.open()
         sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count)
+        if setting.layerwise:
+            self._say(f"improving {setting.name} by {', '.join(setting.layerwise)}")
+            pairs, count = self.calibration.open()
+            apply_layerwise(sim, (inputs for inputs, _ in pairs), setting.layerwise, num_batches=count)
         return sim
 
     def exported(self, sim: QuantSim, setting: Setting, folder: Path) -> None:

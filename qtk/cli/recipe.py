@@ -17,6 +17,7 @@ from qtk.errors import ConfigError
 from qtk.graph.planner import RULE_NAMES
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
+from qtk.transforms.steps import step
 from qtk.workflow.export import EXPORTERS
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
@@ -55,13 +56,14 @@ class DataEntry(_Part):
 
 
 class Setting(_Part):
-    """Widths by a name; scheme and config where they are not those of the recipe."""
+    """Widths by a name; scheme and config where they are not those of the recipe; layer-wise steps, if any."""
 
     name: Name
     weight_bits: Bits | None
     activation_bits: Bits | None
     scheme: str | None = None
     config: str | dict[str, object] | None = None
+    layerwise: tuple[str, ...] = ()
 
 
 class Recipe(_Part):
@@ -124,6 +126,8 @@ class Recipe(_Part):
         """Everything that can be known before the first model is built. Raises: ConfigError."""
         for setting in self.settings:
             calibrator(self.scheme_of(setting))
+            for text in setting.layerwise:
+                step(text)
             self.formats_of(setting)
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)

@@ -43,7 +43,8 @@ from qtk.workflow.selection import leaders
 class Simulation(Protocol):
     """What is improved: a ``QuantSim``."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module: ...
 
     @property
     def plan(self) -> QuantPlan: ...

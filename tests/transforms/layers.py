@@ -43,11 +43,9 @@ class Case:
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         """The layer's outputs with a weight, less the bias. Shape: [outputs, rest], float64."""
-        module = copy.deepcopy(self.module).double()
-        module.bias = None
         with torch.no_grad():
-            out = functional_call(module, {"weight": weight.double()}, (x.double(),))
-        return out.movedim(-1 if isinstance(module, nn.Linear) else 1, 0).flatten(1)
+            out = functional_call(self.module, {"weight": weight.double()}, (x.double(),))
+        return out.movedim(-1 if isinstance(self.module, nn.Linear) else 1, 0).flatten(1)
 
     def lost(self, rounded: Tensor, mask: Tensor | float = 1.0) -> float:
         """|X w - X̂ ŵ|², of all outputs; of what the weights in a mask put into them."""
@@ -112,7 +110,9 @@ def case(
     moments = SecondMoments(layer.geometry, Wanted(block, dtype=dtype))
     quantized = x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     moments.observe(quantized, x if noise else None)
-    return Case(LayerProblem.of(layer, moments, dtype), module, x, quantized if noise else x)
+    exact = copy.deepcopy(module).double()
+    exact.bias = None
+    return Case(LayerProblem.of(layer, moments, dtype), exact, x, quantized if noise else x)
 
 
 def extremes(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -104,13 +104,13 @@ def test_damaged_files_are_named(tmp_path):
     sim, data = problem()
     qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     (tmp_path / "0001.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(CalibrationError, match=r"0001.safetensors.*delete it to do 2.weight again"):
+    with pytest.raises(CalibrationError, match=r"0001\.safetensors.*delete it to do 2.weight again"):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     (tmp_path / "0001.safetensors").write_bytes((tmp_path / "0000.safetensors").read_bytes())
-    with pytest.raises(CalibrationError, match="does not hold 2.weight"):
+    with pytest.raises(CalibrationError, match=r"does not hold 2\.weight"):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CalibrationError, match="run.json is not a run"):
+    with pytest.raises(CalibrationError, match=r"run\.json is not a run"):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     (tmp_path / "run.json").write_text(json.dumps(["a list"]), encoding="utf-8")
     with pytest.raises(CalibrationError, match="another run"):

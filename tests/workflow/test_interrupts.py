@@ -8,11 +8,16 @@ from qtk.workflow.interrupts import uninterrupted
 
 def test_an_interrupt_waits_until_the_body_is_done():
     done = []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        done.append("half")
-        signal.raise_signal(signal.SIGINT)
-        done.append("whole")
+
+    def body():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("half")
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
     assert done == ["half", "whole"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,269 @@
+"""What Sequential MSE costs, as multiples of the float model's forward over the same data, and what it leaves of error.
+
+Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
+median over the turns. *Direct* forms every output for every candidate, as other toolkits do; AIMET is measured if it is
+installed. qtk's error must not be above that of the full search over all candidates (*exact*), or no speed is given.
+
+    python benchmarks/calibration/bench_layerwise.py --csv layerwise.csv
+    python benchmarks/calibration/bench_layerwise.py --memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import timm
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from turns import commit
+
+import qtk
+
+CANDIDATES = 20
+GRANULARITIES = ("per_channel", "128", "64")
+FLOAT = "original fp32 forward"
+Search = Callable[[nn.Module, list[Tensor], str], nn.Module]
+"""(float model, data, granularity) → a model with quantized weights."""
+
+
+class Mlp(nn.Module):
+    """The second half of a transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+def mlp_blocks() -> tuple[nn.Module, list[Tensor]]:
+    return nn.Sequential(*(Mlp(512) for _ in range(3))).eval(), [torch.randn(8, 197, 512) for _ in range(4)]
+
+
+def vit() -> tuple[nn.Module, list[Tensor]]:
+    return timm.create_model("vit_small_patch16_224").eval(), [torch.randn(8, 3, 224, 224) for _ in range(4)]
+
+
+WORKLOADS = {"3 MLP blocks": mlp_blocks, "vit_small": vit}
+
+
+def sim_of(model: nn.Module, batches: list[Tensor], granularity: str) -> qtk.QuantSim:
+    weight: dict[str, object] = {"symmetric": True, "granularity": "per_channel"}
+    if granularity != "per_channel":
+        weight = {"symmetric": True, "granularity": "per_block", "block_size": int(granularity)}
+    config = {"version": 1, "defaults": {"weight": weight, "activation": {"symmetric": False}, "bias": "float"}}
+    sim = qtk.QuantSim(model, batches[0], weight_bits=4, activation_bits=None, config=config)
+    sim.compute_encodings(None, progress=False)
+    return sim
+
+
+def seq_mse(**settings: object) -> Search:
+    def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
+        sim = sim_of(model, batches, granularity)
+        step = qtk.STEPS["seq_mse"]
+        inputs = settings.get("inputs", "asym")
+        own = {name: value for name, value in settings.items() if name != "inputs"}
+        start = time.perf_counter()
+        qtk.apply_layerwise(sim, batches, [type(step)(CANDIDATES, **own)], inputs=inputs, progress=False)
+        search.seconds = time.perf_counter() - start
+        return sim.model
+
+    return search
+
+
+def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
+    """Every output for every candidate; a forward up to each layer for its inputs."""
+    sim = sim_of(model, batches, granularity)
+    start = time.perf_counter()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            quantizer, weight = sim.quantizers[f"{name}.weight"], module.weight
+            present = quantizer.encoding
+            shape = present.scale.reshape(len(weight), -1).shape
+            inputs = inputs_of(model, module, batches)
+            parts = [x.reshape(-1, shape[1], x.shape[-1] // shape[1]).transpose(0, 1) for x in inputs]
+            original = weight.reshape(len(weight), shape[1], -1).permute(1, 2, 0)
+            errors = []
+            for index in range(1, CANDIDATES + 1):
+                scale = present.scale * (index / CANDIDATES)
+                step = scale.reshape(*shape, 1)
+                near = (weight.reshape(*shape, -1) / step).round().clamp(-8, 7) * step
+                near = near.permute(1, 2, 0)
+                errors.append(sum((x @ original - x @ near).square().sum(1).T for x in parts))
+            best = torch.stack(errors).min(0).indices + 1
+            scale = present.scale * (best.reshape(present.scale.shape) / CANDIDATES)
+            quantizer.load_encoding(qtk.Encoding(present.spec, scale.float()))
+    direct.seconds = time.perf_counter() - start
+    return sim.model
+
+
+def inputs_of(model: nn.Module, module: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    seen: list[Tensor] = []
+
+    def stop(own: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise InterruptedError
+
+    handle = module.register_forward_pre_hook(stop)
+    for batch in batches:
+        try:
+            model(batch)
+        except InterruptedError:
+            continue
+    handle.remove()
+    return seen
+
+
+def aimet(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
+    """AIMET's own, with its defaults; activations are not quantized in its search either."""
+    import aimet_torch
+    from aimet_torch.seq_mse import apply_seq_mse
+    from aimet_torch.v2.quantsim.config_utils import set_blockwise_quantization_for_weights
+
+    sim = aimet_torch.QuantizationSimModel(model, batches[0], default_param_bw=4, default_output_bw=16)
+    for _, module in sim.named_qmodules():
+        for index, quantizer in enumerate(module.output_quantizers):
+            module.output_quantizers[index] = None if quantizer is not None else quantizer
+        for index, quantizer in enumerate(module.input_quantizers):
+            module.input_quantizers[index] = None if quantizer is not None else quantizer
+    if granularity != "per_channel":
+        set_blockwise_quantization_for_weights(sim, [nn.Linear], 4, symmetric=True, block_size=int(granularity))
+    start = time.perf_counter()
+    apply_seq_mse(sim, batches, num_candidates=CANDIDATES)
+    aimet.seconds = time.perf_counter() - start
+    return sim.model
+
+
+WAYS: dict[str, Search] = {
+    "qtk": seq_mse(),
+    "qtk, one path (symqt)": seq_mse(inputs="symqt"),
+    "qtk, refined": seq_mse(refine=True),
+    "qtk, joint": seq_mse(joint=True),
+    "qtk, exact": seq_mse(exact=True),
+    "direct": direct,
+    **({"AIMET": aimet} if importlib.util.find_spec("aimet_torch") else {}),
+}
+
+
+def measure(name: str, granularity: str, repeats: int, ways: list[str], progress: tqdm) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    model, batches = WORKLOADS[name]()
+    with torch.no_grad():
+        outputs = [model(batch) for batch in batches]
+    signal = float(sum(output.square().sum() for output in outputs))
+    chosen = [way for way in ways if way != "qtk, joint" or granularity != "per_channel"]
+    seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in chosen}}
+    errors: dict[str, float] = {}
+    for _ in range(repeats):
+        with torch.no_grad():
+            start = time.perf_counter()
+            for batch in batches:
+                model(batch)
+            seconds[FLOAT].append(time.perf_counter() - start)
+        for way in chosen:
+            progress.set_description(f"{name}, {granularity}: {way}")
+            simulated = WAYS[way](model, batches, granularity)
+            seconds[way].append(WAYS[way].seconds)
+            with torch.no_grad():
+                lost = sum(float((simulated(x) - y).square().sum()) for x, y in zip(batches, outputs, strict=True))
+            errors[way] = lost / signal
+            progress.update()
+    if "qtk, exact" in errors and errors.get("qtk", 0.0) > errors["qtk, exact"] * (1 + 1e-3):
+        raise SystemExit(f"{name}, {granularity}: the error is above that of the full search; no speed is given")
+    base = seconds[FLOAT]
+    return [
+        {"model": name, "granularity": granularity, "way": way, "median_s": median(taken),
+         "ratio": median(own / floor for own, floor in zip(taken, base, strict=True)), "error": errors.get(way)}
+        for way, taken in seconds.items()
+    ]
+
+
+def print_memory() -> None:
+    table = Table(title="peak memory of a process, MiB")
+    for heading in ("model", "granularity", "forward alone", "qtk", "direct"):
+        table.add_column(heading, justify="left" if heading in ("model", "granularity") else "right")
+    for name in WORKLOADS:
+        for granularity in GRANULARITIES:
+            found = []
+            for way in (FLOAT, "qtk", "direct"):
+                command = [sys.executable, __file__, "--peak", name, granularity, way]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found.append(f"{int(done.stdout.split()[-1]) / 1024:.0f}")
+            table.add_row(name, granularity, *found)
+    Console().print(table)
+
+
+def print_peak(name: str, granularity: str, way: str) -> None:
+    torch.manual_seed(0)
+    model, batches = WORKLOADS[name]()
+    if way == FLOAT:
+        sim_of(model, batches, granularity)
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+    else:
+        WAYS[way](model, batches, granularity)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--granularities", nargs="+", default=list(GRANULARITIES))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--csv", type=Path, help="file to write")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.peak:
+        print_peak(*given.peak)
+        return
+    if given.memory:
+        print_memory()
+        return
+    rows: list[dict[str, object]] = []
+    total = len(given.models) * len(given.granularities) * len(given.ways) * given.repeats
+    with tqdm(total=total, unit="run") as progress:
+        for name in given.models:
+            for granularity in given.granularities:
+                rows += measure(name, granularity, given.repeats, list(given.ways), progress)
+    setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
+               "repeats": given.repeats}
+    table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
+    for heading in ("model", "granularity", "way", "median, s", "× fp32", "error / signal"):
+        table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        last = following is None or following["granularity"] != row["granularity"]
+        error = "" if row["error"] is None else f"{row['error']:.6f}"
+        table.add_row(str(row["model"]), str(row["granularity"]), str(row["way"]), f"{row['median_s']:.2f}",
+                      f"{row['ratio']:.2f}", error, end_section=last)
+    Console(width=110).print(table)
+    if given.csv:
+        with given.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*setting, *rows[0]])
+            writer.writeheader()
+            writer.writerows({**setting, **row} for row in rows)
+
+
+if __name__ == "__main__":
+    main()
