@@ -11,6 +11,7 @@ than one block, the error is that of each block's part of the output by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ class OutputError:
 
     gram: Tensor
     linear: Tensor | None = None
+
+    @property
+    def blocks(self) -> int:
+        return self.gram.shape[1]
 
     def of(self, change: Tensor) -> Tensor:
         """``2 linear·d + dᵀ H d``. Shape: ``change`` d, [groups, blocks, outputs, block]; result without the last."""
@@ -79,6 +84,66 @@ class OutputError:
         directions = basis @ turn * values.clamp(min=0).sqrt()[..., None, :]
         rest = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
         return Estimate(directions, rest[:, :, None], self.linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AbsoluteError:
+    """The sum of the absolute errors ``|X w - X̂ ŵ|`` of a sample of rows.
+
+    Shape: ``rows`` of X̂, [groups, blocks, rows, block]; ``before`` (X - X̂) w, [groups, blocks, rows, outputs].
+    """
+
+    rows: Tensor
+    before: Tensor
+
+    @property
+    def blocks(self) -> int:
+        return self.rows.shape[1]
+
+    def of(self, change: Tensor) -> Tensor:
+        """Shape: as ``OutputError.of``."""
+        return (self.before + self.rows @ change.mT).abs_().sum(-2)
+
+    def part(self, blocks: slice, outputs: slice) -> AbsoluteError:
+        """As ``OutputError.part``."""
+        return AbsoluteError(self.rows[:, blocks], self.before[:, blocks, :, outputs])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogError:
+    """The logarithm of each output's share of noise, so that a sum over outputs is one of their SQNRs.
+
+    Args:
+        error: without the constant.
+        constant: of the error.
+        signal: sum of the squares of the float output.
+
+    Shape: ``constant`` and ``signal`` [groups, blocks, outputs].
+    """
+
+    error: OutputError
+    constant: Tensor
+    signal: Tensor
+
+    @property
+    def blocks(self) -> int:
+        return self.error.blocks
+
+    def of(self, change: Tensor) -> Tensor:
+        """Shape: as ``OutputError.of``."""
+        tiny = torch.finfo(change.dtype).tiny
+        noise = (self.error.of(change) + self.constant).clamp(min=tiny)
+        return (noise / self.signal.clamp(min=tiny)).log()
+
+    def part(self, blocks: slice, outputs: slice) -> LogError:
+        """As ``OutputError.part``."""
+        return LogError(
+            self.error.part(blocks, outputs), self.constant[:, blocks, outputs], self.signal[:, blocks, outputs]
+        )
+
+
+Error: TypeAlias = OutputError | AbsoluteError | LogError
+"""What candidates are judged by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import Estimate, OutputError
+from qtk.algorithms.output_error import Error, Estimate, OutputError
 from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
@@ -56,7 +56,7 @@ class Search:
     Raises: SpecError if ``owner`` and ``error`` do not have the same blocks.
     """
 
-    error: OutputError
+    error: Error
     target: Tensor
     weight: Tensor
     owner: Tensor
@@ -65,7 +65,7 @@ class Search:
     zero_points: Tensor | None = None
 
     def __post_init__(self) -> None:
-        blocks = self.error.gram.shape[1]
+        blocks = self.error.blocks
         if self.owner.shape[1] != blocks:
             raise SpecError(f"{self.owner.shape[1]} scales along the columns need the moments of as many blocks; there "
                             f"are {blocks}; gather them in blocks as long as those of the scales")
@@ -78,7 +78,8 @@ class Search:
                 question, and their errors decide; where blocks are small all are computed anyway.
         """
         tried = torch.arange(len(self.scales), device=self.scales.device)[:, None].expand_as(self.scales)
-        if not exact and len(tried) > CONTENDERS + 1 and self.error.gram.shape[-1] >= WORTH_ESTIMATING:
+        worth = len(tried) > CONTENDERS + 1 and self.weight.shape[-1] >= WORTH_ESTIMATING
+        if not exact and worth and isinstance(self.error, OutputError):
             rough = self._errors(self.error.estimate(), tried[:-1])
             tried = torch.cat([rough.topk(CONTENDERS, 0, largest=False).indices.sort(0).values, tried[-1:]])
         errors = self._errors(self.error, tried)
@@ -94,7 +95,7 @@ class Search:
         rows = weight.reshape(len(owner), -1).to(torch.float32)
         return simulate(rows, spec, scale, zero).to(weight.dtype).reshape(weight.shape)
 
-    def _errors(self, error: OutputError | Estimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
+    def _errors(self, error: Error | Estimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
         """Errors of candidates, summed over what shares a scale. Shape: [candidates, scales], both."""
         total = self.target.new_zeros(len(candidates), self.scales.shape[1])
         for blocks, outputs in self._pieces():

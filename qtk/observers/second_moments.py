@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qtk.errors import CalibrationError
 from qtk.numerics.patches import Geometry, rows_of
+from qtk.observers.row_sample import RowSample
 
 NOTHING_SEEN = "no data was observed; calibrate with data that reaches this layer"
 
@@ -36,11 +37,13 @@ class Wanted:
         block: elements of X that are looked at together, a divisor of its columns: only the diagonal blocks of the
             matrices are summed. ``None``: all.
         difference: D too.
+        sample: rows of X̂ and X to keep as they are, at most.
         dtype: in which the products of one batch are formed.
     """
 
     block: int | None = None
     difference: bool = False
+    sample: int = 0
     dtype: torch.dtype = torch.float32
 
 
@@ -73,6 +76,7 @@ class SecondMoments:
         self.rows = 0
         self._sums: dict[str, Tensor] = {}
         self._products: dict[str, _Products] = {}
+        self._sample = RowSample(wanted.sample)
 
     @property
     def gram(self) -> Tensor:
@@ -117,6 +121,14 @@ class SecondMoments:
         return _mirrored(self._seen("difference")) if self.has_two_inputs and self.wanted.difference else None
 
     @property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Rows of X̂, and of X - X̂. Shape: [groups, rows, columns] each. Raises: CalibrationError if none were kept."""
+        if not self.wanted.sample or not self.rows:
+            raise CalibrationError(NOTHING_SEEN)
+        quantized, apart = self._sample.rows.chunk(2, -1)
+        return quantized, apart
+
+    @property
     def mean(self) -> Tensor:
         """Mean of X̂ over rows. Shape: float64 [groups, columns]. Raises: CalibrationError if nothing was seen."""
         return self._seen("sum").flatten(1) / self.rows
@@ -146,6 +158,10 @@ class SecondMoments:
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
         self.rows += columns.shape[2]
         self._add(sums)
+        if self.wanted.sample:
+            rows = columns.transpose(1, 2).flatten(2)
+            other = torch.zeros_like(rows) if apart is None else apart.transpose(1, 2).flatten(2)
+            self._sample.add(torch.cat([rows, other], -1))
         self._multiply("gram", columns)
         if apart is not None:
             if self._weight is None:
@@ -162,6 +178,11 @@ class SecondMoments:
         """
         if (other.geometry, other.wanted) != (self.geometry, self.wanted):
             raise CalibrationError(f"{other.wanted} of {other.geometry} cannot join {self.wanted} of {self.geometry}")
+        if self.wanted.sample and other.rows:
+            if self.rows:
+                self._sample.merge(other._sample)
+            else:
+                self._sample = other._sample.moved(next(iter(other._sums.values())).device)
         self.rows += other.rows
         self._carry()
         other._carry()
@@ -171,6 +192,7 @@ class SecondMoments:
         """A copy on a device."""
         copied = SecondMoments(self.geometry, self.wanted, weight=self._weight)
         copied.rows = self.rows
+        copied._sample = self._sample.moved(device)
         self._carry()
         copied._sums = {name: total.to(device, copy=True) for name, total in self._sums.items()}
         return copied

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import OutputError, in_blocks
+from qtk.algorithms.output_error import AbsoluteError, Error, LogError, OutputError, in_blocks
 from qtk.algorithms.seq_mse import Search, made_up_for
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
@@ -15,6 +15,10 @@ from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import candidates
 from qtk.observers.second_moments import Wanted
 from qtk.transforms.layer_problem import LayerProblem, block_of
+
+LOSSES = ("mse", "sqnr", "l1")
+SAMPLED = 1024
+"""Rows that absolute errors are counted on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,31 @@ class SeqMse:
         refine: try as many once more, around the winner.
         joint: let blocks make up for each other: judged by the whole output, one after the other.
         exact: compute the error of every candidate; otherwise estimates choose those that are.
+        loss: ``mse``; ``sqnr``, which differs where several outputs share a scale: each counts by its own power; or
+            ``l1``, absolute errors of a sample of rows.
     """
 
     num_candidates: int = 20
     refine: bool = False
     joint: bool = False
     exact: bool = False
+    loss: str = "mse"
 
     def __post_init__(self) -> None:
         if self.num_candidates < 1:
             raise CalibrationError(f"seq_mse needs num_candidates ≥ 1, got {self.num_candidates}")
+        if self.loss not in LOSSES:
+            raise CalibrationError(f"the loss of seq_mse is one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.joint and self.loss != "mse":
+            raise CalibrationError(f"blocks make up for each other in squares: joint needs loss='mse', not {self.loss}")
 
     def wants(self, block: int | None) -> Wanted:
-        return Wanted(None if self.joint else block)
+        return Wanted(
+            None if self.joint else block, difference=self.loss == "sqnr", sample=SAMPLED if self.loss == "l1" else 0
+        )
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
-        search = _Layer(problem)
+        search = _Layer(problem, self.loss)
         step = torch.arange(1, self.num_candidates + 1, device=problem.weight.device) / self.num_candidates
         coarse = step.reshape(-1, *(1 for _ in problem.encoding.scale.shape))
         found = start = search.best(coarse, joint=self.joint, exact=self.exact)
@@ -52,7 +65,8 @@ class SeqMse:
             around = torch.cat([around, around.new_zeros(1)]).reshape(-1, *coarse.shape[1:])
             fine = step[found.candidate] + around / self.num_candidates
             found = search.best(fine, joint=self.joint, exact=self.exact)
-        return problem.better(encoding=found.encoding, loss=(start.before, found.error))
+        loss = (start.before, found.error) if self.loss == "mse" else None
+        return problem.better(encoding=found.encoding, loss=loss)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +82,7 @@ class _Found:
 class _Layer:
     """A layer whose columns lie by the blocks of its scales."""
 
-    def __init__(self, problem: LayerProblem) -> None:
+    def __init__(self, problem: LayerProblem, loss: str) -> None:
         owner = problem.owner()
         columns = owner.shape[-1]
         block = block_of(owner)
@@ -87,6 +101,14 @@ class _Layer:
             in_blocks(matrix[..., order], columns // block)
             for matrix in (problem.matrix(problem.original), problem.matrix(problem.weight), owner)
         )
+        self._judge: Error = self._error
+        if loss == "l1":
+            rows, apart = (
+                in_blocks(part.to(problem.dtype)[..., order], columns // block) for part in problem.moments.sample
+            )
+            self._judge = AbsoluteError(rows, apart @ self._target.mT)
+        elif loss == "sqnr":
+            self._judge = self._log_error(problem, order)
 
     def best(self, fraction: Tensor, *, joint: bool, exact: bool) -> _Found:
         """Which of the fractions of the present range each scale takes.
@@ -97,7 +119,7 @@ class _Layer:
         tables = _tables(self._encoding, fraction)
         scales, zeros = (None if table is None else table.flatten(1) for table in tables)
         assert scales is not None
-        search = Search(self._error, self._target, self._weight, self._owner[..., 0], spec, scales, zeros)
+        search = Search(self._judge, self._target, self._weight, self._owner[..., 0], spec, scales, zeros)
         choice = search.best(exact=exact)
         chosen = choice.candidate
         if joint and self._error is not self._whole:
@@ -112,6 +134,17 @@ class _Layer:
                        for table in (scales, zeros))
         assert scale is not None
         return _Found(chosen.reshape(shape), Encoding(spec, scale, zero), error, before)
+
+    def _log_error(self, problem: LayerProblem, order: Tensor | slice) -> LogError:
+        """With the squares that no candidate changes: of (X - X̂) w, and of X w."""
+        own = OutputError(self._error.gram).of(self._target)
+        difference = problem.moments.difference
+        if difference is None:
+            return LogError(self._error, torch.zeros_like(own), own)
+        apart = difference if isinstance(order, slice) else difference[..., order, :][..., order]
+        blocks = OutputError(apart.to(problem.dtype)).diagonal_blocks(self._error.blocks)
+        constant = blocks.of(self._target)
+        return LogError(self._error, constant, self._error.of(self._target) + constant)
 
     def _joined(self, search: Search, candidate: Tensor) -> Tensor:
         """The change of the weights, as one block."""

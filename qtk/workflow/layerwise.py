@@ -80,7 +80,7 @@ class WalkOptions(TypedDict, total=False):
 
 def apply_seq_mse(
     sim: Simulation, data: Data, *, num_candidates: int = 20, refine: bool = False, joint: bool = False,
-    **options: Unpack[WalkOptions],
+    loss: str = "mse", **options: Unpack[WalkOptions],
 ) -> LayerwiseReport:
     """Sequential MSE: for every scale of a weight the range with which the output of its layer changes least.
 
@@ -92,11 +92,12 @@ def apply_seq_mse(
         num_candidates: ranges tried: ``i / num_candidates`` times the present one.
         refine: try as many once more, around the winner.
         joint: of weights quantized in blocks, let blocks make up for each other.
+        loss: ``mse``, ``sqnr`` or ``l1``, as ``SeqMse`` says.
         options: see ``WalkOptions``.
 
     Raises: CalibrationError for data that do not reach a layer or hold NaN or infinity.
     """
-    return apply_layerwise(sim, data, [SeqMse(num_candidates, refine, joint)], **options)
+    return apply_layerwise(sim, data, [SeqMse(num_candidates, refine, joint, loss=loss)], **options)
 
 
 def apply_gptq(
@@ -297,7 +298,10 @@ def _wanted(layer: WeightedLayer, steps: Sequence[Step]) -> Wanted:
     block = block_of(owner)
     own = [step.wants(None if block == owner.shape[-1] else block) for step in steps]
     blocks = {wanted.block for wanted in own}
-    return Wanted(blocks.pop() if len(blocks) == 1 else None, any(wanted.difference for wanted in own))
+    return Wanted(
+        blocks.pop() if len(blocks) == 1 else None, difference=any(wanted.difference for wanted in own),
+        sample=max(wanted.sample for wanted in own),
+    )
 
 
 def _result(name: str, outputs: Outputs | None, made: Improvement | None) -> LayerResult:

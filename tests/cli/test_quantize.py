@@ -46,6 +46,12 @@ def test_every_model_is_measured_in_every_setting(project, tmp_path):
     assert summary.models["two"] == scores
 
 
+def test_layer_wise_steps_improve_a_setting(project, tmp_path):
+    better = {**W4, "name": "better", "layerwise": ["seq_mse", "gptq", "bias_correction"]}
+    scores = run(project, tmp_path, settings=[W4, better]).models["net"]
+    assert scores["better"].sqnr_db > scores["w4"].sqnr_db + 3
+
+
 def test_the_results_are_files(project, tmp_path):
     summary = run(project, tmp_path, settings=[W8A8, W4])
     folder = tmp_path / "results"

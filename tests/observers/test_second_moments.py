@@ -66,7 +66,7 @@ def test_wide_matrices_are_symmetric_and_whole():
 
 
 def test_merging_is_observing_both():
-    both, left, right = (SecondMoments(LINEAR, Wanted(None, True, torch.float64)) for _ in range(3))
+    both, left, right = (SecondMoments(LINEAR, Wanted(None, True, dtype=torch.float64)) for _ in range(3))
     for index, (quantized, original) in enumerate(batches((4, 8))):
         both.observe(quantized, original)
         (left if index < 1 else right).observe(quantized, original)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.func import functional_call
 import qtk
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
-from qtk.graph.weighted_layers import weighted_layers
+from qtk.graph.weighted_layers import WeightedLayer, weighted_layers
 from qtk.numerics.ranges import choose_range
 from qtk.observers.second_moments import SecondMoments, Wanted
 from qtk.transforms.layer_problem import LayerProblem
@@ -84,35 +85,39 @@ def everywhere(values: Tensor, spec: QuantSpec, shape: torch.Size) -> Tensor:
 
 
 def case(
-    module: nn.Module, x: Tensor, weight: dict[str, object], *, noise: float = 0.2, block: int | None = None,
-    spec: QuantSpec | None = None, dtype: torch.dtype = torch.float64, bits: int = 4,
+    layer: WeightedLayer, module: nn.Module, x: Tensor, *, noise: float = 0.2, block: int | None = None,
+    spec: QuantSpec | None = None, dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """A layer quantized by a config.
+    """A layer and its input.
 
     Args:
-        weight: the setting of the config.
+        layer: of the simulation.
+        module: the float one.
+        x: the float input.
         noise: on the quantized path's input; 0: both paths have one.
         block: of the moments, ``None``: whole.
         spec: in place of the config's.
         dtype: to compute in.
-        bits: unless the setting has a format.
     """
-    config = {"version": 1, "defaults": {"weight": weight}}
-    sim = qtk.QuantSim(module.eval(), x, weight_bits=8 if "dtype" in weight else bits, activation_bits=None,
-                       config=config)
-    sim.compute_encodings(None, progress=False)
-    (layer,), skipped = weighted_layers(sim.model, sim.plan)
-    assert not skipped
-    if spec is not None:
-        low, high = extremes(layer.weight.detach(), spec)
-        layer.quantizer.spec = spec
-        layer.quantizer.load_encoding(Encoding(spec, *choose_range(low, high, spec)))
     moments = SecondMoments(layer.geometry, Wanted(block, dtype=dtype))
     quantized = x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     moments.observe(quantized, x if noise else None)
+    problem = LayerProblem.of(layer, moments, dtype)
+    if spec is not None:
+        problem = replace(problem, encoding=Encoding(spec, *choose_range(*extremes(problem.weight, spec), spec)))
     exact = copy.deepcopy(module).double()
     exact.bias = None
-    return Case(LayerProblem.of(layer, moments, dtype), exact, x, quantized if noise else x)
+    return Case(problem, exact, x, quantized if noise else x)
+
+
+def layer_of(module: nn.Module, x: Tensor, weight: Mapping[str, object]) -> WeightedLayer:
+    """The layer of a simulation in 4 bits, or those of the setting of its config."""
+    sim = qtk.QuantSim(module.eval(), x, weight_bits=8 if "dtype" in weight else 4, activation_bits=None,
+                       config={"version": 1, "defaults": {"weight": dict(weight)}})
+    sim.compute_encodings(None, progress=False)
+    (layer,), skipped = weighted_layers(sim.model, sim.plan)
+    assert not skipped
+    return layer
 
 
 def extremes(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -124,8 +129,21 @@ def extremes(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return low.reshape(shape), high.reshape(shape)
 
 
-def named(name: str, weight: dict[str, object], **settings: object) -> Case:
-    """One of ``LAYERS``."""
-    torch.manual_seed(0)
-    module, shape = LAYERS[name]
-    return case(module(), torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 0.3, weight, **settings)
+@functools.cache
+def _built(name: str, weight: tuple[tuple[str, object], ...]) -> tuple[WeightedLayer, nn.Module, Tensor]:
+    build, shape = LAYERS[name]
+    module, generator = build(), torch.Generator().manual_seed(2)
+    few_large_(module, generator)
+    x = torch.randn(shape, generator=generator) + 0.3
+    return layer_of(module, x, dict(weight)), module, x
+
+
+def few_large_(module: nn.Module, generator: torch.Generator) -> None:
+    """Gives it weights of which few are large, so that smaller ranges are better."""
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(module.weight.shape, generator=generator) ** 3)
+
+
+def named(name: str, weight: Mapping[str, object], **settings: object) -> Case:
+    """One of ``LAYERS``; its simulation is made once."""
+    return case(*_built(name, tuple(weight.items())), **settings)

@@ -1,0 +1,55 @@
+"""A few of the rows that pass, spread evenly over all of them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+
+class RowSample:
+    """Keeps at most ``size`` rows of one or two matrices: every n-th of all, where n doubles when they become too many.
+
+    Args:
+        size: rows at most.
+
+    >>> sample = RowSample(4)
+    >>> sample.add(torch.arange(10.0)[None, :, None])
+    >>> sample.rows[0, :, 0]
+    tensor([0., 4., 8.])
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seen = 0
+        self._every = 1
+        self._kept: list[Tensor] = []
+
+    @property
+    def rows(self) -> Tensor:
+        """Shape: [groups, rows, columns]."""
+        return torch.cat(self._kept, 1)
+
+    def add(self, rows: Tensor) -> None:
+        """Shape: [groups, rows, columns]."""
+        first = -self.seen % self._every
+        self.seen += rows.shape[1]
+        self._kept.append(rows[:, first :: self._every].clone())
+        while sum(kept.shape[1] for kept in self._kept) > self.size:
+            self._kept = [self.rows[:, ::2].clone()]
+            self._every *= 2
+
+    def moved(self, device: torch.device) -> RowSample:
+        """A copy on a device."""
+        moved = copy.copy(self)
+        moved._kept = [kept.to(device, copy=True) for kept in self._kept]
+        return moved
+
+    def merge(self, other: RowSample) -> None:
+        """Takes in the rows of ``other``, which come behind; of both as many as there is room for."""
+        rows = torch.cat([self.rows, other.rows.to(self.rows.device)], 1)
+        self.seen += other.seen
+        while rows.shape[1] > self.size:
+            rows, self._every = rows[:, ::2], 2 * self._every
+        self._kept = [rows.clone()]
