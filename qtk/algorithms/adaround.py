@@ -62,8 +62,9 @@ class Adaround:
         choices = _Choices(weight, grid)
         nearest = grid.nearest(weight)
         found = choices.weight(self._relaxed(weight, choices, error, _unit(weight - nearest, error)).round())
+        found, nearest = (_descended(weight, start, choices, error) for start in (found, nearest))
         better = error.of(weight - found) <= error.of(weight - nearest)
-        return _descended(weight, torch.where(better[..., None], found, nearest), choices, error)
+        return torch.where(better[..., None], found, nearest)
 
     def _relaxed(self, weight: Tensor, choices: _Choices, error: OutputError, unit: Tensor) -> Tensor:
         """Soft choices, close to 0 or 1."""

@@ -5,7 +5,8 @@ For the weights w of one output and what they become, ŵ, with ``d = w - ŵ`` (`
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 
 where only the last two depend on ŵ. Weights lie by blocks of the columns: [groups, blocks, outputs, block]. With more
-than one block, the error is that of each block's part of the output by itself.
+than one block, the error is that of each block by itself: of its part of the output, where only the diagonal blocks of
+E are known; of the whole output, all other blocks being what they were, where E is.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class OutputError:
     def estimate(self) -> Estimate:
         """The error of a change, roughly, for a small part of the cost.
 
-        The Gram matrix is taken for a few of its eigenvectors and a diagonal: H ≈ V Λ Vᵀ + diag(a), right on the
-        diagonal. The eigenvectors are those that subspace iteration finds from random ones.
+        The Gram matrix is taken for a few of its eigenvectors and what they leave of its diagonal, V Λ Vᵀ + diag(a).
+        The eigenvectors are those that subspace iteration finds from random ones.
         """
         block = self.gram.shape[-1]
         generator = torch.Generator().manual_seed(0)

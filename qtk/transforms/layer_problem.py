@@ -149,4 +149,5 @@ def block_of(owner: Tensor) -> int | None:
     if columns % block:
         return None
     runs = owner.reshape(*owner.shape[:-1], columns // block, block)
-    return block if bool((runs == runs[..., :1]).all()) else None
+    whole = len(torch.unique(first)) == columns // block  # no scale has columns elsewhere
+    return block if whole and bool((runs == runs[..., :1]).all()) else None

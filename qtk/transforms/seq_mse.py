@@ -56,17 +56,22 @@ class SeqMse:
         )
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
-        search = _Layer(problem, self.loss)
-        step = torch.arange(1, self.num_candidates + 1, device=problem.weight.device) / self.num_candidates
-        coarse = step.reshape(-1, *(1 for _ in problem.encoding.scale.shape))
-        found = start = search.best(coarse, joint=self.joint, exact=self.exact)
+        layer = _Layer(problem, self.loss)
+        shape, device = problem.encoding.scale.shape, problem.weight.device
+        step = torch.arange(1, self.num_candidates + 1, device=device) / self.num_candidates
+        fractions = step.reshape(-1, *(1 for _ in shape)).expand(-1, *shape)
+        found = start = layer.best(fractions, exact=self.exact)
         if self.refine and problem.encoding.spec.scale_format is None:
-            around = torch.linspace(-1, 1, self.num_candidates + 2, device=step.device)[1:-1]
-            around = torch.cat([around, around.new_zeros(1)]).reshape(-1, *coarse.shape[1:])
+            around = torch.linspace(-1, 1, self.num_candidates + 2, device=device)[1:-1]
+            around = torch.cat([around, around.new_zeros(1)]).reshape(-1, *(1 for _ in shape))
             fine = step[found.candidate] + around / self.num_candidates
-            found = search.best(fine, joint=self.joint, exact=self.exact)
-        loss = (start.before, found.error) if self.loss == "mse" else None
-        return problem.better(encoding=found.encoding, loss=loss)
+            fractions = torch.cat([fine, torch.ones_like(fine[:1])])
+            found = layer.best(fractions, exact=self.exact)
+        if self.joint and layer.has_blocks:
+            return problem.better(encoding=layer.jointly(fractions, found.candidate))
+        # blocks add up to the output only where their products are all there is
+        comparable = self.loss == "mse" and not layer.has_blocks
+        return problem.better(encoding=found.encoding, loss=(start.before, found.error) if comparable else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,30 +115,43 @@ class _Layer:
         elif loss == "sqnr":
             self._judge = self._log_error(problem, order)
 
-    def best(self, fraction: Tensor, *, joint: bool, exact: bool) -> _Found:
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the moments tell more than what is inside of blocks."""
+        return self._error is not self._whole
+
+    def best(self, fraction: Tensor, *, exact: bool) -> _Found:
         """Which of the fractions of the present range each scale takes.
 
-        Shape: ``fraction`` [candidates, *scale.shape], or of one element an axis; the last is what there is.
+        Shape: ``fraction`` [candidates, *scale.shape]; the last is what there is.
         """
-        spec, shape = self._encoding.spec, self._encoding.scale.shape
-        tables = _tables(self._encoding, fraction)
-        scales, zeros = (None if table is None else table.flatten(1) for table in tables)
-        assert scales is not None
-        search = Search(self._judge, self._target, self._weight, self._owner[..., 0], spec, scales, zeros)
+        search = self._search(fraction)
         choice = search.best(exact=exact)
-        chosen = choice.candidate
-        if joint and self._error is not self._whole:
-            chosen = made_up_for(search, self._whole, chosen)
-            error, before = (
-                float(self._whole.of(self._joined(search, each)).sum(dtype=torch.float64))
-                for each in (chosen, torch.full_like(chosen, len(scales) - 1))
-            )
-        else:
-            error, before = (float(each.sum(dtype=torch.float64)) for each in (choice.error, choice.last))
-        scale, zero = (None if table is None else table.gather(0, chosen[None]).reshape(shape)
-                       for table in (scales, zeros))
+        error, before = (float(each.sum(dtype=torch.float64)) for each in (choice.error, choice.last))
+        encoding = self._encoding_of(search, choice.candidate)
+        return _Found(choice.candidate.reshape(encoding.scale.shape), encoding, error, before)
+
+    def jointly(self, fraction: Tensor, start: Tensor) -> Encoding:
+        """The fractions that are good together, from ``start`` or from the last, whichever is better."""
+        search = self._search(fraction)
+        starts = start.flatten(), torch.full_like(start.flatten(), len(search.scales) - 1)
+        errors = [float(self._whole.of(self._joined(search, each)).sum(dtype=torch.float64)) for each in starts]
+        better = starts[errors.index(min(errors))]
+        return self._encoding_of(search, made_up_for(search, self._whole, better))
+
+    def _search(self, fraction: Tensor) -> Search:
+        scales, zeros = (None if table is None else table.flatten(1) for table in _tables(self._encoding, fraction))
+        assert scales is not None
+        spec = self._encoding.spec
+        return Search(self._judge, self._target, self._weight, self._owner[..., 0], spec, scales, zeros)
+
+    def _encoding_of(self, search: Search, candidate: Tensor) -> Encoding:
+        scale, zero = (
+            None if table is None else table.gather(0, candidate[None]).reshape(self._encoding.scale.shape)
+            for table in (search.scales, search.zero_points)
+        )
         assert scale is not None
-        return _Found(chosen.reshape(shape), Encoding(spec, scale, zero), error, before)
+        return Encoding(self._encoding.spec, scale, zero)
 
     def _log_error(self, problem: LayerProblem, order: Tensor | slice) -> LogError:
         """With the squares that no candidate changes: of (X - X̂) w, and of X w."""

@@ -22,6 +22,6 @@ def step(text: str) -> Step:
     Raises: ConfigError if the name, or a setting, is unknown or makes no sense.
 
     >>> step("seq_mse(num_candidates=50)")
-    SeqMse(num_candidates=50, refine=False, joint=False)
+    SeqMse(num_candidates=50, refine=False, joint=False, exact=False, loss='mse')
     """
     return configured(STEPS, text, "gptq(act_order=False)")
