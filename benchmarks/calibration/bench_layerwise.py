@@ -65,10 +65,13 @@ WORKLOADS = {"3 MLP blocks": mlp_blocks, "vit_small": vit}
 
 
 def sim_of(model: nn.Module, batches: list[Tensor], granularity: str) -> qtk.QuantSim:
-    weight: dict[str, object] = {"symmetric": True, "granularity": "per_channel"}
+    config: dict[str, object] = {
+        "version": 1, "defaults": {"weight": {"symmetric": True, "granularity": "per_channel"},
+                                   "activation": {"symmetric": False}, "bias": "float"},
+    }
     if granularity != "per_channel":
-        weight = {"symmetric": True, "granularity": "per_block", "block_size": int(granularity)}
-    config = {"version": 1, "defaults": {"weight": weight, "activation": {"symmetric": False}, "bias": "float"}}
+        blocks = {"granularity": "per_block", "block_size": int(granularity)}
+        config["rules"] = [{"match": {"op": "linear"}, "weight": blocks}]
     sim = qtk.QuantSim(model, batches[0], weight_bits=4, activation_bits=None, config=config)
     sim.compute_encodings(None, progress=False)
     return sim

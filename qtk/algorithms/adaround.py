@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtk.algorithms.grid import Grid
-from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.output_error import ActivationError, OutputError
 from qtk.core.dtypes import FloatDtype
 from qtk.errors import CalibrationError
 
@@ -48,8 +48,14 @@ class Adaround:
         if self.iterations < 1 or not self.learning_rate > 0 or not 0 <= self.warm_start < 1:
             raise CalibrationError(f"AdaRound needs iterations ≥ 1, learning_rate > 0, 0 ≤ warm_start < 1; got {self}")
 
-    def rounded(self, weight: Tensor, grid: Grid, error: OutputError) -> Tensor:
+    def rounded(self, weight: Tensor, grid: Grid, error: OutputError, behind: ActivationError | None = None) -> Tensor:
         """The weights, each on its grid; no output's error is above that of the nearest.
+
+        Args:
+            weight: float weights.
+            grid: what they can become.
+            error: of the output.
+            behind: of what the function that follows makes of it, to judge by that instead.
 
         Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
 
@@ -61,12 +67,18 @@ class Adaround:
             raise CalibrationError("AdaRound needs the Gram matrix of all columns, not of blocks")
         choices = _Choices(weight, grid)
         nearest = grid.nearest(weight)
-        found = choices.weight(self._relaxed(weight, choices, error, _unit(weight - nearest, error)).round())
+        judge, unit = behind or error, _unit(weight - nearest, error if behind is None else behind)
+        found = choices.weight(self._relaxed(weight, choices, judge, unit).round())
+        if behind is not None:
+            better = behind.of(weight - found) <= behind.of(weight - nearest)
+            return torch.where(better[..., None], found, nearest)
         found, nearest = (_descended(weight, start, choices, error) for start in (found, nearest))
         better = error.of(weight - found) <= error.of(weight - nearest)
         return torch.where(better[..., None], found, nearest)
 
-    def _relaxed(self, weight: Tensor, choices: _Choices, error: OutputError, unit: Tensor) -> Tensor:
+    def _relaxed(
+        self, weight: Tensor, choices: _Choices, error: OutputError | ActivationError, unit: Tensor
+    ) -> Tensor:
         """Soft choices, close to 0 or 1."""
         variable = choices.start()
         first, second = torch.zeros_like(variable), torch.zeros_like(variable)
@@ -121,9 +133,10 @@ def _pull(soft: Tensor, progress: float) -> Tensor:
     return -2 * beta * away.abs().pow(beta - 1) * away.sign()
 
 
-def _unit(change: Tensor, error: OutputError) -> Tensor:
+def _unit(change: Tensor, error: OutputError | ActivationError) -> Tensor:
     """What the changes of an output's weights cost, a weight: dᵀ H d / columns. Shape: [..., outputs, 1]."""
-    quadratic = OutputError(error.gram).of(change)[..., None] / change.shape[-1]
+    alone = OutputError(error.gram) if isinstance(error, OutputError) else error
+    quadratic = alone.of(change)[..., None] / change.shape[-1]
     return quadratic.clamp(min=torch.finfo(change.dtype).tiny ** 0.5)
 
 

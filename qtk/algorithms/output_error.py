@@ -11,6 +11,7 @@ E are known; of the whole output, all other blocks being what they were, where E
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -141,6 +142,33 @@ class LogError:
         return LogError(
             self.error.part(blocks, outputs), self.constant[:, blocks, outputs], self.signal[:, blocks, outputs]
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivationError:
+    """The squared error behind the function that follows, on a sample of rows: ``(f(y) - f(ŷ))²``.
+
+    Shape: ``rows`` of X̂, [groups, 1, rows, columns]; ``output`` y of the float layer and ``near``, that of the float
+    weights on X̂, [groups, 1, rows, outputs].
+    """
+
+    rows: Tensor
+    output: Tensor
+    near: Tensor
+    function: Callable[[Tensor], Tensor]
+
+    def of(self, change: Tensor) -> Tensor:
+        """Shape: as ``OutputError.of``."""
+        return (self.function(self.output) - self.function(self.near - self.rows @ change.mT)).square().sum(-2)
+
+    def slope(self, change: Tensor) -> Tensor:
+        """Half of the gradient. Shape: as ``OutputError.slope``."""
+        with torch.enable_grad():
+            near = (self.near - self.rows @ change.mT).requires_grad_()
+            (gradient,) = torch.autograd.grad(
+                (self.function(self.output) - self.function(near)).square().sum(), near
+            )
+        return gradient.mT @ self.rows * -0.5
 
 
 Error: TypeAlias = OutputError | AbsoluteError | LogError

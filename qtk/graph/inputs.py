@@ -60,7 +60,7 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
 
     Raises: CaptureError naming the input, what it is and what it must be.
     """
-    leaves = _leaves(graph, args, kwargs)
+    leaves = input_leaves(graph, args, kwargs)
     placeholders = graph.find_nodes(op="placeholder")
     if leaves is None or len(leaves) != len(placeholders):
         return
@@ -86,8 +86,8 @@ def is_free(size: object) -> bool:
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
-def _leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object] | None:
-    """The arguments in the order of the placeholders, as the generated ``forward`` binds them."""
+def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object] | None:
+    """The arguments in the order of the placeholders, as the generated ``forward`` binds them, if it can."""
     info = getattr(graph._codegen, "pytree_info", None)
     if not isinstance(info, _PyTreeInfo):
         return None

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from qtk.graph.calls import Call
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
+from qtk.graph.inputs import input_leaves
 from qtk.graph.inside import Inside, quantizers_in
 from qtk.graph.live_values import LiveValues, Offload, Values
 from qtk.graph.op_table import row_of
@@ -186,7 +187,9 @@ class _GraphWalk:
         self._live.put(batch, values)
 
     def _start(self, call: Call) -> Values:
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        leaves = input_leaves(self._graph.graph, call.args, call.kwargs)
+        if leaves is None:
+            leaves = pytree.tree_leaves((call.args, call.kwargs))
         placeholders = self._graph.graph.find_nodes(op="placeholder")
         return {node: (leaf,) * len(self._paths) for node, leaf in zip(placeholders, leaves, strict=True)}
 
@@ -266,7 +269,7 @@ class _GraphWalk:
                 found.append(self._moments[needed] if self._readers[needed] else self._moments.pop(needed))
         if len(found) < 2:
             return found[0] if found else None
-        total = SecondMoments(found[0].geometry, found[0].wanted)
+        total = SecondMoments(found[0].geometry, found[0].wanted)  # others may share those that were found
         for seen in found:
             total.merge(seen)
         return total
@@ -280,10 +283,12 @@ class _GraphWalk:
         return _Input(value, layer.geometry, wanted)
 
     def _only_weight(self, needed: _Input) -> Tensor | None:
-        """The weight that an input meets, if it is one and has few outputs."""
+        """The weight that an input meets, if it is one, meets no other and has few outputs."""
         if self._readers[needed] > 1 or needed.wanted.block is not None:
             return None
         (layer,) = (own for own, users in self._uses.items() for node in users if self._input(own, node) == needed)
+        if len(self._uses[layer]) > 1:
+            return None
         weight = matrix_of(layer.weight.detach(), layer.geometry)
         return weight if 2 * weight.shape[1] <= weight.shape[2] else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from qtk.core.plan import QuantPlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import OpRow, op_name
+from qtk.graph.op_table import OpRow, op_name, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
 from qtk.numerics.patches import Geometry
@@ -28,6 +28,7 @@ class WeightedLayer:
         weight: the parameter.
         bias: added to the output, ``None`` where there is none.
         quantizer: of the weight.
+        activation: the elementwise function that alone reads the output, if there is one.
     """
 
     name: str
@@ -35,6 +36,14 @@ class WeightedLayer:
     weight: Tensor
     bias: Tensor | None
     quantizer: Quantizer
+    activation: Callable[[Tensor], Tensor] | None = None
+
+
+ACTIVATIONS = frozenset((
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "selu", "celu", "leaky_relu",
+    "mish", "sigmoid", "tanh", "softplus", "clamp",
+))
+"""Kinds of elementwise functions of one value."""
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
@@ -96,8 +105,25 @@ def _layer(
         raise _NotALayer("shares its encoding with other sites")
     weight = _attribute(graph, source)
     return WeightedLayer(
-        quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer
+        quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
+        _activation(port.user),
     )
+
+
+def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    """What alone reads the output of an op, past quantizers."""
+    node = op
+    while len(node.users) == 1:
+        (node,) = node.users
+        if quantizer_called(node) is not None:
+            continue
+        row, function = row_of(node), node.target
+        numbers = not any(isinstance(argument, fx.Node) for argument in (*node.args[1:], *node.kwargs.values()))
+        if row is None or row.kind not in ACTIVATIONS or node.op != "call_function" or not numbers:
+            return None
+        assert callable(function)
+        return lambda x: function(x, *node.args[1:], **node.kwargs)
+    return None
 
 
 def _geometry(row: OpRow, port: Port, weight: Tensor) -> Geometry:

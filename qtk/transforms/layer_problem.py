@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,6 +34,7 @@ class LayerProblem:
         bias: to be; ``None`` where the layer has none.
         moments: of the input.
         error: of the output.
+        activation: the function that alone reads the output, if there is one.
         dtype: to compute in.
         loss: the error before and after, where a step knows them.
     """
@@ -46,6 +47,7 @@ class LayerProblem:
     bias: Tensor | None
     moments: SecondMoments
     error: OutputError
+    activation: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     loss: tuple[float, float] | None = None
 
@@ -59,7 +61,8 @@ class LayerProblem:
         gram, linear = moments.gram_as(dtype), moments.linear(matrix_of(weight.to(dtype), layer.geometry))
         return cls(
             layer.name, layer.geometry, weight, weight, encoding, None if layer.bias is None else layer.bias.detach(),
-            moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])), dtype,
+            moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])),
+            layer.activation, dtype,
         )
 
     def matrix(self, weight: Tensor) -> Tensor:

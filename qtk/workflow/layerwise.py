@@ -118,7 +118,8 @@ def apply_gptq(
 
 
 def apply_adaround(
-    sim: Simulation, data: Data, *, iterations: int = 1000, **options: Unpack[WalkOptions]
+    sim: Simulation, data: Data, *, iterations: int = 1000, through_activation: bool = False,
+    **options: Unpack[WalkOptions],
 ) -> LayerwiseReport:
     """AdaRound (arXiv 2004.10568): every weight is rounded up or down, as is best for the output of its layer.
 
@@ -126,11 +127,12 @@ def apply_adaround(
         sim: is changed: weights, and their encodings are frozen.
         data: as for ``compute_encodings``; a few hundred samples.
         iterations: steps of its optimizer.
+        through_activation: where a ReLU, GELU or the like follows, keep what it makes of the output (on a sample).
         options: see ``WalkOptions``.
 
     Raises: as ``apply_seq_mse``.
     """
-    return apply_layerwise(sim, data, [AdaptiveRounding(iterations)], **options)
+    return apply_layerwise(sim, data, [AdaptiveRounding(iterations, through_activation=through_activation)], **options)
 
 
 def correct_bias(sim: Simulation, data: Data, **options: Unpack[WalkOptions]) -> LayerwiseReport:

@@ -230,6 +230,56 @@ def test_layers_in_a_model_that_stays_python():
         sim.model(batches[0])
 
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(4, 2)
+
+    def forward(self, a, b):
+        return self.first(a["x"]) + self.second(b)
+
+
+def test_named_inputs_in_any_order():
+    torch.manual_seed(0)
+    a, b = {"x": torch.randn(5, 3), "y": torch.randn(5, 1)}, torch.randn(5, 4)
+    sim = qtk.QuantSim(Named().eval(), {"a": a, "b": b}, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    layers, _ = weighted_layers(sim.model, sim.plan)
+    turned = Call((), {"b": b, "a": {"y": a["y"], "x": a["x"]}}, None)
+    found = {r.layer.name: r.moments for r in walk(sim.model, [turned], dict.fromkeys(layers, EXACT))}
+    for name, x in (("first.weight", a["x"]), ("second.weight", b)):
+        torch.testing.assert_close(found[name].gram[0, 0], (x.mT @ x).double(), rtol=1e-5, atol=1e-5)
+
+
+class Narrow(nn.Module):
+    """Few outputs, used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.narrow = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = torch.relu(self.first(x))
+        return self.narrow(y) + self.narrow(y.flip(0).tanh())
+
+
+def test_a_narrow_layer_used_twice():
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 8)]
+    sim, _, calls, layers = prepared(Narrow().eval(), batches)
+    for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT)):
+        if reached.layer.name == "narrow.weight":
+            original, present = (
+                rows(reached.layer, inputs_of(sim, batches[0], mode)["narrow.weight"])
+                for mode in (Mode.BYPASS, Mode.SIMULATE)
+            )
+            weight = matrix_of(reached.layer.weight.detach().double(), reached.layer.geometry)
+            expected = weight @ (original - present).mT @ present
+            torch.testing.assert_close(reached.moments.linear(weight), expected, rtol=1e-4, atol=1e-4)
+            return
+    pytest.fail("the layer was not reached")
+
+
 def test_what_is_not_finite_is_refused():
     sim, batches, _, layers = prepared()
     broken = [Call((torch.full_like(batches[0], torch.inf),), {}, None)]
