@@ -46,8 +46,6 @@ class Gptq:
         order = self._order(gram)
         factor = self._factor(gram[order][:, order])
         left = weight[:, order].to(gram.dtype)
-        dead = gram.diagonal()[order] == 0  # inputs that are always 0: their weights do nothing
-        left[:, dead] = 0
         result = torch.empty_like(left)
         ordered = grid[:, order]
         for begin in range(0, left.shape[1], self.columns_at_once):

@@ -86,6 +86,10 @@ class Search:
         least = errors.min(0)
         return Choice(tried.gather(0, least.indices[None])[0], least.values, errors[-1])
 
+    def each(self, candidate: int) -> Tensor:
+        """One candidate for all scales. Shape: int64 [scales]."""
+        return torch.full(self.scales.shape[1:], candidate, dtype=torch.int64, device=self.scales.device)
+
     def rounded(self, candidate: Tensor, blocks: slice = ALL, outputs: slice = ALL) -> Tensor:
         """Weights with a candidate for each scale. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
         weight, owner = self.weight[:, blocks, outputs], self.owner[:, blocks, outputs].flatten()
@@ -134,22 +138,32 @@ def made_up_for(search: Search, whole: OutputError, start: Tensor, *, sweeps: in
     groups, blocks, outputs, block = search.weight.shape
     change = search.target - search.rounded(chosen)
     slope = whole.slope(change.transpose(1, 2).reshape(groups, 1, outputs, blocks * block))
+    parts = [_part(search, index) for index in range(blocks)]
     for _ in range(sweeps):
-        before = chosen
-        for index in range(blocks):
+        before = chosen.clone()
+        for index, (scales, own) in enumerate(parts):
             one, here = slice(index, index + 1), slice(index * block, (index + 1) * block)
-            owner, target = search.owner[:, one].flatten(), search.target[:, one]
             error = OutputError(whole.gram[:, :, here, here], slope[..., here])
-            gains = torch.zeros_like(search.scales, dtype=slope.dtype)
+            gains = torch.zeros_like(own.scales, dtype=slope.dtype)
             for candidate, gain in enumerate(gains):
-                near = search.rounded(torch.full_like(chosen, candidate), one)
-                gain.index_add_(0, owner, error.of(target - near - change[:, one]).flatten())
+                near = own.rounded(own.each(candidate))
+                gain.index_add_(0, own.owner.flatten(), error.of(own.target - near - change[:, one]).flatten())
             best = gains.min(0)
-            mine = torch.zeros_like(chosen, dtype=torch.bool).index_fill_(0, owner, value=True)
-            chosen = torch.where(mine & (best.values < 0), best.indices, chosen)
-            move = target - search.rounded(chosen, one) - change[:, one]
+            chosen[scales] = torch.where(best.values < 0, best.indices, chosen[scales])
+            move = own.target - own.rounded(chosen[scales]) - change[:, one]
             slope += move @ whole.gram[:, :, here]
             change[:, one] += move
         if torch.equal(chosen, before):
             break
     return chosen
+
+
+def _part(search: Search, index: int) -> tuple[Tensor, Search]:
+    """The scales of one block of columns, and the search over them."""
+    one = slice(index, index + 1)
+    scales, owner = torch.unique(search.owner[:, one], return_inverse=True)
+    zeros = None if search.zero_points is None else search.zero_points[:, scales]
+    return scales, replace(
+        search, error=search.error.part(one, ALL), target=search.target[:, one], weight=search.weight[:, one],
+        owner=owner, scales=search.scales[:, scales], zero_points=zeros,
+    )

@@ -54,6 +54,11 @@ class Encoding:
     def _zero(self) -> Tensor:
         return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
 
+    def to(self, device: torch.device) -> Encoding:
+        """The same on a device."""
+        zero_point = None if self.zero_point is None else self.zero_point.to(device)
+        return Encoding(self.spec, self.scale.to(device), zero_point)
+
     def equals(self, other: Encoding) -> bool:
         """Same spec and bit-equal numbers."""
         if self.spec != other.spec or not torch.equal(self.scale, other.scale):

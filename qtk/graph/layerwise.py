@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from qtk.errors import CalibrationError
 from qtk.graph.calls import Call
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
@@ -252,7 +253,10 @@ class _GraphWalk:
                     needed.geometry, needed.wanted, weight=self._only_weight(needed)
                 )
             original, *_, x = (self._value(needed.value, values, path) for path in (0, *range(len(self._paths))))
-            moments.observe(x, None if original is x else original)
+            try:
+                moments.observe(x, None if original is x else original)
+            except CalibrationError as error:
+                raise CalibrationError(f"{self._reader_of(needed).name}: {error}") from None
         if node in self._inside:
             with self._inside[node].watching():
                 self._inside[node].observe(self._on_paths(node, values)[0])
@@ -286,11 +290,15 @@ class _GraphWalk:
         """The weight that an input meets, if it is one, meets no other and has few outputs."""
         if self._readers[needed] > 1 or needed.wanted.block is not None:
             return None
-        (layer,) = (own for own, users in self._uses.items() for node in users if self._input(own, node) == needed)
+        layer = self._reader_of(needed)
         if len(self._uses[layer]) > 1:
             return None
         weight = matrix_of(layer.weight.detach(), layer.geometry)
         return weight if 2 * weight.shape[1] <= weight.shape[2] else None
+
+    def _reader_of(self, needed: _Input) -> WeightedLayer:
+        """The first layer that meets an input."""
+        return next(own for own, users in self._uses.items() for n in users if self._input(own, n) == needed)
 
     def _users_of_layers(self) -> dict[WeightedLayer, list[fx.Node]]:
         """The nodes that read the weight of each layer, in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,14 +39,3 @@ def recording(model: nn.Module, *, run: bool) -> Iterator[list[Call]]:
         for handle in handles:
             handle.remove()
 
-
-def ending_at_call(run: Callable[[nn.Module, object], object]) -> Callable[[nn.Module, object], object]:
-    """``run`` for a recorded model: it returns where its first call is recorded."""
-
-    def started(model: nn.Module, batch: object) -> object:
-        try:
-            return run(model, batch)
-        except Recorded:
-            return None
-
-    return started

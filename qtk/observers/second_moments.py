@@ -10,7 +10,8 @@ so that no sample need be kept. ``qtk.numerics.patches`` says what X is for a co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ NOTHING_SEEN = "no data was observed; calibrate with data that reaches this laye
 PANEL = 256
 """Columns of a Gram matrix computed together; what lies left of them is copied from the other side."""
 
+ROWS_AT_ONCE = 1 << 24
+"""Elements of a convolution's rows that are laid out together, at most; one sample at least."""
+
 CARRIED = 16
 """Batches summed in the dtype of their products before the sum is added in float64."""
 
@@ -38,12 +42,14 @@ class Wanted:
             matrices are summed. ``None``: all.
         difference: D too.
         sample: rows of X̂ and X to keep as they are, at most.
+        gram: H and E; without them only means.
         dtype: in which the products of one batch are formed.
     """
 
     block: int | None = None
     difference: bool = False
     sample: int = 0
+    gram: bool = True
     dtype: torch.dtype = torch.float32
 
 
@@ -73,6 +79,7 @@ class SecondMoments:
         self.geometry = geometry
         self.wanted = wanted
         self._weight = None if weight is None else weight.to(wanted.dtype)
+        self._is_of_one_weight = weight is not None
         self.rows = 0
         self._sums: dict[str, Tensor] = {}
         self._products: dict[str, _Products] = {}
@@ -91,7 +98,7 @@ class SecondMoments:
     @property
     def cross(self) -> Tensor | None:
         """E, ``None`` where both inputs were one, or ``wᵀ E`` was summed. Shape: as ``gram``."""
-        return self._seen("cross") if self.has_two_inputs and self._weight is None else None
+        return self._seen("cross") if self.has_two_inputs and not self._is_of_one_weight else None
 
     def linear(self, weight: Tensor) -> Tensor | None:
         """``wᵀ E``, ``None`` where both inputs were one. Shape: as ``weight``, and in its dtype.
@@ -101,7 +108,7 @@ class SecondMoments:
         """
         if not self.has_two_inputs:
             return None
-        if self._weight is not None:
+        if self._is_of_one_weight:
             return self._seen("linear", weight.dtype)[:, 0]
         cross = self._seen("cross", weight.dtype)
         groups, blocks, block, _ = cross.shape
@@ -139,6 +146,12 @@ class SecondMoments:
         return self._seen("apart").flatten(1) / self.rows if self.has_two_inputs else None
 
     @property
+    def columns(self) -> int:
+        """Of one group's rows."""
+        total = self._sums.get("sum")
+        return 0 if total is None else total.shape[1] * total.shape[2]
+
+    @property
     def has_two_inputs(self) -> bool:
         """Whether X was ever shown beside X̂."""
         return "apart" in self._sums
@@ -149,19 +162,34 @@ class SecondMoments:
 
         Raises: CalibrationError if it holds NaN or ±inf; nothing has changed then.
         """
-        columns = self._columns(quantized)
-        if not columns.numel():
+        if not quantized.numel():
             return
-        apart = None if original is None else self._columns(original) - columns
-        sums = {"sum": columns.sum(2)} | ({} if apart is None else {"apart": apart.sum(2)})
-        if not all(bool(total.isfinite().all()) for total in sums.values()):
+        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (quantized, original) if x is not None):
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
+        pieces = self._pieces(quantized)
+        others = [None] * len(pieces) if original is None else self._pieces(original)
+        for part, other in zip(pieces, others, strict=True):
+            self._observe(part, other)
+
+    def _pieces(self, x: Tensor) -> Sequence[Tensor]:
+        """A few samples of a convolution at a time: its rows take many times the room of its input."""
+        geometry = self.geometry
+        if x.ndim != len(geometry.kernel) + 2 or not geometry.kernel or not x.numel():
+            return [x]
+        stretch = math.prod(geometry.stride) if geometry.transposed else 1
+        return torch.split(x, max(1, ROWS_AT_ONCE // (x[0].numel() * geometry.places * stretch)))
+
+    def _observe(self, quantized: Tensor, original: Tensor | None) -> None:
+        columns = self._columns(quantized)
+        apart = None if original is None else self._columns(original) - columns
         self.rows += columns.shape[2]
-        self._add(sums)
+        self._add({"sum": columns.sum(2)} | ({} if apart is None else {"apart": apart.sum(2)}))
         if self.wanted.sample:
             rows = columns.transpose(1, 2).flatten(2)
             other = torch.zeros_like(rows) if apart is None else apart.transpose(1, 2).flatten(2)
             self._sample.add(torch.cat([rows, other], -1))
+        if not self.wanted.gram:
+            return
         self._multiply("gram", columns)
         if apart is not None:
             if self._weight is None:
@@ -190,7 +218,8 @@ class SecondMoments:
 
     def moved(self, device: torch.device) -> SecondMoments:
         """A copy on a device."""
-        copied = SecondMoments(self.geometry, self.wanted, weight=self._weight)
+        copied = SecondMoments(self.geometry, self.wanted)
+        copied._is_of_one_weight = self._is_of_one_weight
         copied.rows = self.rows
         copied._sample = self._sample.moved(device)
         self._carry()

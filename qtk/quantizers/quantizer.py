@@ -35,6 +35,8 @@ class Quantizer(Tap):
     ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while the range is
     learned. Learned numbers act as what they would be exported as: ``|scale|``, and ``zero_point`` rounded to a code.
 
+    ``rewrote_weight`` tells that a method has put other numbers in place of the parameter's own.
+
     Args:
         spec: what to produce.
         site: name of the site, for messages.
@@ -57,6 +59,7 @@ class Quantizer(Tap):
         self.site = site
         self.mode = Mode.BYPASS
         self.frozen = False
+        self.rewrote_weight = False
         self.cache = cache
         self._listener = Listener[Observer](site)
         self._weight_cache = WeightCache()

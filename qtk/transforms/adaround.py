@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from qtk.algorithms.adaround import Adaround
 from qtk.algorithms.output_error import ActivationError
+from qtk.core.dtypes import FloatDtype
+from qtk.core.spec import QuantSpec
 from qtk.observers.second_moments import Wanted
 from qtk.transforms.layer_problem import LayerProblem
 
@@ -26,6 +28,10 @@ class AdaptiveRounding(Adaround):
 
     def wants(self, block: int | None) -> Wanted:
         return Wanted(sample=SAMPLED if self.through_activation else 0)
+
+    def refuses(self, spec: QuantSpec) -> str:
+        small = isinstance(spec.dtype, FloatDtype)
+        return f"AdaRound needs codes that are integers, not {spec.dtype}" if small else ""
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
         weight, grid = problem.matrix(problem.original)[:, None], problem.grid()[:, None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qtk.algorithms.bias_correction import bias_correction
+from qtk.core.spec import QuantSpec
 from qtk.observers.second_moments import Wanted
 from qtk.transforms.layer_problem import LayerProblem
 
@@ -16,7 +17,10 @@ class BiasCorrection:
     """Adds to the bias what the quantized weight and input take from the mean output; layers without one stay."""
 
     def wants(self, block: int | None) -> Wanted:
-        return Wanted(block)
+        return Wanted(block, gram=False)
+
+    def refuses(self, spec: QuantSpec) -> str:
+        return ""
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
         if problem.bias is None:
@@ -26,4 +30,8 @@ class BiasCorrection:
             exact.matrix(problem.original), exact.matrix(problem.simulated()), problem.moments.mean,
             problem.moments.mean_difference,
         )
-        return replace(problem, bias=(problem.bias + shift.to(problem.bias.device)).to(problem.bias.dtype))
+        before = problem.error_now() if problem.loss is None else problem.loss[1]
+        first = before if problem.loss is None else problem.loss[0]
+        gain = problem.moments.rows * float(shift.square().sum())  # what a mean takes of a sum of squares
+        bias = (problem.bias + shift.to(problem.bias.device)).to(problem.bias.dtype)
+        return replace(problem, bias=bias, loss=(first, before - gain))

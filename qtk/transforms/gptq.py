@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from qtk.algorithms.gptq import Gptq
+from qtk.core.spec import QuantSpec
 from qtk.observers.second_moments import Wanted
 from qtk.transforms.layer_problem import LayerProblem
 
@@ -21,6 +22,9 @@ class GptqRounding(Gptq):
 
     def wants(self, block: int | None) -> Wanted:
         return Wanted()
+
+    def refuses(self, spec: QuantSpec) -> str:
+        return ""
 
     def apply(self, problem: LayerProblem) -> LayerProblem:
         error, grid = problem.error, problem.grid()

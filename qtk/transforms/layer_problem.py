@@ -58,7 +58,11 @@ class LayerProblem:
         if encoding is None:
             raise CalibrationError(f"{layer.name} has no encoding to start from; run sim.compute_encodings(data)")
         weight = layer.weight.detach()
-        gram, linear = moments.gram_as(dtype), moments.linear(matrix_of(weight.to(dtype), layer.geometry))
+        matrix = matrix_of(weight.to(dtype), layer.geometry)
+        if moments.wanted.gram:
+            gram, linear = moments.gram_as(dtype), moments.linear(matrix)
+        else:  # nobody asks for errors
+            gram, linear = matrix.new_zeros(len(matrix), matrix.shape[2], 1, 1), None
         return cls(
             layer.name, layer.geometry, weight, weight, encoding, None if layer.bias is None else layer.bias.detach(),
             moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])),
@@ -126,6 +130,10 @@ class Step(Protocol):
         """The problem with a better weight, encoding or bias. Raises: CalibrationError if it cannot."""
         ...
 
+    def refuses(self, spec: QuantSpec) -> str:
+        """Why weights of a spec cannot be dealt with; empty if they can."""
+        ...
+
 
 def spread(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometry: Geometry) -> Tensor:
     """Numbers of scales at every weight of a tensor of ``shape``. Shape: [groups, outputs, columns], float32."""
@@ -136,8 +144,12 @@ def spread(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometry: Geom
 def owner_of(shape: Sequence[int], encoding: Encoding, geometry: Geometry) -> Tensor:
     """The scale that each weight goes by, counted flat. Shape: int64 [groups, outputs, columns]."""
     scale = encoding.scale
-    count = torch.arange(scale.numel(), dtype=torch.float32, device=scale.device).reshape(scale.shape)
-    return spread(count, shape, encoding.spec, geometry).to(torch.int64)
+    count = torch.arange(scale.numel(), device=scale.device).reshape(scale.shape)
+    high, low = (  # in two halves, for float32 holds no larger integers
+        spread(half.to(torch.float32), shape, encoding.spec, geometry).to(torch.int64)
+        for half in (count >> 16, count & 0xFFFF)
+    )
+    return high << 16 | low
 
 
 def block_of(owner: Tensor) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from qtk.algorithms.output_error import AbsoluteError, Error, LogError, OutputError, in_blocks
 from qtk.algorithms.seq_mse import Search, made_up_for
 from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import candidates
@@ -55,6 +56,9 @@ class SeqMse:
             None if self.joint else block, difference=self.loss == "sqnr", sample=SAMPLED if self.loss == "l1" else 0
         )
 
+    def refuses(self, spec: QuantSpec) -> str:
+        return ""
+
     def apply(self, problem: LayerProblem) -> LayerProblem:
         layer = _Layer(problem, self.loss)
         shape, device = problem.encoding.scale.shape, problem.weight.device
@@ -96,7 +100,7 @@ class _Layer:
             order = owner[0, 0].argsort(stable=True)
             block = block_of(owner[..., order])
         if block is None:
-            raise CalibrationError(f"{problem.name}: {problem.encoding.spec} cuts the columns of the layer unevenly")
+            raise CalibrationError(f"{problem.encoding.spec} cuts the columns of the layer unevenly")
         linear = None if problem.error.linear is None else problem.error.linear[..., order]
         gram = problem.error.gram if isinstance(order, slice) else problem.error.gram[..., order, :][..., order]
         self._encoding = problem.encoding

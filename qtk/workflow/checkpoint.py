@@ -107,7 +107,8 @@ class Checkpoint:
         other = [key for key, value in run.items() if not isinstance(stored, dict) or stored.get(key) != value]
         if other:
             raise CalibrationError(f"checkpoint_dir {self._folder} belongs to another run: not the same "
-                                   f"{', '.join(other)}; start from the same model and data, or give another directory")
+                                   f"{', '.join(other)}; make the simulation anew from the same model and data, or "
+                                   "give another directory")
 
 
 def _digest(values: Iterable[object]) -> str:

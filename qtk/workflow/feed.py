@@ -49,8 +49,11 @@ def outputs(
     num_batches: int | None = None,
     label: str = "",
     progress: bool = False,
+    ended_by: tuple[type[BaseException], ...] = (),
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
+
+    ``ended_by``: what ends a batch as it should, without an output.
 
     Raises: CalibrationError if there is no batch, or naming the batch that the model does not run on.
     """
@@ -68,6 +71,8 @@ def outputs(
         with evaluating(model), torch.no_grad():
             try:
                 output = run(model, batch)
+            except ended_by:
+                output = None
             except QtkError as error:
                 raise type(error)(f"batch {index}: {error}") from None
             except (TypeError, ValueError, RuntimeError) as error:
@@ -88,6 +93,7 @@ def run_all(
     num_batches: int | None = None,
     label: str = "",
     progress: bool = False,
+    ended_by: tuple[type[BaseException], ...] = (),
 ) -> None:
     """Runs the model over all of ``data`` and drops what it returns.
 
@@ -97,7 +103,10 @@ def run_all(
         with evaluating(model), torch.no_grad():
             data(model)
         return
-    for _ in outputs(model, data, forward=forward, num_batches=num_batches, label=label, progress=progress):
+    batches = outputs(
+        model, data, forward=forward, num_batches=num_batches, label=label, progress=progress, ended_by=ended_by
+    )
+    for _ in batches:
         pass
 
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from qtk.core.encoding import Encoding
+from qtk.errors import CalibrationError
 from qtk.graph.weighted_layers import WeightedLayer
 from qtk.observers.second_moments import SecondMoments
 from qtk.transforms.layer_problem import LayerProblem, Step
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,27 +37,34 @@ class Improvement:
 
     @torch.no_grad()
     def write(self, layer: WeightedLayer) -> None:
-        """Puts the numbers into the layer and freezes the encoding."""
-        layer.quantizer.frozen = False
-        layer.quantizer.load_encoding(self.encoding)
-        layer.quantizer.frozen = True
+        """Puts the numbers into the layer, and freezes the encoding if it or the weight is new."""
+        quantizer, present = layer.quantizer, layer.quantizer.encoding
+        new = present is None or not present.equals(self.encoding.to(present.scale.device))
+        if new:
+            quantizer.frozen = False
+            quantizer.load_encoding(self.encoding)
+        quantizer.frozen = quantizer.frozen or new or self.weight is not None
         if self.weight is not None:
             layer.weight.copy_(self.weight)
+            quantizer.rewrote_weight = True
         if self.bias is not None and layer.bias is not None:
             layer.bias.copy_(self.bias)
 
 
 def improved(layer: WeightedLayer, steps: Sequence[Step], moments: SecondMoments) -> Improvement:
-    """The layer after all steps; it is not changed itself.
+    """The layer after all steps, on the CPU; it is not changed itself.
 
     Raises: CalibrationError if a step cannot.
     """
-    with torch.no_grad():
-        start = problem = LayerProblem.of(layer, moments)
-        for step in steps:
-            problem = step.apply(problem)
+    try:
+        with torch.no_grad():
+            start = problem = LayerProblem.of(layer, moments)
+            for step in steps:
+                problem = step.apply(problem)
+    except CalibrationError as error:
+        raise CalibrationError(f"{layer.name}: {error}") from None
     before, after = problem.loss or (0.0, 0.0)
     return Improvement(
-        problem.encoding, None if problem.weight is start.weight else problem.weight,
-        None if problem.bias is start.bias else problem.bias, before, after,
+        problem.encoding.to(CPU), None if problem.weight is start.weight else problem.weight.to(CPU),
+        None if problem.bias is start.bias or problem.bias is None else problem.bias.to(CPU), before, after,
     )

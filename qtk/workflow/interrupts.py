@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 
 @contextmanager
@@ -15,11 +14,15 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread is ever interrupted
         yield
         return
-    waiting: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    waiting: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is None:  # not Python's to put back
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if waiting and callable(before):
-            before(*waiting[0])
+        if waiting and before is not signal.SIG_IGN:
+            signal.raise_signal(signal.SIGINT)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol, TypedDict, get_args
 
+import torch
 from torch import nn
 from tqdm import tqdm
 from typing_extensions import Unpack
@@ -17,7 +19,7 @@ from qtk.errors import CalibrationError
 from qtk.graph.calls import Call
 from qtk.graph.layerwise import Inputs, Outputs, Reached, walk
 from qtk.graph.live_values import Offload
-from qtk.graph.recorded_calls import ending_at_call, recording
+from qtk.graph.recorded_calls import Recorded, recording
 from qtk.graph.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.device import device_of
 from qtk.nn.eval_mode import evaluating
@@ -32,11 +34,11 @@ from qtk.transforms.seq_mse import SeqMse
 from qtk.transforms.steps import step
 from qtk.workflow.calibrate import parameter_encodings
 from qtk.workflow.checkpoint import Checkpoint
-from qtk.workflow.feed import Data, Forward, run_all, run_batch
+from qtk.workflow.feed import Data, Forward, run_all
 from qtk.workflow.improvement import Improvement, improved
 from qtk.workflow.interrupts import uninterrupted
 from qtk.workflow.layerwise_report import LayerResult, LayerwiseReport
-from qtk.workflow.ranks import from_first, summed
+from qtk.workflow.ranks import agree, from_first, summed
 from qtk.workflow.selection import leaders
 
 
@@ -59,9 +61,10 @@ class WalkOptions(TypedDict, total=False):
     Args:
         inputs: what a layer's output is to stay equal to: ``asym``, the float model's output, with the quantized
             model's input; ``symqt`` and ``symfp``, the output of the float weight on the quantized or the float model's
-            input.
+            input. Inside of loops over time, and in models that stay Python, ``asym`` is ``symfp``.
         sites: weights to improve, by name or glob; all, if left out.
-        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``; the float model runs
+            once more for it.
         num_batches: stop after so many.
         offload: where values wait between layers: ``none``, on the device; ``cpu``; ``disk``, a temporary directory.
         checkpoint_dir: where every finished layer is saved; a run that was killed goes on from there, and ends bit for
@@ -163,20 +166,30 @@ def apply_layerwise(
 
     Raises: as ``apply_seq_mse``; ConfigError for an unknown step.
     """
-    chosen = [step(each) if isinstance(each, str) else each for each in steps]
+    names = [steps] if isinstance(steps, str) else steps
+    chosen = [step(each) if isinstance(each, str) else each for each in names]
     if not chosen:
         raise CalibrationError("no steps to apply; name at least one, e.g. 'seq_mse'")
+    if not hasattr(sim, "quantizers"):
+        raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
     _check_options(options)
-    layers, skipped = _layers(sim, chosen, options.get("sites"))
     progress = options.get("progress", True)
-    _load_missing_encodings(sim, layers, progress)
-    with evaluating(sim.model), ExitStack() as stack:
-        quantizers = list(dict.fromkeys(sim.quantizers.values()))
-        stack.enter_context(in_mode([q for q in quantizers if q.scale is None], Mode.BYPASS))
-        stack.enter_context(in_mode([q for q in quantizers if q.scale is not None], Mode.SIMULATE))
-        calls = _calls(sim.model, quantizers, data, options)
-        run = _Run(sim, chosen, layers, calls, options)
-        results = run.finish(progress)
+    with torch.inference_mode(False), evaluating(sim.model), ExitStack() as stack:
+        problem: Exception | None = None
+        try:
+            layers, skipped = _layers(sim, chosen, options.get("sites"))
+            _load_missing_encodings(sim, layers, progress)
+            quantizers = list(dict.fromkeys(sim.quantizers.values()))
+            stack.enter_context(in_mode([q for q in quantizers if q.scale is None], Mode.BYPASS))
+            calls = _calls(sim.model, quantizers, data, options)
+        except Exception as error:  # the other ranks are waiting
+            problem = error
+        agree(problem, device_of(sim.model))
+        _warn_of_earlier_calls(layers)
+        results = _Run(sim, chosen, layers, calls, options).finish(progress)
+    if not any(result.reason == "" for result in results):
+        reasons = sorted({result.reason for result in results})
+        raise CalibrationError(f"no layer was improved: {'; '.join(reasons)}")
     return LayerwiseReport(tuple(results), skipped)
 
 
@@ -197,8 +210,9 @@ def _layers(
     wanted = {site.name for site in leaders(sim.plan, sites)}
     layers = []
     for layer in found:
-        if layer.name in wanted and layer.quantizer.frozen and any(isinstance(each, SeqMse) for each in steps):
-            skipped[layer.name] = "its encoding is frozen; sim.unfreeze(name) first"
+        reason = _reason_to_skip(layer, steps)
+        if layer.name in wanted and reason:
+            skipped[layer.name] = reason
         elif layer.name in wanted:
             layers.append(layer)
     skipped = {name: reason for name, reason in skipped.items() if name in wanted}
@@ -207,6 +221,26 @@ def _layers(
         raise CalibrationError(f"no layer to work on: none of the {len(wanted)} sites is the weight of a matrix "
                                f"product or convolution{reasons}")
     return layers, skipped
+
+
+def _reason_to_skip(layer: WeightedLayer, steps: Sequence[Step]) -> str:
+    if layer.quantizer.frozen and any(isinstance(each, SeqMse) for each in steps):
+        return "its encoding is frozen; sim.unfreeze(name) first"
+    if layer.quantizer.learns_range:
+        return "its range is being learned; fix_range() its quantizer first"
+    if layer.bias is None and all(isinstance(each, BiasCorrection) for each in steps):
+        return "it has no bias to correct"
+    return next((reason for each in steps if (reason := each.refuses(layer.quantizer.spec))), "")
+
+
+def _warn_of_earlier_calls(layers: Sequence[WeightedLayer]) -> None:
+    """What an earlier call has rewritten is all there is left of the float model."""
+    names = [layer.name for layer in layers if layer.quantizer.rewrote_weight]
+    if names:
+        warnings.warn(
+            f"an earlier call rewrote the weights of {len(names)} layers ({names[0]}, …): they now count as the float "
+            "model; put all steps into one apply_layerwise, on a simulation made anew", stacklevel=3,
+        )
 
 
 def _load_missing_encodings(sim: Simulation, layers: Sequence[WeightedLayer], progress: bool) -> None:
@@ -223,8 +257,8 @@ def _calls(
     forward = options.get("forward")
     run = forward is not None or not isinstance(data, Iterable)
     with recording(model, run=run) as calls, in_mode(quantizers, Mode.BYPASS):
-        run_all(model, data, forward=forward if run else ending_at_call(run_batch),
-                num_batches=options.get("num_batches"), label="reading", progress=False)
+        run_all(model, data, forward=forward, num_batches=options.get("num_batches"), label="reading",
+                ended_by=() if run else (Recorded,))
     if not calls:
         raise CalibrationError("the data never call the model; pass batches, or a function that runs it")
     return calls
@@ -240,6 +274,7 @@ class _Run:
         self._steps = steps
         self._layers = layers
         self._device = device_of(sim.model)
+        self._thin: list[str] = []
         inputs, directory = options.get("inputs", "asym"), options.get("checkpoint_dir")
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
@@ -260,9 +295,14 @@ class _Run:
                     with uninterrupted():
                         improvement.write(reached.layer)
                     made[reached.layer.name] = reached.outputs, improvement
-                    loss = improvement.after / improvement.before if improvement.before > 0 else 1.0
-                    bar.set_postfix_str(f"{reached.layer.name}, loss x {loss:.2f}")
+                    part = improvement.after / improvement.before if improvement.before > 0 else 0.0
+                    bar.set_postfix_str(reached.layer.name + (f", loss x {part:.2f}" if part > 0 else ""))
                 bar.update()
+        if self._thin:
+            warnings.warn(
+                f"{len(self._thin)} layers saw fewer rows of data than twice their columns ({self._thin[0]}, …); GPTQ "
+                "fits what is chance there: use more data, a larger damping, or adaround", stacklevel=3,
+            )
         return [_result(layer.name, *made.get(layer.name, (None, None))) for layer in self._layers]
 
     def _next(self) -> Reached | None:
@@ -282,6 +322,8 @@ class _Run:
             return from_first(lambda: checkpoint.load(layer))
         if moments is None or not moments.rows:
             return None
+        if moments.rows < 2 * moments.columns and any(isinstance(each, GptqRounding) for each in self._steps):
+            self._thin.append(layer.name)
 
         def make() -> Improvement:
             made = improved(layer, self._steps, moments)
@@ -302,7 +344,7 @@ def _wanted(layer: WeightedLayer, steps: Sequence[Step]) -> Wanted:
     blocks = {wanted.block for wanted in own}
     return Wanted(
         blocks.pop() if len(blocks) == 1 else None, difference=any(wanted.difference for wanted in own),
-        sample=max(wanted.sample for wanted in own),
+        sample=max(wanted.sample for wanted in own), gram=any(wanted.gram for wanted in own),
     )
 
 

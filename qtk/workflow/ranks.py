@@ -71,6 +71,11 @@ def summed(
     return shares[0].moved(device) if shares else None
 
 
+def agree(problem: Exception | None, device: torch.device) -> None:
+    """Raises the problem of any rank on all of them. Every rank must call it. Raises: as ``joined``."""
+    summed(None, device, problem)
+
+
 def from_first(make: Callable[[], T]) -> T:
     """What ``make`` returns on the first rank, on all of them; only that one runs it.
 

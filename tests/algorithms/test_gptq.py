@@ -47,7 +47,6 @@ def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
     result = torch.zeros(weight.shape, dtype=torch.float64)
     for row in range(len(weight)):
         left = weight[row].double().clone()
-        left[dead] = 0
         left = left[order]
         for i in range(width):
             column = int(order[i])
@@ -90,6 +89,13 @@ def test_better_than_rounding_to_nearest_and_on_the_grid(name):
     losses = [float((x @ (weight - other).double().T).square().sum()) for other in (own, nearest)]
     assert losses[0] < 0.8 * losses[1]
     torch.testing.assert_close(fake_quantize(own, scale, None, BLOCKS[name], *codes), own, rtol=0, atol=0)
+
+
+def test_inputs_never_seen_leave_the_nearest_to_their_weights():
+    weight, x, scale, _, codes = problem(False, (1, WHOLE), dead=True)
+    own = Gptq().rounded(weight, x.T @ x, grid_of(weight, scale, None, (1, WHOLE)))
+    assert torch.equal(own[:, 3], fake_quantize(weight, scale, None, (1, WHOLE), *codes)[:, 3])
+    assert bool((own[:, 3] != 0).any())
 
 
 def test_how_many_columns_go_at_once_makes_no_difference():

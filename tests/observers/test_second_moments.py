@@ -132,3 +132,30 @@ def test_many_batches_are_carried_into_float64():
     assert moments.rows == 40
     torch.testing.assert_close(moments.gram[0, 0], total, rtol=1e-6, atol=0)
     torch.testing.assert_close(moments.gram_as(torch.float32)[0, 0], total.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["conv", "grouped", "transposed"])
+def test_samples_of_a_convolution_go_a_few_at_a_time(layer, monkeypatch):
+    geometry, _, shape = LAYERS[layer]
+    whole = SecondMoments(geometry, Wanted(sample=50))
+    for quantized, original in batches(shape):
+        whole.observe(quantized, original)
+    monkeypatch.setattr("qtk.observers.second_moments.ROWS_AT_ONCE", 1)
+    parts = SecondMoments(geometry, Wanted(sample=50))
+    for quantized, original in batches(shape):
+        parts.observe(quantized, original)
+    assert parts.rows == whole.rows
+    for name in ("gram", "cross", "mean", "mean_difference"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat(parts.sample), torch.cat(whole.sample))
+
+
+def test_means_alone():
+    moments = SecondMoments(LINEAR, Wanted(gram=False))
+    for quantized, original in batches((4, 8)):
+        moments.observe(quantized, original)
+    expected = torch.cat([x - y for y, x in batches((4, 8))]).double().mean(0)
+    torch.testing.assert_close(moments.mean_difference[0], expected, rtol=1e-5, atol=1e-7)
+    assert moments.columns == 8
+    with pytest.raises(CalibrationError, match="no data"):
+        moments.gram  # noqa: B018

@@ -100,3 +100,10 @@ def test_gains_add_up():
     assert one.loss[0] == two.loss[0] == given.problem.error_now()
     assert two.loss[1] == two.error_now() != one.loss[1]
     assert given.problem.loss is None
+
+
+def test_more_scales_than_float32_counts():
+    shape = (4100, 4100)
+    encoding = Encoding(QuantSpec(dtype("int4"), PerBlock((1, 1)), symmetric=True), torch.ones(shape))
+    owner = owner_of(shape, encoding, LINEAR)
+    assert torch.equal(owner.flatten(), torch.arange(4100 * 4100))

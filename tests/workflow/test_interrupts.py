@@ -1,9 +1,14 @@
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from qtk.workflow.interrupts import uninterrupted
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_interrupt_waits_until_the_body_is_done():
@@ -41,3 +46,15 @@ def test_other_threads_are_never_interrupted_anyway():
     thread.start()
     thread.join()
     assert ran == [True]
+
+
+def test_the_default_handler_of_the_system_is_let_through():
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from qtk.workflow.interrupts import uninterrupted\n"
+        "with uninterrupted():\n    signal.raise_signal(signal.SIGINT); print('done', flush=True)\n"
+        "print('never')\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert shown.stdout == "done\n"
+    assert shown.returncode == -signal.SIGINT

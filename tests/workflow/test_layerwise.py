@@ -177,6 +177,61 @@ def test_bad_input_is_refused_and_changes_nothing():
     assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
 
 
+def test_what_a_step_cannot_improve_is_named_beforehand():
+    rules = [{"match": {"path": "fc1"}, "weight": {"dtype": "fp8_e4m3"}}]
+    _, sim, data = problem(config={"version": 1, "extends": "default", "rules": rules})
+    report = qtk.apply_adaround(sim, data, iterations=5, progress=False)
+    assert "fp8_e4m3" in report.skipped["fc1.weight"]
+    assert [layer.name for layer in report.layers] == ["conv.weight", "fc2.weight"]
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2)).eval()
+    data = [torch.randn(8, 4)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=4)
+    sim.compute_encodings(data, progress=False)
+    report = qtk.correct_bias(sim, data, progress=False)
+    assert report.skipped == {"0.weight": "it has no bias to correct"}
+    assert not any(quantizer.frozen for quantizer in sim.quantizers.values())
+    sim.quantizers["1.weight"].learn_range()
+    with pytest.raises(CalibrationError, match="its range is being learned"):
+        qtk.apply_gptq(sim, data, sites="1.weight", progress=False)
+
+
+def test_the_report_of_bias_correction_is_true():
+    model, sim, data = problem(weight_bits=2, activation_bits=None)
+    before = problem(weight_bits=2, activation_bits=None)[1]
+    report = qtk.correct_bias(sim, data, sites="fc2.weight", progress=False)
+    last = report.layers[-1]
+    assert last.noise == pytest.approx(lost(model, sim, data), rel=1e-4)
+    assert last.noise + last.before - last.after == pytest.approx(lost(model, before, data), rel=1e-3)
+    assert last.sqnr_db > last.sqnr_before_db
+
+
+def test_weights_of_an_earlier_call_and_few_data_are_warned_of():
+    _, sim, data = problem()
+    with pytest.warns(UserWarning, match="3 layers saw fewer rows"):
+        qtk.apply_gptq(sim, [data[0][:2]], progress=False)
+    with pytest.warns(UserWarning, match="an earlier call rewrote the weights of 3 layers"):
+        qtk.correct_bias(sim, data, progress=False)
+
+
+def test_a_loader_of_pairs_without_forward_is_told_what_to_pass():
+    _, sim, data = problem()
+    with pytest.raises(CalibrationError, match=r"does not run as model\(\*batch\).*pass forward=lambda model, batch"):
+        qtk.apply_gptq(sim, [[x, torch.zeros(32)] for x in data], progress=False)
+
+
+def test_odd_ways_of_asking():
+    _, sim, data = problem()
+    qtk.apply_layerwise(sim, data, "seq_mse", progress=False)
+    with pytest.raises(CalibrationError, match="improve a QuantSim, got Net"):
+        qtk.apply_gptq(Net(), data)
+    with pytest.raises(CalibrationError, match="no layer was improved: no data reached it"):
+        qtk.apply_gptq(sim, [data[0][:0]], progress=False)
+    _, sim, data = problem()
+    with torch.inference_mode():
+        qtk.apply_adaround(sim, data, iterations=20, through_activation=True, progress=False)
+    assert not sim.model.get_parameter("fc1.weight").is_inference()
+
+
 def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
     _, sim, data = problem()
     before = {name: value.clone() for name, value in sim.model.state_dict().items()}
@@ -203,6 +258,7 @@ def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
         sim.model(data[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*saw fewer rows")
 @pytest.mark.parametrize("name", ZOO)
 def test_every_kind_of_model(name):
     data = [ZOO[name].inputs(), ZOO[name].inputs()]

@@ -71,6 +71,10 @@ def main(directory: str) -> None:
         improved([torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
     except CalibrationError as error:
         found["layer-wise error"] = str(error)
+    try:
+        improved([torch.randn(3, 7)] if rank == 1 else mine)
+    except qtk.QtkError as error:
+        found["layer-wise reading error"] = str(error)
     Path(directory, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()
     os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown ("terminate called ...")
@@ -111,6 +115,7 @@ def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
     for own in found:
         assert "NaN" in own["error"]
         assert "NaN or infinity" in own["layer-wise error"]
+        assert "batch 0" in own["layer-wise reading error"]
 
 
 def test_whatever_else_stops_one_rank_stops_all(found):
