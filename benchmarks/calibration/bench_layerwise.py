@@ -202,12 +202,13 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
 
 def print_memory() -> None:
     table = Table(title="peak memory of a process, MiB")
-    for heading in ("model", "granularity", "forward alone", "qtk", "direct"):
+    ways = (FLOAT, "qtk", "qtk, one path (symqt)")
+    for heading in ("model", "granularity", *ways):
         table.add_column(heading, justify="left" if heading in ("model", "granularity") else "right")
     for name in WORKLOADS:
         for granularity in GRANULARITIES:
             found = []
-            for way in (FLOAT, "qtk", "direct"):
+            for way in ways:
                 command = [sys.executable, __file__, "--peak", name, granularity, way]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 found.append(f"{int(done.stdout.split()[-1]) / 1024:.0f}")
