@@ -124,11 +124,15 @@ def finish(found: Sequence[Timed], given: Given) -> None:
             "threads": torch.get_num_threads(), "backend": qtk.backends()[given.device]}
     print(", ".join(f"{key} {value}" for key, value in here.items()))
     if given.csv:
-        with given.csv.open("w", newline="", encoding="utf-8") as file:
-            rows = [{**here, **timed.row()} for timed in found]
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(given.csv, here, [timed.row() for timed in found])
+
+
+def write_csv(path: Path, setting: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> None:
+    """A line a row, the setting in each."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*setting, *rows[0]])
+        writer.writeheader()
+        writer.writerows({**setting, **row} for row in rows)
 
 
 def commit() -> str:

@@ -11,7 +11,6 @@ installed. qtk's error must not be above that of the full search over all candid
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import resource
 import subprocess
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from turns import commit
+from turns import commit, write_csv
 
 import qtk
 
@@ -263,10 +262,7 @@ def main() -> None:
                       f"{row['ratio']:.2f}", error, end_section=last)
     Console(width=110).print(table)
     if given.csv:
-        with given.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*setting, *rows[0]])
-            writer.writeheader()
-            writer.writerows({**setting, **row} for row in rows)
+        write_csv(given.csv, setting, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ site got an encoding. Weights are random: the time does not depend on them.
 from __future__ import annotations
 
 import argparse
-import csv
 import resource
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from turns import commit
+from turns import commit, write_csv
 
 import qtk
 
@@ -136,10 +135,7 @@ def main() -> None:
                       *(f"{row[key]:.2f}" for key in ("median_s", "ratio", "lowest", "highest")))
     Console(width=110).print(table)
     if given.csv:
-        with given.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*setting, *rows[0]])
-            writer.writeheader()
-            writer.writerows({**setting, **row} for row in rows)
+        write_csv(given.csv, setting, rows)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class WalkOptions(TypedDict, total=False):
 
 def apply_seq_mse(
     sim: Simulation, data: Data, *, num_candidates: int = 20, refine: bool = False, joint: bool = False,
-    loss: str = "mse", **options: Unpack[WalkOptions],
+    exact: bool = False, loss: str = "mse", **options: Unpack[WalkOptions],
 ) -> LayerwiseReport:
     """Sequential MSE: for every scale of a weight the range with which the output of its layer changes least.
 
@@ -95,12 +95,13 @@ def apply_seq_mse(
         num_candidates: ranges tried: ``i / num_candidates`` times the present one.
         refine: try as many once more, around the winner.
         joint: of weights quantized in blocks, let blocks make up for each other.
+        exact: compute the error of every candidate; otherwise estimates choose those that are.
         loss: ``mse``, ``sqnr`` or ``l1``, as ``SeqMse`` says.
         options: see ``WalkOptions``.
 
     Raises: CalibrationError for data that do not reach a layer or hold NaN or infinity.
     """
-    return apply_layerwise(sim, data, [SeqMse(num_candidates, refine, joint, loss=loss)], **options)
+    return apply_layerwise(sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], **options)
 
 
 def apply_gptq(

@@ -57,6 +57,20 @@ def test_the_model_comes_closer_to_float(method, inputs):
     sim.check()
 
 
+def test_settings_reach_the_step(monkeypatch):
+    seen = []
+    monkeypatch.setattr("qtk.workflow.layerwise.apply_layerwise", lambda sim, data, steps: seen.extend(steps))
+    qtk.apply_seq_mse(None, [], num_candidates=7, refine=True, exact=True, loss="l1")
+    qtk.apply_gptq(None, [], damping=0.5, act_order=False)
+    qtk.apply_adaround(None, [], iterations=3, through_activation=True)
+    assert [str(step) for step in seen] == [
+        "SeqMse(num_candidates=7, refine=True, joint=False, exact=True, loss='l1')",
+        "GptqRounding(damping=0.5, act_order=False, columns_at_once=128)",
+        "AdaptiveRounding(iterations=3, learning_rate=0.05, regularization=5.0, warm_start=0.2, "
+        "through_activation=True)",
+    ]
+
+
 def test_steps_in_one_walk():
     model, sim, data = problem()
     alone = problem()[1]
