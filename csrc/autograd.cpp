@@ -10,12 +10,14 @@
 #include <vector>
 
 #include "fake_quantize.h"
+#include "fake_quantize_dynamic.h"
 
 namespace qtk {
 namespace {
 
 constexpr const char* FORWARD = "qtk::fake_quantize";
 constexpr const char* BACKWARD = "qtk::fake_quantize_backward";
+constexpr const char* DYNAMIC = "qtk::fake_quantize_dynamic";
 
 const auto& forward_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(FORWARD, "").typed<decltype(fake_quantize_cpu)>();
@@ -25,6 +27,12 @@ const auto& forward_op() {
 const auto& backward_op() {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(BACKWARD, "").typed<decltype(fake_quantize_backward_cpu)>();
+  return op;
+}
+
+const auto& dynamic_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(DYNAMIC, "").typed<decltype(fake_quantize_dynamic_cpu)>();
   return op;
 }
 
@@ -145,6 +153,24 @@ Gradients fake_quantize_backward_autograd(
   return result;
 }
 
+// The range counts as a constant.
+Dynamic fake_quantize_dynamic_autograd(
+    c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef block_size, int64_t qmin, int64_t qmax,
+    bool symmetric) {
+  Dynamic result = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return dynamic_op().redispatch(keys & c10::after_autograd_keyset, input, block_size, qmin, qmax, symmetric);
+  }();
+  if (torch::autograd::compute_requires_grad(input)) {
+    const auto& [y, scale, zero_point] = result;
+    torch::autograd::set_history(
+        y, node_for<FakeQuantizeBackward>(
+               torch::autograd::collect_next_edges(input, scale, zero_point),
+               Saved(input, scale, symmetric ? std::nullopt : OptionalTensor(zero_point), block_size, qmin, qmax)));
+  }
+  return result;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(qtk, library) {
@@ -156,16 +182,22 @@ TORCH_LIBRARY_FRAGMENT(qtk, library) {
       "fake_quantize_backward(Tensor grad, Tensor input, Tensor scale, Tensor? zero_point, int[] block_size, int qmin, "
       "int qmax, bool wants_scale, bool wants_zero_point) -> (Tensor, Tensor, Tensor)",
       tags);
+  library.def(
+      "fake_quantize_dynamic(Tensor input, int[] block_size, int qmin, int qmax, bool symmetric) -> (Tensor, Tensor, "
+      "Tensor)",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(qtk, CPU, library) {
   library.impl("fake_quantize", fake_quantize_cpu);
   library.impl("fake_quantize_backward", fake_quantize_backward_cpu);
+  library.impl("fake_quantize_dynamic", fake_quantize_dynamic_cpu);
 }
 
 TORCH_LIBRARY_IMPL(qtk, Autograd, library) {
   library.impl("fake_quantize", fake_quantize_autograd);
   library.impl("fake_quantize_backward", fake_quantize_backward_autograd);
+  library.impl("fake_quantize_dynamic", fake_quantize_dynamic_autograd);
 }
 
 }  // namespace qtk

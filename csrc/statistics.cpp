@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "statistics.h"
 #include "statistics_loops.h"
 #include "tiles.h"
 
@@ -56,6 +57,8 @@ struct Found {
   std::vector<uint32_t> nan;
 };
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef block_size, int64_t scales) {
   TORCH_CHECK_VALUE(input.numel() > 0, "nothing has no extremes");
   const Tensor x = with_loops(input);
@@ -86,6 +89,8 @@ std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef bloc
   }
   return {low, high};
 }
+
+namespace {
 
 // Counts of one scale: several tables take turns, for the next count must not wait for the last.
 class Tally {

@@ -1,4 +1,4 @@
-"""Which elements of a tensor share one scale: all of them, one slice along an axis, or one block."""
+"""Which elements of a tensor share one scale: all of them, one slice along an axis, one row, or one block."""
 
 from __future__ import annotations
 
@@ -98,4 +98,22 @@ class PerBlock:
         return f"per_block{self.sizes}"
 
 
-Granularity = PerTensor | PerChannel | PerBlock
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """One scale for every row of the last axis, however many there are; for ranges taken at run time.
+
+    >>> PerToken().qparam_shape((8, 197, 384))
+    (8, 197, 1)
+    """
+
+    def block_size(self, rank: int) -> Shape:
+        return (*(1 for _ in range(rank - 1)), WHOLE) if rank else ()
+
+    def qparam_shape(self, shape: Shape) -> Shape:
+        return (*shape[:-1], 1)
+
+    def __str__(self) -> str:
+        return "per_token"
+
+
+Granularity = PerTensor | PerChannel | PerToken | PerBlock

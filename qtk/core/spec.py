@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from qtk.core.dtypes import FloatDtype, QDtype, dtype
-from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import SpecError
 
 PER_TENSOR = PerTensor()
@@ -32,7 +32,7 @@ class QuantSpec:
         granularity: which elements share a scale.
         symmetric: the zero point is 0 and not stored.
         narrow_range: leave the lowest code out (int8: -127…127).
-        dynamic: the range is taken from each tensor at run time.
+        dynamic: the range is that of each tensor, or of each of its rows (``PerToken``), at run time.
         scale_format: how the scales of blocks are stored; ``None``: as float32.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
@@ -56,8 +56,11 @@ class QuantSpec:
         if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, PerBlock)):
             raise SpecError(f"scales stored as {self.scale_format.value} are those of symmetric blocks; use "
                             "symmetric=True and PerBlock(sizes), or leave scale_format out")
-        if self.dynamic:
-            raise SpecError("dynamic=True is not built yet; use a calibrated (static) spec")
+        if self.dynamic and not isinstance(self.granularity, PerTensor | PerToken):
+            raise SpecError(f"ranges taken at run time are per tensor or per token, got {self.granularity}; use one of "
+                            "these, or leave dynamic out")
+        if isinstance(self.granularity, PerToken) and not self.dynamic:
+            raise SpecError("how many tokens there are is known at run time; use dynamic=True with PerToken()")
 
     @property
     def qmin(self) -> float:
@@ -71,6 +74,8 @@ class QuantSpec:
         match self.granularity:
             case PerTensor():
                 granularity: object = "per_tensor"
+            case PerToken():
+                granularity = "per_token"
             case PerChannel(axis):
                 granularity = {"per_channel": axis}
             case PerBlock(sizes):
@@ -80,6 +85,7 @@ class QuantSpec:
             "granularity": granularity,
             "symmetric": self.symmetric,
             "narrow_range": self.narrow_range,
+            **({"dynamic": True} if self.dynamic else {}),
             **({} if self.scale_format is None else {"scale_format": self.scale_format.value}),
         }
 
@@ -93,30 +99,34 @@ class QuantSpec:
                 "symmetric": bool(symmetric),
                 "narrow_range": bool(narrow_range),
                 **rest,
-            } if rest.keys() <= {"scale_format"}:
-                stored = rest.get("scale_format")
+            } if rest.keys() <= {"dynamic", "scale_format"} and isinstance(rest.get("dynamic", False), bool):
+                stored, dynamic = rest.get("scale_format"), bool(rest.get("dynamic"))
             case _:
                 raise SpecError(f"not a quantization spec: {data}")
         match raw:
             case "per_tensor":
                 granularity: Granularity = PerTensor()
+            case "per_token":
+                granularity = PerToken()
             case {"per_channel": int(axis)}:
                 granularity = PerChannel(axis)
             case {"per_block": list(sizes)} if all(isinstance(size, int) for size in sizes):
                 granularity = PerBlock(tuple(sizes))
             case _:
-                raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', {{'per_channel': axis}} or "
-                                "{'per_block': sizes}")
+                raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', 'per_token', "
+                                "{'per_channel': axis} or {'per_block': sizes}")
         known = [each.value for each in ScaleFormat]
         if stored is not None and stored not in known:
             raise SpecError(f"unknown scale_format {stored!r}; use one of {', '.join(known)}")
-        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range,
+        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range, dynamic=dynamic,
                    scale_format=None if stored is None else ScaleFormat(stored))
 
     def __str__(self) -> str:
         words = [self.dtype.name, str(self.granularity), "symmetric" if self.symmetric else "asymmetric"]
         if self.narrow_range:
             words.append("narrow")
+        if self.dynamic:
+            words.append("dynamic")
         if self.scale_format is not None:
             words.append(f"{self.scale_format.value} scales")
         return " ".join(words)

@@ -15,7 +15,7 @@ DISABLE = "QTK_DISABLE_NATIVE"
 DISABLE_TRITON = "QTK_DISABLE_TRITON"
 """Environment variable: set to 1, the reference runs instead of the Triton kernels."""
 
-LIBRARY = Path(__file__).parents[1] / "_native_2.so"
+LIBRARY = Path(__file__).parents[1] / "_native_3.so"
 """The number is that of ``setup.py``: a library built from other sources is not taken for this one."""
 
 

@@ -32,7 +32,7 @@ if not _NATIVE:
 torch.library.impl("qtk::fake_quantize", "CompositeExplicitAutograd", affine.fake_quantize)
 torch.library.register_fake("qtk::fake_quantize", lambda input, *spec: torch.empty_like(input))
 _OP = torch.ops.qtk.fake_quantize.default
-_BACKWARD = torch.ops.qtk.fake_quantize_backward.default
+BACKWARD = torch.ops.qtk.fake_quantize_backward.default
 
 
 def _backward(
@@ -92,7 +92,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, scale, zero_point = ctx.saved_tensors
     wants_x, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
-    dx, dscale, dzero_point = _BACKWARD(grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point)
+    dx, dscale, dzero_point = BACKWARD(grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point)
     return (
         dx if wants_x else None, dscale if wants_scale else None, dzero_point if wants_zero_point else None,
         None, None, None,
@@ -111,7 +111,7 @@ def _autograd_twice(ctx: Any, grad: Tensor, *of_ranges: Tensor | None) -> tuple[
         raise NotImplementedError(
             "qtk::fake_quantize has no second derivative with respect to a learned range; call fix_range() first"
         )
-    return _BACKWARD(grad, *ctx.saved_tensors, *spec, False, False)[0], *[None] * 8
+    return BACKWARD(grad, *ctx.saved_tensors, *spec, False, False)[0], *[None] * 8
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)

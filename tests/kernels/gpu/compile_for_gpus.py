@@ -6,10 +6,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32"}
+NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32", "largest": "fp32"}
 
 
 def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
@@ -29,6 +29,8 @@ def main() -> None:
     kernels = [
         (fake_quantize.forward_kernel, {"ASYMMETRIC": True, **many}),
         (fake_quantize.backward_kernel, {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **many}),
+        (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
+        (fake_quantize_dynamic.within_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
@@ -38,7 +40,7 @@ def main() -> None:
     for (name, target), (kernel, flags), kind, columns, alone in itertools.product(
         TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     ):
-        constants = {**flags, "COLUMNS": columns}
+        constants = {**flags, "COLUMNS": columns} if "COLUMNS" in kernel.arg_names else dict(flags)
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
             constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

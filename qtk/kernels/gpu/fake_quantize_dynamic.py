@@ -1,0 +1,130 @@
+"""Range and fake-quantization of a tensor as Triton kernels; formulas of ``qtk.numerics.dynamic``.
+
+Rows with a scale each take one launch that reads an element once: a program holds whole rows, finds their extremes, and
+quantizes them. Of anything else the extremes are found by ``qtk.kernels.gpu.statistics`` first; the second launch makes
+the range of them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.kernels.gpu.fake_quantize import clamped, code_of, narrowed, rounded
+from qtk.kernels.gpu.launch import on_device_of, programs
+from qtk.kernels.gpu.statistics import min_max
+from qtk.kernels.gpu.tiles import WARPS, arguments, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.walk import TILE, walk
+from qtk.numerics import dynamic
+from qtk.numerics.acting import SMALLEST_SCALE
+from qtk.numerics.ranges import LARGEST_REAL
+
+WIDEST = 4 * TILE
+"""Elements of the longest row that a program holds."""
+
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def range_of(low, high, qmin, qmax, largest, SYMMETRIC: tl.constexpr):
+    """Scale and zero point of extremes that are no NaN, on either side of 0; ``largest`` bounds the scale."""
+    if SYMMETRIC:
+        scale = tl.maximum(tl.div_rn(high, tl.zeros_like(high) + qmax), tl.div_rn(low, tl.zeros_like(low) + qmin))
+    else:
+        scale = tl.div_rn(high - low, tl.zeros_like(high) + (qmax - qmin))
+    scale = tl.where(scale == 0.0, 1.0, clamped(scale, SMALLEST, largest))
+    zero = tl.zeros_like(scale)
+    if not SYMMETRIC:
+        zero = clamped(rounded(clamped(qmin - tl.div_rn(low, scale), -4194304.0, 4194304.0)), qmin, qmax)
+    return scale, zero
+
+
+@triton.jit
+def rows_kernel(
+    x_at, y_at, scale_at, zero_at, rows, width, qmin, qmax, largest,
+    SYMMETRIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    exists = row < rows
+    offsets = row[:, None] * width + column[None, :]
+    mask = exists[:, None] & (column < width)[None, :]
+    x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)  # 0 is in every range
+    spoilt = tl.max(tl.where(x == x, 0.0, 1.0), 1)
+    low = tl.min(tl.where(x < 0.0, x, 0.0), 1)
+    high = tl.max(tl.where(x > 0.0, x, 0.0), 1)
+    scale, zero = range_of(low, high, qmin, qmax, largest, SYMMETRIC)
+    scale = tl.where(spoilt > 0.0, float("nan"), scale)
+    zero = tl.where(spoilt > 0.0, qmin, zero)
+    tl.store(scale_at + row, scale, mask=exists)
+    if not SYMMETRIC:
+        tl.store(zero_at + row, zero.to(tl.int32), mask=exists)
+    code = clamped(code_of(tl.div_rn(x, scale[:, None]), zero[:, None]), qmin, qmax)
+    real = (code - zero[:, None]) * scale[:, None]
+    tl.store(y_at + offsets, narrowed(real, y_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def within_kernel(
+    x_at, y_at, low_at, high_at, scale_at, zero_at, qmin, qmax, largest, s1, middle, s2, inner, step1, step2, turns,
+    splits, SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    lowest = tl.load(low_at + index, mask=exists, other=0.0)
+    highest = tl.load(high_at + index, mask=exists, other=0.0)
+    low, high = tl.where(lowest < 0.0, lowest, 0.0), tl.where(highest > 0.0, highest, 0.0)
+    own_scale, own_zero = range_of(low, high, qmin, qmax, largest, SYMMETRIC)
+    own_scale = tl.where(lowest == lowest, own_scale, float("nan"))
+    own_zero = tl.where(lowest == lowest, own_zero, qmin)
+    if program % splits == 0:
+        tl.store(scale_at + index, own_scale, mask=exists)
+        if not SYMMETRIC:
+            tl.store(zero_at + index, own_zero.to(tl.int32), mask=exists)
+    scale, zero = spread(own_scale, COLUMNS), spread(own_zero, COLUMNS)
+    each = tl.cdiv(turns, splits)
+    first = (program % splits).to(tl.int64) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        code = clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax)
+        tl.store(y_at + offsets, narrowed((code - zero) * scale, y_at.dtype.element_ty), mask=mask)
+
+
+def fake_quantize_dynamic(
+    x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``qtk.numerics.dynamic.fake_quantize``."""
+    found = walk(x, block_size) if x.numel() and is_dense(x) else None
+    if found is None and (x.is_contiguous() or not x.numel()):
+        return dynamic.fake_quantize(x, block_size, qmin, qmax, symmetric)
+    result = torch.empty_like(x)
+    if found is None:
+        flat, scale, zero = fake_quantize_dynamic(x.contiguous(), block_size, qmin, qmax, symmetric)
+        return result.copy_(flat), scale, zero
+    scale = torch.empty(dynamic.scale_shape(x.shape, block_size), dtype=torch.float32, device=x.device)
+    zero = scale.new_empty(0 if symmetric else scale.shape, dtype=torch.int32)
+    largest = LARGEST_REAL / (max(qmax, -qmin) if symmetric else qmax - qmin)
+    codes = float(qmin), float(qmax), largest
+    width = x.shape[-1] if x.ndim else 1
+    one_a_row = x.is_contiguous() and scale.numel() * width == x.numel() > width and width <= WIDEST
+    with on_device_of(x):
+        if one_a_row and tuple(block_size[:-1]) == (1,) * (x.ndim - 1):
+            wide = triton.next_power_of_2(width)
+            together = max(1, TILE // wide)
+            rows_kernel[(triton.cdiv(scale.numel(), together),)](
+                x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
+                num_warps=WARPS,
+            )
+        else:
+            low, high = min_max(x, block_size, scale.numel())
+            splits = found.splits(programs(x.device))
+            within_kernel[(found.groups * splits,)](
+                x, result, low, high, scale, zero, *codes, *arguments(found), splits, SYMMETRIC=symmetric,
+                **shape(found),
+            )
+    return result, scale, zero

@@ -1,0 +1,92 @@
+"""``qtk::fake_quantize_dynamic``: finds the range of a tensor and fake-quantizes it, in one op, with its gradient.
+
+Formulas of ``qtk.numerics.dynamic``; ``block_size`` as in ``qtk.ops.fake_quantize``. Where a scale belongs to a row the
+kernels read each element from memory once. The range counts as a constant: the gradient is that of
+``qtk::fake_quantize``, straight through. As there, the C++ library brings schema and autograd along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtk.kernels.backends import why_not_native, why_not_triton
+from qtk.numerics import dynamic
+from qtk.numerics.blocks import split_shape
+from qtk.ops.decomposed import FakeQuantize
+from qtk.ops.fake_quantize import BACKWARD
+
+_NATIVE = not why_not_native()
+
+if not _NATIVE:
+    torch.library.define(
+        "qtk::fake_quantize_dynamic",
+        "(Tensor input, int[] block_size, int qmin, int qmax, bool symmetric) -> (Tensor, Tensor, Tensor)",
+    )
+torch.library.impl("qtk::fake_quantize_dynamic", "CompositeExplicitAutograd", dynamic.fake_quantize)
+
+
+@torch.library.impl("qtk::fake_quantize_dynamic", "CUDA")
+def _on_gpu(
+    input: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if why_not_triton():
+        return dynamic.fake_quantize(input, block_size, qmin, qmax, symmetric)
+    from qtk.kernels.gpu import fake_quantize_dynamic as kernels
+
+    return kernels.fake_quantize_dynamic(input, block_size, qmin, qmax, symmetric)
+
+
+def _fake(
+    input: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = input.new_empty(dynamic.scale_shape(input.shape, block_size), dtype=torch.float32)
+    return torch.empty_like(input), scale, scale.new_empty(0 if symmetric else scale.shape, dtype=torch.int32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    input, *ctx.spec, ctx.symmetric = inputs
+    _, scale, zero_point = output
+    ctx.mark_non_differentiable(scale, zero_point)
+    ctx.save_for_backward(input, scale, zero_point)
+
+
+def _autograd(ctx: Any, grad: Tensor, *of_range: Tensor | None) -> tuple[Tensor | None, ...]:
+    input, scale, zero_point = ctx.saved_tensors
+    dx, _, _ = BACKWARD(grad, input, scale, None if ctx.symmetric else zero_point, *ctx.spec, False, False)
+    return dx, None, None, None, None
+
+
+torch.library.register_fake("qtk::fake_quantize_dynamic", _fake)
+if not _NATIVE:
+    torch.library.register_autograd("qtk::fake_quantize_dynamic", _autograd, setup_context=_setup_context)
+
+
+def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, *, symmetric: bool) -> Tensor:
+    """``x`` rounded to codes of its own range, with straight-through gradients.
+
+    Shape: ``x`` any, of a floating dtype; result as ``x``, same strides.
+
+    >>> fake_quantize_dynamic(torch.tensor([[0.3, 7.0], [0.3, 0.7]]), (1, -1), -8, 7, symmetric=True)
+    tensor([[0.0000, 7.0000],
+            [0.3000, 0.7000]])
+    """
+    result: Tensor
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        scale, zero_point = _range_in_plain_aten(x.detach(), block_size, qmin, qmax, symmetric)
+        result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
+    else:
+        result, _, _ = torch.ops.qtk.fake_quantize_dynamic.default(x, block_size, qmin, qmax, symmetric)
+    return result
+
+
+def _range_in_plain_aten(
+    x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
+) -> tuple[Tensor, Tensor | None]:
+    split, inside = split_shape(x.shape, block_size)
+    blocks, shape = x.to(torch.float32).reshape(split), dynamic.scale_shape(x.shape, block_size)
+    low, high = (extreme(inside).reshape(shape) if inside else blocks for extreme in (blocks.amin, blocks.amax))
+    return dynamic.dynamic_range(low, high, qmin, qmax, symmetric=symmetric)
