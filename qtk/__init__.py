@@ -3,7 +3,7 @@
 from qtk.calibrators.scheme import SCHEMES
 from qtk.core.dtypes import QDtype, dtype
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
@@ -28,6 +28,7 @@ __all__ = [
     "PerBlock",
     "PerChannel",
     "PerTensor",
+    "PerToken",
     "PreparedModel",
     "QDtype",
     "QtkError",

@@ -101,7 +101,7 @@ class QuantSim:
         return MappingProxyType({site.name: self._quantizers[site.name] for site in self._plan})
 
     def encodings(self) -> dict[str, Encoding]:
-        """Site name → encoding, for every site that has one."""
+        """Site name → encoding, for every site that has one; a range taken at run time is none."""
         return {name: e for name, quantizer in self.quantizers.items() if (e := quantizer.encoding) is not None}
 
     def compute_encodings(
@@ -120,7 +120,8 @@ class QuantSim:
         same encodings.
 
         Args:
-            data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized.
+            data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized, or
+                activations in ranges taken at run time.
             sites: names of the sites to calibrate, or globs over names; ``None``: all.
             only_missing: leave the encodings that there are, as after ``forget``.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
@@ -189,8 +190,10 @@ class QuantSim:
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists or a format cannot hold
             the model; nothing is written then.
         """
+        dynamic = {name: each.spec for name, each in self.quantizers.items() if each.spec.dynamic}
         export(
-            self.model, self.encodings(), self.example_inputs, directory, check=self.check, formats=formats, force=force
+            self.model, self.encodings(), self.example_inputs, directory, check=self.check, dynamic=dynamic,
+            formats=formats, force=force,
         )
 
     def verify_export(

@@ -45,7 +45,8 @@ class TensorSetting(_Frozen):
         dtype: the format by name (``int8``, ``fp8_e4m3``), in place of ``bits``. The name of a block format (``mxfp4``)
             says the granularity too; weights alone can have one, and ``block_size`` another length.
         symmetric: the zero point is 0.
-        granularity: which elements share a scale.
+        granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
+        dynamic: activations only: the range is that of each tensor at run time; no data decides it.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         narrow_range: leave the lowest code out.
         range: the real bounds, known beforehand; no data decides them.
@@ -56,7 +57,8 @@ class TensorSetting(_Frozen):
     bits: Bits | None = None
     dtype: str | None = None
     symmetric: StrictBool | None = None
-    granularity: Literal["per_tensor", "per_channel", "per_block"] | None = None
+    granularity: Literal["per_tensor", "per_channel", "per_token", "per_block"] | None = None
+    dynamic: StrictBool | None = None
     block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
     narrow_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
@@ -81,6 +83,14 @@ class TensorSetting(_Frozen):
                              "add granularity: per_block")
         if self.granularity == "per_block" and self.block_size is None and blocks is None:
             raise ValueError("granularity per_block needs a block_size; add one that divides the input channels")
+        if self.dynamic is False and self.granularity == "per_token":
+            raise ValueError("granularity per_token has its ranges at run time, dynamic says false; leave one out")
+        if self.dynamic and self.granularity in ("per_channel", "per_block"):
+            raise ValueError(f"dynamic ranges are per_tensor or per_token, granularity says {self.granularity}; "
+                             "use one of these")
+        fixed = [name for name in ("range", "bounds", "method") if getattr(self, name) is not None]
+        if self.takes_own_range and fixed:
+            raise ValueError(f"a range taken at run time needs no {fixed[0]}; leave {fixed[0]} or dynamic out")
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} must be [low, high] with low < high")
         if self.bounds is not None:
@@ -98,12 +108,18 @@ class TensorSetting(_Frozen):
         """Whether it says how many bits: by ``bits`` or by ``dtype``."""
         return self.bits is not None or self.dtype is not None
 
+    @property
+    def takes_own_range(self) -> bool:
+        """Whether each tensor, or each of its rows, has its own range at run time."""
+        return bool(self.dynamic) or self.granularity == "per_token"
+
     def overlaid(self, other: TensorSetting) -> TensorSetting:
         """A copy in which every field that ``other`` gives is replaced.
 
         A width drops an earlier width, however either was written, and a granularity an earlier block size; a format
         in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers; a range and
-        bounds drop one another. Whether the fields of the two agree is seen when they become a spec.
+        bounds drop one another. Ranges taken at run time drop what decides a range beforehand, and are dropped by it.
+        Whether the fields of the two agree is seen when they become a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
         TensorSetting(bits=4, symmetric=True)
@@ -117,8 +133,14 @@ class TensorSetting(_Frozen):
             given = {"block_size": None} | given
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 given["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
-        if other.range is not None or other.bounds is not None:
+        if other.range is not None or other.bounds is not None or other.takes_own_range:
             given = {"range": None, "bounds": None} | given
+        if other.takes_own_range:
+            given = {"method": None} | given
+        elif other.dynamic is False or {"range", "bounds", "method"} & given.keys():
+            given = {"dynamic": None} | given
+            if self.granularity == "per_token":
+                given = {"granularity": None} | given
         return self.model_copy(update=given)
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
@@ -143,7 +165,16 @@ def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str |
     return setting
 
 
+def _with_one_range(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    if isinstance(setting, TensorSetting) and setting.takes_own_range:
+        raise ValueError("weights and biases do not change at run time; dynamic and per_token are for activations "
+                         "(defaults.activation, and input and output of a rule)")
+    return setting
+
+
 ActivationSetting = Annotated[Setting, AfterValidator(_not_in_blocks)]
+WeightSetting = Annotated[Setting, AfterValidator(_with_one_range)]
+BiasSetting = Annotated[ActivationSetting, AfterValidator(_with_one_range)]
 
 
 def _as_list(value: object) -> object:
@@ -176,8 +207,8 @@ class Rule(_Frozen):
     """
 
     match: Match
-    weight: Setting | None = None
-    bias: ActivationSetting | None = None
+    weight: WeightSetting | None = None
+    bias: BiasSetting | None = None
     input: ActivationSetting | None = None
     output: ActivationSetting | None = None
     optional: StrictBool = False
@@ -186,9 +217,9 @@ class Rule(_Frozen):
 class Defaults(_Frozen):
     """What holds where no rule says otherwise. Widths left out are those of the ``QuantSim``."""
 
-    weight: Setting = TensorSetting()
+    weight: WeightSetting = TensorSetting()
     activation: ActivationSetting = TensorSetting()
-    bias: ActivationSetting = "float"
+    bias: BiasSetting = "float"
 
 
 class Io(_Frozen):

@@ -27,7 +27,7 @@ def shipped_names(kind: str) -> list[str]:
     """The names ``shipped`` knows, in order.
 
     >>> shipped_names("targets")
-    ['default', 'onnxruntime']
+    ['default', 'dynamic', 'onnxruntime']
     """
     return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
 

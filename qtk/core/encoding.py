@@ -18,8 +18,8 @@ class Encoding:
     Shape: ``scale`` float32 of ``spec.granularity.qparam_shape(x.shape)``; ``zero_point`` int32 of the same
     shape, ``None`` exactly when the spec is symmetric.
 
-    Raises: EncodingError if a shape or dtype is off, a scale is not finite and positive, or a zero point
-    lies outside the codes.
+    Raises: EncodingError if the range is taken at run time, a shape or dtype is off, a scale is not finite and
+    positive, or a zero point lies outside the codes.
     """
 
     spec: QuantSpec
@@ -27,6 +27,8 @@ class Encoding:
     zero_point: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.spec.dynamic:
+            raise EncodingError(f"{self.spec}: each tensor has a range of its own, so that there is no encoding")
         if self.scale.dtype != torch.float32 or self.scale.ndim == 0:
             raise EncodingError(f"scale must be float32 with at least one axis, got {self.scale.dtype} of shape "
                                 f"{tuple(self.scale.shape)}")

@@ -15,7 +15,7 @@ class SitePlan:
 
     Args:
         spec: what the quantizer produces.
-        method: name of the scheme that turns data into an encoding.
+        method: name of the scheme that turns data into an encoding; not used where the range is taken at run time.
         static: the value is made from parameters alone and needs no calibration data.
         range: real bounds known beforehand (sigmoid: 0 to 1); no data decides them.
         bounds: limits of what data decide, ``None`` for none.
@@ -64,6 +64,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
         rows = []
         for site, plan in self.sites.items():
             how = f"as {plan.leader}" if plan.leader else f"range {plan.range}" if plan.range else plan.method
+            how = "at run time" if plan.spec.dynamic else how
             rows.append(f"{site}  {plan.spec}  {how}  ({plan.reason})")
         rows += [f"{site}  float  ({reason})" for site, reason in self.unquantized.items()]
         return "\n".join(rows)

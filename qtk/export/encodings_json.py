@@ -1,9 +1,11 @@
 """The encodings of a model as JSON, in our own words.
 
     {"format": "qtk.encodings", "version": 1, "producer": "qtk",
-     "encodings": {"fc.weight": {"spec": {...}, "scale": [...], "zero_point": null}, ...}}
+     "encodings": {"fc.weight": {"spec": {...}, "scale": [...], "zero_point": null}, ...},
+     "dynamic": {"relu:out": {...}, ...}}
 
-Scales are written as the exact decimal value of the float32, so every bit survives; their nesting is the shape.
+``dynamic`` holds the specs of sites whose ranges are taken at run time, if there are any. Scales are written as the
+exact decimal value of the float32, so every bit survives; their nesting is the shape.
 """
 
 from __future__ import annotations
@@ -24,16 +26,25 @@ FORMAT = "qtk.encodings"
 VERSION = 1
 
 
-def export(encodings: Mapping[str, Encoding], path: str | os.PathLike[str]) -> None:
+def export(
+    encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, dynamic: Mapping[str, QuantSpec] | None = None
+) -> None:
     """Writes the encodings, one line a site, in the order given.
 
     Args:
         encodings: site name → encoding.
         path: the file to write.
+        dynamic: site name → spec, where the range is taken at run time.
     """
     header = {"format": FORMAT, "version": VERSION, "producer": "qtk"}
-    lines = ",\n".join(f"  {json.dumps(site)}: {json.dumps(_record(each))}" for site, each in encodings.items())
-    text = json.dumps(header)[:-1] + ', "encodings": {\n' + lines + "\n}}\n"
+    sections = {"encodings": {site: _record(each) for site, each in encodings.items()}}
+    if dynamic:
+        sections["dynamic"] = {site: spec.to_json() for site, spec in dynamic.items()}
+    text = json.dumps(header)[:-1]
+    for name, records in sections.items():
+        lines = ",\n".join(f"  {json.dumps(site)}: {json.dumps(record)}" for site, record in records.items())
+        text += f', "{name}": {{\n{lines}\n}}'
+    text += "}\n"
     Path(path).write_text(text, encoding="utf-8")
 
 

@@ -7,26 +7,28 @@ What becomes of one marker:
 3. Codes narrower than their ONNX type: the value is first clipped to the reals that the lowest and highest code
    stand for. QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
 4. Any other float type: cast to float32 before and back after, as the simulation computes.
+5. A range taken at run time: nodes that compute scale and zero point, ``onnx_dynamic``.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor, Shape
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx_container import container, limits
+from qtk.export.onnx_dynamic import dynamic_qdq
 from qtk.export.onnx_names import Names, name_batch, name_inputs_and_outputs
+from qtk.export.onnx_nodes import NodeWriter, array_of, value_of
 from qtk.export.onnx_trace import DOMAIN, Traced
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
@@ -51,7 +53,7 @@ def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None
             raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
         for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
             name = f"{site.name}@{step}" if step else site.name
-            entries[name] = _Lowering(graph, marker, site, name, opset).replace()
+            entries[name] = _replace(marker, graph, site, name, opset)
     traced.model.opset_imports.pop(DOMAIN, None)
     RemoveUnusedNodesPass()(traced.model)
     OutputFixPass()(traced.model)
@@ -79,7 +81,7 @@ def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> N
         codes = node.op_type == "DequantizeLinear"
         owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in given
         if owned and not codes:
-            identity = ir.node("Identity", [value], outputs=[_value(value.dtype, value.shape)])
+            identity = ir.node("Identity", [value], outputs=[value_of(value.dtype, value.shape)])
             graph.insert_before(node, identity)
             value = identity.outputs[0]
             node.replace_input_with(0, value)
@@ -87,36 +89,50 @@ def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> N
         given.add(value)
 
 
-class _Lowering:
-    """The nodes that take the place of one marker."""
+def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, opset: int) -> ir.Node:
+    """Puts QuantizeLinear and DequantizeLinear in place of a marker.
 
-    def __init__(self, graph: ir.Graph, marker: ir.Node, site: SimulatedSite, name: str, opset: int) -> None:
-        self.graph, self.marker, self.site, self.constant = graph, marker, site.name, site.constant
-        self.name = name
-        self.encoding = site.encoding
-        self.kind = container(site.spec.dtype, opset=opset)
-        value = marker.inputs[0]
-        assert value is not None
-        if value.shape is None or value.dtype is None:
-            raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
-        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+    Returns: the node that reads the value of the site, or its stored codes.
+    """
+    value = marker.inputs[0]
+    assert value is not None
+    if value.shape is None or value.dtype is None:
+        raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
+    writer = NodeWriter(graph, marker, name, value.shape)
+    kind = container(site.spec.dtype, opset=opset)
+    if site.encoding is None:
+        entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
+    else:
+        entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
+    result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
+    same_kind = writer.cast(result.outputs[0], value.dtype)
+    marker.outputs[0].replace_all_uses_with(same_kind, replace_graph_outputs=True)
+    graph.remove(marker, safe=True)
+    return entry
 
-    def replace(self) -> ir.Node:
-        """Returns: the node that reads the value of the site, or its stored codes."""
+
+class _Calibrated:
+    """The nodes of a site that has an encoding."""
+
+    def __init__(
+        self, writer: NodeWriter, site: str, encoding: Encoding, shape: ir.Shape, kind: ir.DataType
+    ) -> None:
+        self.writer, self.site, self.encoding, self.shape, self.kind = writer, site, encoding, shape, kind
+
+    def qdq(self, value: ir.Value, constant: Tensor | None) -> tuple[ir.Node, ir.Node]:
+        """Returns: the node that reads the value, or its stored codes, and the DequantizeLinear."""
         attributes = self._axis_and_block_size()
         qparams = self._scale_and_zero_point()
-        if self.constant is None:
-            real = self._clipped(self._cast(self.value, ir.DataType.FLOAT), attributes)
-            codes = entry = self._node("QuantizeLinear", [real, *qparams], self.kind, attributes)
-            result = self._node("DequantizeLinear", [codes.outputs[0], *qparams], ir.DataType.FLOAT, attributes)
-        else:
-            inputs = [self._codes(self.constant), *qparams]
-            result = entry = self._node("DequantizeLinear", inputs, ir.DataType.FLOAT, attributes)
-        result.metadata_props.update({SITE: self.site, SPEC: json.dumps(self.encoding.spec.to_json())})
-        value = self._cast(result.outputs[0], self.dtype)
-        self.marker.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
-        self.graph.remove(self.marker, safe=True)
-        return entry
+        if constant is not None:
+            stored = self.writer.node(
+                "DequantizeLinear", [self._codes(constant), *qparams], ir.DataType.FLOAT, attributes
+            )
+            return stored, stored
+        real = self._clipped(self.writer.cast(value, ir.DataType.FLOAT), attributes)
+        codes = self.writer.node("QuantizeLinear", [real, *qparams], self.kind, attributes)
+        return codes, self.writer.node(
+            "DequantizeLinear", [codes.outputs[0], *qparams], ir.DataType.FLOAT, attributes
+        )
 
     def _axis_and_block_size(self) -> dict[str, int]:
         match self.encoding.spec.granularity:
@@ -124,6 +140,8 @@ class _Lowering:
                 return {}
             case PerChannel() as channel:
                 return {"axis": channel.axis_of(len(self.shape))}
+            case PerToken():
+                raise AssertionError("rows have their scales at run time")
             case PerBlock(sizes):
                 axis = self._block_axis(sizes)
                 length = self.shape[axis]
@@ -149,8 +167,8 @@ class _Lowering:
         if isinstance(self.encoding.spec.granularity, PerTensor):
             scale, zero = scale.reshape(()), zero.reshape(())
         return [
-            self._initializer(qparam_name(self.site, "scale"), _array(scale)),
-            self._initializer(qparam_name(self.site, "zero_point"), _array(zero).astype(self.kind.numpy())),
+            self.writer.initializer(qparam_name(self.site, "scale"), array_of(scale)),
+            self.writer.initializer(qparam_name(self.site, "zero_point"), array_of(zero).astype(self.kind.numpy())),
         ]
 
     def _codes(self, constant: Tensor) -> ir.Value:
@@ -162,7 +180,7 @@ class _Lowering:
             codes = affine.quantize(
                 constant, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax)
             )
-        return self._initializer(f"{self.site}.codes", _array(codes).astype(self.kind.numpy()))
+        return self.writer.initializer(f"{self.site}.codes", array_of(codes).astype(self.kind.numpy()))
 
     def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:
         """Clip, or Max and Min where each channel or block has its own bounds."""
@@ -173,10 +191,10 @@ class _Lowering:
         if low is None and high is None:
             return value
         if isinstance(spec.granularity, PerTensor):
-            return self._node("Clip", [value, low, high], ir.DataType.FLOAT, {}).outputs[0]
+            return self.writer.node("Clip", [value, low, high], ir.DataType.FLOAT).outputs[0]
         for op, bound in (("Max", low), ("Min", high)):
             if bound is not None:
-                value = self._node(op, [value, bound], ir.DataType.FLOAT, {}).outputs[0]
+                value = self.writer.node(op, [value, bound], ir.DataType.FLOAT).outputs[0]
         return value
 
     def _bound(self, name: str, bound: Tensor, attributes: dict[str, int]) -> ir.Value:
@@ -188,34 +206,4 @@ class _Lowering:
                 bound = bound.reshape([-1] + [1] * (len(self.shape) - 1 - attributes["axis"]))
             case PerBlock():
                 bound = bound.repeat_interleave(attributes["block_size"], attributes["axis"])
-        return self._initializer(f"{self.site}.{name}", _array(bound))
-
-    def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        if value.dtype == dtype:
-            return value
-        return self._node("Cast", [value], dtype, {"to": int(dtype)}).outputs[0]
-
-    def _node(
-        self, op: str, inputs: Sequence[ir.Value | None], dtype: ir.DataType, attributes: dict[str, int]
-    ) -> ir.Node:
-        node = ir.node(op, inputs, attributes, outputs=[_value(dtype, self.shape)])
-        node.name = node.outputs[0].name = f"{self.name}/{op}.{dtype.name.lower()}"
-        self.graph.insert_before(self.marker, node)
-        return node
-
-    def _initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-        if name in self.graph.initializers:
-            return self.graph.initializers[name]
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
-
-
-def _value(dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:
-    return ir.Value(type=None if dtype is None else ir.TensorType(dtype), shape=shape)
-
-
-def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
-    array: npt.NDArray[np.generic] = tensor.detach().cpu().contiguous().numpy()
-    return array
+        return self.writer.initializer(f"{self.site}.{name}", array_of(bound))

@@ -73,7 +73,7 @@ def export(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
-    """The encodings in a file that ``export`` wrote, bit for bit, in graph order.
+    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; those of run time are not in it.
 
     Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
     """
@@ -81,7 +81,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
         graph = ir.load(path).graph
     except Exception as error:
         raise ExportError(f"cannot read {path} as ONNX: {error}") from error
-    return dict(_encoding(node, path) for node in graph if node.op_type == "DequantizeLinear")
+    found = (_encoding(node, path) for node in graph if node.op_type == "DequantizeLinear")
+    return dict(each for each in found if each is not None)
 
 
 def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
@@ -100,12 +101,14 @@ def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
         raise ExportError(f"the exported graph is not valid ONNX: {error}") from error
 
 
-def _encoding(node: ir.Node, path: str | os.PathLike[str]) -> tuple[str, Encoding]:
+def _encoding(node: ir.Node, path: str | os.PathLike[str]) -> tuple[str, Encoding] | None:
     site, spec_text = node.metadata_props.get(SITE), node.metadata_props.get(SPEC)
     if site is None or spec_text is None:
         raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
     try:
         spec = QuantSpec.from_json(json.loads(spec_text))
+        if spec.dynamic:
+            return None
         scale, zero_point = (_initializer(value) for value in node.inputs[1:])
         if isinstance(spec.granularity, PerTensor):
             scale, zero_point = scale.reshape(1), zero_point.reshape(1)

@@ -25,18 +25,16 @@ class SimulatedSite:
     Args:
         name: the site.
         node: the call in its graph.
-        encoding: what it quantizes to.
+        spec: what it quantizes to.
+        encoding: with which numbers; ``None`` where the range is taken at run time.
         constant: the float value, for one made from parameters alone; ``None`` if it depends on the inputs.
     """
 
     name: str
     node: fx.Node
-    encoding: Encoding
+    spec: QuantSpec
+    encoding: Encoding | None
     constant: Tensor | None
-
-    @property
-    def spec(self) -> QuantSpec:
-        return self.encoding.spec
 
 
 def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
@@ -62,12 +60,12 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
             continue
         name = note(node, SITE)
         assert name is not None, f"{node} does not tell its site"
-        encoding = quantizer.encoding
-        if encoding is None:
+        if not quantizer.ready:
             raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
         (source,) = node.args
         assert isinstance(source, fx.Node)
-        yield SimulatedSite(name, node, encoding, _constant(module, source, nodes))
+        constant = None if quantizer.spec.dynamic else _constant(module, source, nodes)
+        yield SimulatedSite(name, node, quantizer.spec, quantizer.encoding, constant)
 
 
 def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.Node]) -> Tensor | None:

@@ -6,9 +6,11 @@ The rules, numbered as the code cites them:
 2. Model inputs that somebody reads likewise, unless ``io.inputs`` is ``float``.
 3. Inside a supergroup, and inside a formula spelled out in small ops, only the last value is quantized.
 4. A parameter at a weight port gets the weight setting, its channel axis followed back through reshapes; at a bias
-   port the bias setting; at any other port of a compute op it is a constant and gets the activation setting.
+   port the bias setting; at any other port of a compute op it is a constant and gets the activation setting, or stays
+   in float where activations take their ranges at run time: there is no such thing for a constant.
 5. A merge (concat, stack, where, scatter) and the values it merges share the encoding of its output. A value that is
-   also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one.
+   also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one. Not so where ranges
+   are taken at run time.
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
@@ -150,9 +152,9 @@ class _Planner:
             self.inside[node] = list(parts.values())
 
     def follow(self, other: _Planner) -> None:
-        """The first result of this part is joined with that of ``other``: they share one encoding."""
+        """The first result of this part is joined with that of ``other``: they share one encoding, if they have one."""
         mine, leading = (part.flow.root(part.graph.output_node().all_input_nodes[0]) for part in (self, other))
-        if mine in self.values and leading in other.values:
+        if mine in self.values and leading in other.values and not other.values[leading].spec.dynamic:
             leader = value_site(leading)
             self.values[mine] = replace(other.values[leading], leader=leader, reason=f"joined with {leader}")
 
@@ -239,7 +241,14 @@ class _Planner:
                 self._plan_parameter(port, decisions.bias, None, f"bias of {row.kind}")
         for port in self.flow.data_ports(node):
             if self.flow.is_static(port.value) and not self._divides(port):
-                self._plan_parameter(port, self.rules.activation, None, f"constant operand of {row.kind}")
+                self._plan_constant(port, f"constant operand of {row.kind}")
+
+    def _plan_constant(self, port: Port, why: str) -> None:
+        node = self.flow.root(port.value)
+        if not self.rules.activation.setting.takes_own_range:
+            self._plan_parameter(port, self.rules.activation, None, why)
+        elif node not in self.values:
+            self.floats.setdefault(node, "constant; ranges are taken at run time")
 
     def _plan_formula(self, node: fx.Node, formula: PatternMatch) -> None:
         """The parameters of a formula are treated as those of the op it spells out; its numbers are left alone."""
@@ -281,8 +290,8 @@ class _Planner:
         row = self.flow.row(node)
         if row is None or row.role is not Role.MERGE or self.flow.carried(node) is not None:
             return
-        if node not in self.values:
-            return
+        if node not in self.values or self.values[node].spec.dynamic:
+            return  # each tensor has a range of its own
         leader, shared = value_site(node), self.values[node]
         if shared.leader is not None:
             leader = shared.leader

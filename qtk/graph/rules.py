@@ -11,7 +11,7 @@ from torch import fx
 from qtk.config.schema import QuantConfig, Rule, TensorSetting
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
-from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor
+from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError
 from qtk.graph.flow import Flow
@@ -89,7 +89,7 @@ class Rules:
 def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> QuantSpec:
     """The spec a setting asks for on a tensor of ``rank`` whose (output, input) channel axes are ``axes``.
 
-    A tensor without channel axes is quantized per tensor, and its scale stored as float32.
+    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32.
 
     Raises: SpecError on contradictory settings.
     """
@@ -109,8 +109,11 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
         granularity = PerBlock(tuple(sizes))
     elif axes is not None and setting.granularity == "per_channel":
         granularity = PerChannel(axes[0])
+    elif setting.granularity == "per_token":
+        granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, scale_format=stored)
+    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.takes_own_range,
+                     scale_format=stored)
 
 
 def _bits(setting: TensorSetting) -> int:

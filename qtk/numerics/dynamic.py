@@ -4,9 +4,9 @@
     asymmetric:  scale = (high - low) / (qmax - qmin)        zero_point = clamp(round_half_even(qmin - low / scale))
     symmetric:   scale = max(high / qmax, low / qmin)
 
-in float32: for uint8 ONNX DynamicQuantizeLinear, bit for bit. Zeros have scale 1; a scale is at least the smallest normal
-float32 and small enough for all codes to stand for finite numbers. A NaN makes NaN of all that share its scale; ±inf
-take the outermost codes. Calibrated ranges, ``qtk.numerics.ranges``, are the same but computed in float64.
+in float32: for uint8 ONNX DynamicQuantizeLinear, bit for bit. Zeros have scale 1; a scale is at least the smallest
+normal float32 and small enough for all codes to stand for finite numbers. A NaN makes NaN of all that share its scale;
+±inf take the outermost codes. Calibrated ranges, ``qtk.numerics.ranges``, are the same but computed in float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from qtk.numerics import affine
 from qtk.numerics.acting import SMALLEST_SCALE
-from qtk.numerics.blocks import split_shape
 from qtk.numerics.ranges import LARGEST_REAL
 from qtk.numerics.statistics import min_max
 

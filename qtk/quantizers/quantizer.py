@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
 from qtk.nn.tap import Tap
 from qtk.numerics.acting import acting_scale, acting_zero_point
 from qtk.observers.observer import Observer
 from qtk.ops.observe import Listener
-from qtk.ops.simulate import simulate
+from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.quantizers.weight_cache import WeightCache
 
 
@@ -34,6 +34,8 @@ class Quantizer(Tap):
 
     ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while the range is
     learned. Learned numbers act as what they would be exported as: ``|scale|``, and ``zero_point`` rounded to a code.
+
+    With a dynamic spec there are no numbers: each tensor is quantized in its own range.
 
     ``rewrote_weight`` tells that a method has put other numbers in place of the parameter's own.
 
@@ -76,16 +78,21 @@ class Quantizer(Tap):
             if self.mode is Mode.OBSERVE:
                 self._observe(x)
             return x
-        if self.scale is None:
+        if not self.ready:
             raise NotCalibratedError(
                 f"{self.site} has no encoding to simulate with; run sim.compute_encodings(data) or load encodings first"
             )
-        if not self.cache or torch.compiler.is_compiling():
+        if self.scale is None or not self.cache or torch.compiler.is_compiling():
             return self._simulate(x)
         if torch.is_grad_enabled():
             self._weight_cache.clear()
             return self._simulate(x)
         return self._weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can simulate: it has an encoding, or needs none."""
+        return self.spec.dynamic or self.scale is not None
 
     @property
     def idle(self) -> bool:
@@ -103,7 +110,7 @@ class Quantizer(Tap):
 
     @property
     def encoding(self) -> Encoding | None:
-        """A copy of the encoding in force, ``None`` before there is one."""
+        """A copy of the encoding in force, ``None`` before there is one, and always with a dynamic spec."""
         if self.scale is None:
             return None
         scale, zero_point = self.scale.detach(), self.zero_point
@@ -113,8 +120,12 @@ class Quantizer(Tap):
         return Encoding(self.spec, acting_scale(scale) if self.learns_range else scale.clone(), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
-        """Takes over an encoding. Raises: EncodingError if its spec differs or this quantizer is frozen."""
+        """Takes over an encoding.
+
+        Raises: EncodingError if its spec differs, the range is taken at run time, or this quantizer is frozen.
+        """
         self.refuse_if_frozen()
+        self._refuse_if_dynamic()
         if encoding.spec != self.spec:
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
@@ -138,10 +149,11 @@ class Quantizer(Tap):
     def learn_range(self) -> None:
         """Makes scale and zero point trainable.
 
-        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen or if the scales are
-        stored in few bits.
+        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen, if the range is taken at
+        run time or if the scales are stored in few bits.
         """
         self.refuse_if_frozen()
+        self._refuse_if_dynamic()
         if self.scale is None:
             raise NotCalibratedError(f"{self.site} has no range to learn from; run sim.compute_encodings(data) first")
         if self.spec.scale_format is not None:
@@ -175,6 +187,8 @@ class Quantizer(Tap):
             self._listener.observe_when_run(x)
 
     def _simulate(self, x: Tensor) -> Tensor:
+        if self.spec.dynamic:
+            return simulate_dynamic(x, self.spec)
         assert self.scale is not None
         return simulate(x, self.spec, self.scale, self.zero_point)
 
@@ -191,6 +205,11 @@ class Quantizer(Tap):
         """Raises: EncodingError if frozen."""
         if self.frozen:
             raise EncodingError(f"{self.site} is frozen; set frozen = False to change its encoding")
+
+    def _refuse_if_dynamic(self) -> None:
+        if self.spec.dynamic:
+            raise EncodingError(f"{self.site} takes its range from each tensor at run time; plan it without dynamic to "
+                                "give it one range")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Devices follow the model; scales stay float32, bit for bit."""
@@ -221,7 +240,8 @@ class Quantizer(Tap):
             rounded = zero_point.detach().round().clamp(self.spec.qmin, self.spec.qmax)
             zero_point = stored[prefix + "zero_point"] = rounded.to(torch.int32)
         if isinstance(scale, Tensor) and isinstance(zero_point, Tensor | None):
-            if scale.ndim != self._scale_rank() or (zero_point is None) != self.spec.symmetric:
+            fits = scale.ndim == self._scale_rank() and (zero_point is None) == self.spec.symmetric
+            if self.spec.dynamic or not fits:
                 error_msgs.append(
                     f"{self.site} is {self.spec}; the checkpoint has a scale of shape {tuple(scale.shape)} with"
                     f"{'out' if zero_point is None else ''} a zero point; load it into a model quantized like it"
@@ -235,8 +255,5 @@ class Quantizer(Tap):
         )
 
     def _scale_rank(self) -> int:
-        match self.spec.granularity:
-            case PerTensor() | PerChannel():
-                return 1
-            case PerBlock(sizes):
-                return len(sizes)
+        granularity = self.spec.granularity
+        return len(granularity.sizes) if isinstance(granularity, PerBlock) else 1

@@ -46,6 +46,8 @@ def _shape_of(decided: SitePlan) -> str:
 
 
 def _source(decided: SitePlan) -> str:
+    if decided.spec.dynamic:
+        return "at run time"
     if decided.leader is not None:
         return f"as {decided.leader}"
     if decided.range is not None:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
-from qtk.core.spec import QuantSpec
+from qtk.core.spec import PER_TENSOR, QuantSpec
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
 from qtk.graph.static_values import static_values
@@ -42,8 +43,9 @@ def calibrate(
     """Computes the encodings of all sites that are not frozen, or of the named ones, then loads them all at once.
 
     The model runs in float while activations are observed. A site that carried mask sentinels (−inf and the like)
-    cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan. Where a process
-    group is initialized, every rank observes its own data and all get the same encodings. ``sites`` are names or globs;
+    cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan. Sites that take
+    their ranges at run time need no data; where there is some, they are watched for sentinels. Where a process group is
+    initialized, every rank observes its own data and all get the same encodings. ``sites`` are names or globs;
     ``only_missing`` leaves the encodings that there are.
 
     Changes ``model``. Returns: the plan as it now holds.
@@ -58,7 +60,10 @@ def calibrate(
     device = device_of(model)
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
     encodings |= parameter_encodings(model, {s: d for s, d in pending.items() if d.static}, progress)
-    observed = {site: decided for site, decided in pending.items() if not decided.static and decided.range is None}
+    observed = {
+        site: decided for site, decided in pending.items()
+        if not decided.static and decided.range is None and not (decided.spec.dynamic and data is None)
+    }
     masked: dict[Site, str] = {}
     if observed:
         seen = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
@@ -121,7 +126,7 @@ def _from_data(
     problem: Exception | None = None
     try:
         for site, decided in sites.items():
-            watched[site.name].observer = calibrator(decided.method).observer(decided.spec.granularity)
+            watched[site.name].observer = _observer(decided)
         try:
             if data is None:
                 names = ", ".join(site.name for site in list(sites)[:3])
@@ -140,6 +145,12 @@ def _from_data(
             quantizer.observer = None
 
 
+def _observer(decided: SitePlan) -> Observer:
+    if decided.spec.dynamic:
+        return MinMax().observer(PER_TENSOR)
+    return calibrator(decided.method).observer(decided.spec.granularity)
+
+
 def _decided(
     sites: Mapping[Site, SitePlan], observers: Mapping[str, Observer]
 ) -> tuple[dict[Site, Encoding], dict[Site, str]]:
@@ -156,9 +167,9 @@ def _decided(
         if observer.sentinels:
             total = observer.count + observer.sentinels
             masked[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
-        elif observer.count == 0:
+        elif observer.count == 0 and not decided.spec.dynamic:
             starved.append(site.name)
-        else:
+        elif not decided.spec.dynamic:
             ready.setdefault(decided.method, []).append(site)
     if starved:
         raise CalibrationError(

@@ -40,10 +40,12 @@ def _problem(quantizer: Quantizer) -> str | None:
         encoding = quantizer.encoding
     except EncodingError as error:
         return str(error)
-    if encoding is None:
+    if not quantizer.ready:
         return "no encoding; run sim.compute_encodings(data)"
     if quantizer.mode is not Mode.SIMULATE:
         return f"mode is {quantizer.mode.name}, so it passes values through"
+    if encoding is None:
+        return None  # each tensor has its own
     if not bool(torch.isfinite(encoding.minimum).all() & torch.isfinite(encoding.maximum).all()):
         return "its range is not finite"
     return None

@@ -22,7 +22,7 @@ class SiteError:
     Args:
         site: name of the site.
         sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
-        max_error_scales: largest absolute error in units of the site's scale.
+        max_error_scales: largest absolute error in units of the site's scale, NaN where each tensor has its own.
         unpaired: calls in simulation without a counterpart of their shape in float, because the model took another way
             (a router that sends tokens elsewhere); no figure counts them, and without any other ``sqnr_db`` is NaN.
     """
@@ -103,6 +103,9 @@ def compare(
     finally:
         for handle in handles:
             handle.remove()
-    errors = [SiteError(name, total.sqnr_db, total.worst, total.unpaired) for name, total in sums.items()]
+    errors = [
+        SiteError(name, total.sqnr_db, math.nan if watched[name].spec.dynamic else total.worst, total.unpaired)
+        for name, total in sums.items()
+    ]
     return sorted(errors, key=lambda error: (math.isnan(error.sqnr_db), error.sqnr_db))
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import fx, nn
 
 from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
@@ -33,11 +34,13 @@ class Exported:
     Args:
         model: the prepared model with its quantizers simulating.
         encodings: site name → encoding.
+        dynamic: site name → spec, where the range is taken at run time.
         example_inputs: a tensor, tuple or dict the model runs on.
     """
 
     model: nn.Module
     encodings: Mapping[str, Encoding]
+    dynamic: Mapping[str, QuantSpec]
     example_inputs: ExampleInputs
 
 
@@ -63,6 +66,7 @@ def export(
     directory: str | os.PathLike[str],
     *,
     check: Callable[[], None],
+    dynamic: Mapping[str, QuantSpec] | None = None,
     formats: Sequence[str] = ("encodings", "onnx"),
     force: bool = False,
 ) -> None:
@@ -74,6 +78,7 @@ def export(
         example_inputs: a tensor, tuple or dict the model runs on.
         directory: where the files will be.
         check: runs first and raises if the simulation is not fit to be exported.
+        dynamic: site name → spec, where the range is taken at run time.
         formats: names from ``EXPORTERS``.
         force: replace an existing directory.
 
@@ -86,7 +91,7 @@ def export(
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]
     check()
-    exported = Exported(model, encodings, example_inputs)
+    exported = Exported(model, encodings, dynamic or {}, example_inputs)
     with staged_directory(directory, force=force) as folder:
         for write in exporters:
             write(exported, folder)
@@ -103,15 +108,23 @@ def _encodings(exported: Exported, folder: Path) -> None:
 
 
 def _encodings_json(exported: Exported, folder: Path) -> None:
-    encodings_json.export(exported.encodings, folder / ENCODINGS_FILE)
+    encodings_json.export(exported.encodings, folder / ENCODINGS_FILE, dynamic=exported.dynamic)
 
 
 def _encodings_aimet_1_0_0(exported: Exported, folder: Path) -> None:
+    _refuse_dynamic(exported)
     encodings_aimet.export_1_0_0(exported.encodings, folder / AIMET_1_0_0_FILE)
 
 
 def _encodings_aimet_2_0_0(exported: Exported, folder: Path) -> None:
+    _refuse_dynamic(exported)
     encodings_aimet.export_2_0_0(exported.encodings, folder / AIMET_2_0_0_FILE)
+
+
+def _refuse_dynamic(exported: Exported) -> None:
+    if exported.dynamic:
+        raise ExportError(f"AIMET's schemas know no ranges taken at run time, as {next(iter(exported.dynamic))} has; "
+                          f"{ENCODINGS_FILE} lists them")
 
 
 def _onnx(exported: Exported, folder: Path) -> None:

@@ -181,7 +181,7 @@ def apply_layerwise(
             layers, skipped = _layers(sim, chosen, options.get("sites"))
             _load_missing_encodings(sim, layers, progress)
             quantizers = list(dict.fromkeys(sim.quantizers.values()))
-            stack.enter_context(in_mode([q for q in quantizers if q.scale is None], Mode.BYPASS))
+            stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
             calls = _calls(sim.model, quantizers, data, options)
         except Exception as error:  # the other ranks are waiting
             problem = error

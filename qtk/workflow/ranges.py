@@ -24,14 +24,17 @@ def set_range(
 
     All scales of a site get the same range.
 
-    Raises: CalibrationError if there is no such site, the bounds are not finite and low < high, or a site has more
-        than one scale and no shape of them yet. Nothing has changed then.
+    Raises: CalibrationError if there is no such site, the bounds are not finite and low < high, a site takes its range
+        at run time, or has more than one scale and no shape of them yet. Nothing has changed then.
     """
     if not low < high:
         raise CalibrationError(f"a range must be low < high, got [{low}, {high}]")
     encodings: dict[str, Encoding] = {}
     for site in leaders(plan, names):
         spec, scale = plan[site].spec, quantizers[site.name].scale
+        if spec.dynamic:
+            raise CalibrationError(f"{site} takes its range from each tensor at run time; plan it without dynamic, or "
+                                   "name other sites")
         if scale is None and not isinstance(spec.granularity, PerTensor):
             raise CalibrationError(f"{site} has a scale for each {spec.granularity}, how many is not known yet; "
                                    "run sim.compute_encodings(data) first")

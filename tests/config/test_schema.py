@@ -80,7 +80,7 @@ def test_all_but_the_version_may_be_left_out():
         (with_setting("flaot"), "rules[1].weight: got 'flaot'; must be 'float' or 'quantized'"),
         (with_setting(8), "rules[1].weight: got 8; must be a mapping"),
         (with_setting({"symmetric": "yes"}), "rules[1].weight.symmetric: got 'yes'; must be a valid boolean"),
-        (with_setting({"granularity": "per_row"}), "must be 'per_tensor', 'per_channel' or 'per_block'"),
+        (with_setting({"granularity": "per_row"}), "must be 'per_tensor', 'per_channel', 'per_token' or 'per_block'"),
         (with_setting({"dtype": "itn8"}), "rules[1].weight: unknown dtype 'itn8'; did you mean 'int8'?"),
         (with_setting({"dtype": "int8", "bits": 4}), "dtype int8 has 8 bits, bits says 4"),
         (with_setting({"dtype": "uint8", "symmetric": True}), "dtype uint8 is unsigned and symmetric is true"),

@@ -1,6 +1,6 @@
 import pytest
 
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import SpecError
 
 
@@ -14,6 +14,10 @@ from qtk.errors import SpecError
         (PerChannel(-1), (5, 7), (-1, 1), (7,)),
         (PerChannel(-2), (5, 7), (1, -1), (5,)),
         (PerChannel(0), (1,), (1,), (1,)),
+        (PerToken(), (6, 8), (1, -1), (6, 1)),
+        (PerToken(), (2, 6, 8), (1, 1, -1), (2, 6, 1)),
+        (PerToken(), (8,), (-1,), (1,)),
+        (PerToken(), (), (), (1,)),
         (PerBlock((1, 4)), (6, 8), (1, 4), (6, 2)),
         (PerBlock((-1, 4)), (6, 8), (-1, 4), (1, 2)),
         (PerBlock((2, 8)), (6, 8), (2, 8), (3, 1)),
@@ -50,6 +54,6 @@ def test_sizes_that_are_none_are_refused(sizes):
 def test_they_are_values():
     assert PerChannel(0) == PerChannel(0) != PerChannel(1)
     assert len({PerTensor(), PerTensor(), PerBlock((1, 4)), PerBlock((1, 4))}) == 2
-    assert [str(g) for g in (PerTensor(), PerChannel(0), PerBlock((1, 4)))] == [
-        "per_tensor", "per_channel(axis=0)", "per_block(1, 4)"
+    assert [str(g) for g in (PerTensor(), PerChannel(0), PerToken(), PerBlock((1, 4)))] == [
+        "per_tensor", "per_channel(axis=0)", "per_token", "per_block(1, 4)"
     ]

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from qtk.core.dtypes import dtype
-from qtk.core.granularity import PerBlock, PerChannel
+from qtk.core.granularity import PerBlock, PerChannel, PerToken
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 
@@ -13,6 +13,8 @@ SPECS = [
     QuantSpec(dtype("uint16")),
     QuantSpec(dtype("int4"), PerChannel(-1), symmetric=True),
     QuantSpec(dtype("int2"), PerBlock((1, -1, 32)), symmetric=True, narrow_range=True),
+    QuantSpec(dtype("uint8"), dynamic=True),
+    QuantSpec(dtype("int8"), PerToken(), symmetric=True, dynamic=True),
 ]
 
 
@@ -35,6 +37,7 @@ def test_json_and_back(spec):
     [
         {"dtype": 8}, {"dtype": "int99"}, {"granularity": "per_row"}, {"granularity": {"per_block": [1, "2"]}},
         {"granularity": {"per_channel": "0"}}, {"symmetric": 1}, {"narrow_range": None}, {"extra": 1},
+        {"dynamic": 1},
     ],
     ids=str,
 )
@@ -54,9 +57,15 @@ def test_symmetric_needs_a_signed_dtype():
         QuantSpec(dtype("uint8"), symmetric=True)
 
 
-def test_dynamic_is_refused_until_it_is_built():
-    with pytest.raises(SpecError, match="not built yet"):
-        QuantSpec(dtype("int8"), dynamic=True)
+@pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock((1, 32))], ids=str)
+def test_ranges_of_run_time_belong_to_tensors_or_rows(granularity):
+    with pytest.raises(SpecError, match="per tensor or per token"):
+        QuantSpec(dtype("int8"), granularity, symmetric=True, dynamic=True)
+
+
+def test_rows_have_their_ranges_at_run_time():
+    with pytest.raises(SpecError, match="use dynamic=True"):
+        QuantSpec(dtype("int8"), PerToken())
 
 
 def test_it_is_frozen_and_a_value():

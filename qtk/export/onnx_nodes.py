@@ -1,0 +1,70 @@
+"""Writing ONNX nodes into a graph, in front of one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from torch import Tensor
+
+
+class NodeWriter:
+    """Writes the nodes of one place.
+
+    Args:
+        graph: where to.
+        before: the node in front of which they stand.
+        name: their common name.
+        shape: of their results, where nothing else is said.
+    """
+
+    def __init__(self, graph: ir.Graph, before: ir.Node, name: str, shape: ir.Shape | None) -> None:
+        self.graph, self.before, self.name, self.shape = graph, before, name, shape
+        self._names: set[str] = set()
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        dtype: ir.DataType,
+        attributes: Mapping[str, int] | None = None,
+        *,
+        shape: ir.Shape | None = None,
+    ) -> ir.Node:
+        """A node with one result."""
+        result = value_of(dtype, self.shape if shape is None else shape)
+        node = ir.node(op, inputs, dict(attributes or {}), outputs=[result])
+        name = base = f"{self.name}/{op}.{dtype.name.lower()}"
+        while name in self._names:
+            name = f"{base}.{len(self._names)}"
+        self._names.add(name)
+        node.name = node.outputs[0].name = name
+        self.graph.insert_before(self.before, node)
+        return node
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if value.dtype == dtype:
+            return value
+        return self.node("Cast", [value], dtype, {"to": int(dtype)}, shape=value.shape).outputs[0]
+
+    def initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
+        """A constant; the one that has this name already, if there is one."""
+        if name in self.graph.initializers:
+            return self.graph.initializers[name]
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+
+def value_of(dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:
+    """A value without a name."""
+    return ir.Value(type=None if dtype is None else ir.TensorType(dtype), shape=shape)
+
+
+def array_of(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """The numbers of a tensor."""
+    array: npt.NDArray[np.generic] = tensor.detach().cpu().contiguous().numpy()
+    return array
