@@ -65,11 +65,21 @@ def fake_quantize_backward(
     return dx, gradient_of_given_scale(summed.reshape(scale.shape).to(torch.float32), scale)
 
 
+def smallest_exponent(format: FloatDtype) -> int:
+    """Exponent of the smallest normal number of a format, with the bias of float32.
+
+    >>> from qtk.core.dtypes import DTYPES
+    >>> smallest_exponent(DTYPES["fp8_e4m3"]) - 127
+    -6
+    """
+    return 2 - (1 << (format.exponent_bits - 1)) + _BIAS
+
+
 def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
     """As if the largest exponents of float32 belonged to the format."""
     # the float32 with the exponent of x, and no smaller than the smallest normal number of the format
-    smallest = 2 - (1 << (format.exponent_bits - 1))
-    exponent = x.view(torch.int32).bitwise_and(0xFF << _MANTISSA_BITS).clamp(min=(smallest + _BIAS) << _MANTISSA_BITS)
+    smallest = smallest_exponent(format) << _MANTISSA_BITS
+    exponent = x.view(torch.int32).bitwise_and(0xFF << _MANTISSA_BITS).clamp(min=smallest)
     unit = (exponent - (format.mantissa_bits << _MANTISSA_BITS)).view(torch.float32)
     return (x / unit).round() * unit
 

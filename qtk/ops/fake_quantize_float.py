@@ -1,7 +1,7 @@
 """``qtk::fake_quantize_float``: the op behind a quantizer to a small float, with its gradient.
 
-Formulas of ``qtk.numerics.minifloat``; ``block_size`` as in ``qtk.ops.fake_quantize``, ``format`` a name of
-``qtk.core.dtypes``. Compilers see plain aten.
+Formulas of ``qtk.numerics.minifloat``; ``block_size`` and backends as in ``qtk.ops.fake_quantize``. A format is given
+by its bits of exponent and mantissa and its largest number. Compilers see plain aten.
 """
 
 from __future__ import annotations
@@ -13,47 +13,108 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
+from qtk.kernels.backends import why_not_native, why_not_triton
 from qtk.numerics import minifloat
+from qtk.numerics.blocks import check_fit
+
+_SPEC = "Tensor scale, int[] block_size, int exponent_bits, int mantissa_bits, float largest"
+
+why_not_native()  # loads the C++ kernels
+torch.library.define("qtk::fake_quantize_float", f"(Tensor input, {_SPEC}) -> Tensor")
+torch.library.define(
+    "qtk::fake_quantize_float_backward",
+    f"(Tensor grad, Tensor input, {_SPEC}, bool wants_scale) -> (Tensor, Tensor)",
+)
 
 
-def _forward(input: Tensor, scale: Tensor, block_size: Sequence[int], format: str) -> Tensor:
-    return minifloat.fake_quantize(input.detach(), scale.detach(), block_size, _format(format))
+def _forward(
+    input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
+    format = _format(exponent_bits, mantissa_bits, largest)
+    return minifloat.fake_quantize(input.detach(), scale.detach(), block_size, format)
+
+
+def _backward(
+    grad: Tensor, input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
+    largest: float, wants_scale: bool,
+) -> tuple[Tensor, Tensor]:
+    format = _format(exponent_bits, mantissa_bits, largest)
+    dx, dscale = minifloat.fake_quantize_backward(grad.detach(), input.detach(), scale.detach(), block_size, format)
+    return dx, dscale if wants_scale else scale.new_empty(0)
+
+
+@torch.library.impl("qtk::fake_quantize_float", "CUDA")
+def _on_gpu(
+    input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
+    if why_not_triton():
+        return _forward(input, scale, block_size, exponent_bits, mantissa_bits, largest)
+    from qtk.kernels.gpu import fake_quantize as kernels
+
+    return kernels.fake_quantize_float(input, scale, block_size, _format(exponent_bits, mantissa_bits, largest))
+
+
+@torch.library.impl("qtk::fake_quantize_float_backward", "CUDA")
+def _backward_on_gpu(
+    grad: Tensor, input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
+    largest: float, wants_scale: bool,
+) -> tuple[Tensor, Tensor]:
+    if why_not_triton():
+        return _backward(grad, input, scale, block_size, exponent_bits, mantissa_bits, largest, wants_scale)
+    from qtk.kernels.gpu import fake_quantize as kernels
+
+    format = _format(exponent_bits, mantissa_bits, largest)
+    return kernels.fake_quantize_float_backward(grad, input, scale, block_size, format, wants_scale)
+
+
+def _backward_fake(grad: Tensor, input: Tensor, scale: Tensor, *spec: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input, dtype=grad.dtype), scale.new_empty(scale.shape if spec[-1] else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, scale, ctx.block_size, ctx.format = inputs
+    input, scale, *ctx.spec = inputs
     ctx.save_for_backward(input, scale)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, scale = ctx.saved_tensors
-    dx, dscale = minifloat.fake_quantize_backward(grad, input, scale, ctx.block_size, _format(ctx.format))
     wants_x, wants_scale, *_ = ctx.needs_input_grad
-    return dx if wants_x else None, dscale if wants_scale else None, None, None
+    dx, dscale = torch.ops.qtk.fake_quantize_float_backward.default(grad, input, scale, *ctx.spec, wants_scale)
+    return dx if wants_x else None, dscale if wants_scale else None, None, None, None, None
 
 
-def _format(name: str) -> FloatDtype:
-    format = DTYPES[name]
-    assert isinstance(format, FloatDtype)
-    return format
+def _format(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtype:
+    return FloatDtype("", 1 + exponent_bits + mantissa_bits, True, exponent_bits, mantissa_bits, largest)
 
 
-torch.library.define(
-    "qtk::fake_quantize_float", "(Tensor input, Tensor scale, int[] block_size, str format) -> Tensor"
-)
 torch.library.impl("qtk::fake_quantize_float", "CompositeExplicitAutograd", _forward)
+torch.library.impl("qtk::fake_quantize_float_backward", "CompositeExplicitAutograd", _backward)
 torch.library.register_fake("qtk::fake_quantize_float", lambda input, *spec: torch.empty_like(input))
-torch.library.register_autograd("qtk::fake_quantize_float", _backward, setup_context=_setup_context)
+torch.library.register_fake("qtk::fake_quantize_float_backward", _backward_fake)
+torch.library.register_autograd("qtk::fake_quantize_float", _autograd, setup_context=_setup_context)
 
 
 class _Decomposed(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    """Forward and straight-through backward in plain aten, for compilers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, *spec: Any) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.spec = spec
+        return _forward(x, scale, *spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        block_size, *numbers = ctx.spec
+        dx, dscale = minifloat.fake_quantize_backward(grad, x, scale, block_size, _format(*numbers))
+        return dx, dscale if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: str) -> Tensor:
     """``x`` rounded to the numbers of a small float times its scale, with straight-through gradients.
+
+    ``format`` is a name of ``qtk.core.dtypes``.
 
     Shape: ``x`` any, of a floating dtype; ``scale`` float32 in the qparam shape; result as ``x``, same strides.
 
@@ -62,9 +123,16 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
     >>> fake_quantize_float(torch.tensor([0.3, 9.0]), torch.tensor([0.5]), (), "fp4_e2m1")
     tensor([0.2500, 3.0000])
     """
+    row = DTYPES[format]
+    assert isinstance(row, FloatDtype)
+    numbers = row.exponent_bits, row.mantissa_bits, row.largest
     result: Tensor
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        result = _Decomposed.apply(x, scale, block_size, format)
-    else:
-        result = torch.ops.qtk.fake_quantize_float.default(x, scale, block_size, format)
+        result = _Decomposed.apply(x, scale, block_size, *numbers)
+        return result
+    try:
+        result = torch.ops.qtk.fake_quantize_float.default(x, scale, block_size, *numbers)
+    except ValueError:
+        check_fit(scale, x.shape, block_size)  # says better what does not fit
+        raise
     return result

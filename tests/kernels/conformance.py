@@ -132,12 +132,17 @@ def check_backward(
     of_scale = slope * scale.sign().reshape(-1)[index] * error
     of_zero = torch.where(inside, 0.0, -slope * step)
     for own, terms in ((dscale, of_scale), (dzero, of_zero)):
-        expected = torch.zeros(scale.numel(), dtype=torch.float64).index_add(0, index.reshape(-1), terms.reshape(-1))
-        size = torch.zeros_like(expected).index_add(0, index.reshape(-1), terms.abs().reshape(-1))
         assert own.shape == scale.shape
-        assert own.dtype == torch.float32
-        error = (own.reshape(-1).double() - expected).abs()
-        assert bool((error <= 4e-6 * size + 1e-30).all()), float((error / (size + 1e-30)).max())
+        check_sums(own, terms, index)
+
+
+def check_sums(own: Tensor, terms: Tensor, index: Tensor) -> None:
+    """The sums of the terms of each scale, within the rounding of float32 sums. ``index``: the scale of each term."""
+    expected = torch.zeros(own.numel(), dtype=torch.float64).index_add(0, index.reshape(-1), terms.reshape(-1))
+    size = torch.zeros_like(expected).index_add(0, index.reshape(-1), terms.abs().reshape(-1))
+    assert own.dtype == torch.float32
+    error = (own.reshape(-1).double() - expected).abs()
+    assert bool((error <= 4e-6 * size + 1e-30).all()), float((error / (size + 1e-30)).max())
 
 
 class Conformance:

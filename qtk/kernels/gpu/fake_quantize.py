@@ -1,26 +1,32 @@
-"""Fake-quantization and its gradient as Triton kernels: one launch a call, float32 inside.
+"""Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
-Formulas of ``qtk.numerics.affine``, ``straight_through`` and ``acting``; ``qtk.kernels.gpu.walk`` says which program
-takes what. The gradients of the range are reduced inside the launch: where several programs share a scale, each leaves
-its part and takes a ticket, and the one that draws the last ticket adds the parts up in their order. The sums do not
-depend on which program that is.
+One launch a call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
+``acting``; ``qtk.kernels.gpu.walk`` says which program takes what. The gradients of the range are reduced inside the
+launch: where several programs share a scale, each leaves its part and takes a ticket, and the one that draws the last
+ticket adds the parts up in their order. The sums do not depend on which program that is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.walk import TILE, walk
-from qtk.numerics import affine, straight_through
+from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics.blocks import check_fit
+
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Of the tensor, its scales and its zero points."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter cuts the digits that bfloat16 has no place for; GPUs round."""
@@ -71,9 +77,29 @@ def code_of(steps, zero):
 
 
 @triton.jit
+def number_of(steps, zero, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
+    """The code, or the number of a small float with so many bits of mantissa, before it is clamped.
+
+    ``SMALLEST`` is the exponent of its smallest normal number as float32 stores it. ``MANTISSA`` of -1: integers.
+    """
+    if MANTISSA < 0:
+        number = code_of(steps, zero)
+    else:
+        steps = clamped(steps, -1e30, 1e30)  # further out than any number, and the unit has an inverse
+        exponent = tl.maximum(steps.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST << 23)
+        unit = exponent - (MANTISSA << 23)
+        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)  # of a power of two: exact
+        size = rounded(tl.abs(steps * inverse)) * unit.to(tl.float32, bitcast=True)
+        sign = steps.to(tl.uint32, bitcast=True) & 0x80000000  # a small float knows -0
+        number = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
 def forward_kernel(
     x_at, y_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, SCALES: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -86,7 +112,7 @@ def forward_kernel(
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        code = clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax)
+        code = clamped(number_of(tl.div_rn(x, scale), zero, MANTISSA, SMALLEST), qmin, qmax)
         tl.store(y_at + offsets, narrowed((code - zero) * scale, y_at.dtype.element_ty), mask=mask)
 
 
@@ -94,8 +120,8 @@ def forward_kernel(
 def backward_kernel(
     x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, count,
     s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, SUMS: tl.constexpr,
+    OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -118,7 +144,7 @@ def backward_kernel(
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
         g = tl.load(g_at + offsets, mask=mask, other=0.0)
-        code = code_of(steps, zero)
+        code = number_of(steps, zero, MANTISSA, SMALLEST)
         nearest = clamped(code, qmin, qmax)
         inside = nearest == code
         tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
@@ -155,10 +181,24 @@ def backward_kernel(
                 tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
 
 
-def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The numbers that a scale is multiplied with: integers, or those of a small float (``number_of``)."""
+
+    lowest: float
+    highest: float
+    mantissa: int = -1
+    smallest: int = 0
+
+    def constants(self) -> dict[str, int]:
+        return {"MANTISSA": self.mantissa, "SMALLEST": self.smallest}
+
+
+def forward(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
+    reference: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """As ``qtk.ops.fake_quantize.fake_quantize``.
+    """``x`` on a grid; blocks along more than two axes are left to the ``reference``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -167,25 +207,25 @@ def fake_quantize(
     if not x.numel():
         return result
     found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():  # blocks along more than two axes
-        return affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax)
+    if found is None and x.is_contiguous():
+        return reference(x)
     if found is None:
-        return result.copy_(fake_quantize(x.contiguous(), scale, zero_point, block_size, qmin, qmax))
+        return result.copy_(forward(x.contiguous(), scale, zero_point, block_size, grid, reference))
     splits = found.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         forward_kernel[(found.groups * splits,)](
-            x, result, scale.contiguous(), zero, float(qmin), float(qmax), *arguments(found), splits,
-            ASYMMETRIC=zero_point is not None, **shape(found),
+            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(found), splits,
+            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(found),
         )
     return result
 
 
-def fake_quantize_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
-    wants_scale: bool, wants_zero_point: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``qtk.numerics.straight_through.fake_quantize_backward``, an empty tensor for what is not wanted.
+def backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
+    wants_scale: bool, wants_zero_point: bool, reference: Callable[[Tensor, Tensor], Gradients],
+) -> Gradients:
+    """Its gradients, an empty tensor for what is not wanted; ``reference`` as in ``forward``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -196,16 +236,14 @@ def fake_quantize_backward(
     of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
     if not x.numel():
         return dx, of_scale.zero_(), of_zero.zero_()
-    spec = scale, zero_point, block_size, qmin, qmax, wants_scale, wants_zero_point
     found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():  # blocks along more than two axes
-        dx, *found_of_range = straight_through.fake_quantize_backward(
-            grad, x, *spec[:-2], wants_scale=wants_scale, wants_zero_point=wants_zero_point
-        )
-        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in found_of_range)
-        return dx, of_scale, of_zero
+    if found is None and x.is_contiguous():
+        return reference(grad, x)
     if found is None:
-        flat, of_scale, of_zero = fake_quantize_backward(grad.contiguous(), x.contiguous(), *spec)
+        flat, of_scale, of_zero = backward(
+            grad.contiguous(), x.contiguous(), scale, zero_point, block_size, grid, wants_scale, wants_zero_point,
+            reference,
+        )
         return dx.copy_(flat), of_scale, of_zero
     slope = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
     splits = found.splits(programs(x.device))
@@ -213,9 +251,63 @@ def fake_quantize_backward(
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         backward_kernel[(found.groups * splits,)](
-            x, slope, dx, scale.contiguous(), zero, float(qmin), float(qmax), parts, of_scale, of_zero,
+            x, slope, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
             tickets(x.device, found.groups if sums else 0), scale.numel(), *arguments(found), splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // found.scales_a_tile, **shape(found),
+            PARTS=TILE // found.scales_a_tile, **grid.constants(), **shape(found),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
+
+
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Tensor:
+    """As ``qtk.ops.fake_quantize.fake_quantize``. Raises: SpecError if scale or zero point do not fit ``x``."""
+    return forward(
+        x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)),
+        lambda x: affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax),
+    )
+
+
+def fake_quantize_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+    wants_scale: bool, wants_zero_point: bool,
+) -> Gradients:
+    """As ``qtk.numerics.straight_through.fake_quantize_backward``, an empty tensor for what is not wanted.
+
+    Raises: SpecError if scale or zero point do not fit ``x``.
+    """
+
+    def reference(grad: Tensor, x: Tensor) -> Gradients:
+        dx, *of_range = straight_through.fake_quantize_backward(
+            grad, x, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
+            wants_zero_point=wants_zero_point,
+        )
+        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
+        return dx, of_scale, of_zero
+
+    grid = Grid(float(qmin), float(qmax))
+    return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+
+
+def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+    """As ``qtk.numerics.minifloat.fake_quantize``."""
+    return forward(
+        x, scale, None, block_size, _grid(format), lambda x: minifloat.fake_quantize(x, scale, block_size, format)
+    )
+
+
+def fake_quantize_float_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype, wants_scale: bool
+) -> tuple[Tensor, Tensor]:
+    """As ``qtk.numerics.minifloat.fake_quantize_backward``, an empty tensor for what is not wanted."""
+
+    def reference(grad: Tensor, x: Tensor) -> Gradients:
+        return *minifloat.fake_quantize_backward(grad, x, scale, block_size, format), scale.new_empty(0)
+
+    dx, of_scale, _ = backward(grad, x, scale, None, block_size, _grid(format), wants_scale, False, reference)
+    return dx, of_scale
+
+
+def _grid(format: FloatDtype) -> Grid:
+    return Grid(format.minimum, format.maximum, format.mantissa_bits, minifloat.smallest_exponent(format))

@@ -26,9 +26,14 @@ def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[st
 
 def main() -> None:
     many, one = {"SCALES": 128, "REACH": 32}, {"SCALES": 1, "REACH": 4096}
+    integers, floats = {"MANTISSA": -1, "SMALLEST": 0}, {"MANTISSA": 3, "SMALLEST": 121}
     kernels = [
-        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, **many}),
-        (fake_quantize.backward_kernel, {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, **integers, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": False, **floats, **many}),
+        (fake_quantize.backward_kernel,
+         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
+        (fake_quantize.backward_kernel,
+         {"ASYMMETRIC": False, "SUMS": True, "OF_ZERO": False, "PARTS": 32, **floats, **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.within_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
