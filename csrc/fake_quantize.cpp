@@ -14,6 +14,7 @@
 
 #include "elements.h"
 #include "fake_quantize_loops.h"
+#include "results.h"
 #include "tiles.h"
 
 namespace qtk {
@@ -230,9 +231,9 @@ Tensor fake_quantize_cpu(
   if (!has_loops(input.scalar_type())) {
     return fake_quantize_cpu(input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax).to(input.scalar_type());
   }
-  Tensor result = at::empty_like(input);
+  Tensor result = empty_result(input);
   const Tensor x = dense(input);
-  const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
+  const Tensor y = result.strides() == x.strides() ? result : empty_result(x);
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
   const Range range(scale, zero_point, codes);
   const Tiles tiles(x, block_size, scale.numel());
@@ -253,10 +254,10 @@ Gradients fake_quantize_backward_cpu(
         wants_zero_point);
     return {dx.to(grad.scalar_type()), of_scale, of_zero};
   }
-  Tensor result = at::empty_like(input);
+  Tensor result = empty_result(input);
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
-  const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
+  const Tensor dx = result.strides() == x.strides() ? result : empty_result(x);
   const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
   const Range range(scale, zero_point, codes);
   const Tiles tiles(x, block_size, scale.numel());
