@@ -25,6 +25,8 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t PANEL = 128;  // columns whose counts stay in the cache while all rows go by
+constexpr int64_t MANY = 4;     // panels at least for threads to share them
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 Tensor with_loops(const Tensor& input) {
@@ -92,7 +94,7 @@ std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef bloc
 
 namespace {
 
-// Counts of one scale: several tables take turns, for the next count must not wait for the last.
+// Counts of one scale.
 class Tally {
  public:
   static constexpr int64_t MOST = int64_t{1} << 31;  // elements between two emptyings
@@ -101,21 +103,7 @@ class Tally {
 
   template <class T>
   void count(const T* x, int64_t n, Bins bins) {
-    std::array<int32_t, SLOTS> found;
-    uint32_t* const table = tables_.data();
-    for (int64_t done = 0; done < n; done += SLOTS) {
-      const int64_t here = std::min(SLOTS, n - done);
-      find_bins_row(x + done, here, bins, found.data());
-      int64_t i = 0;
-      for (; i + TABLES <= here; i += TABLES) {
-        for (int64_t turn = 0; turn < TABLES; ++turn) {
-          ++table[turn * slots_ + found[i + turn]];
-        }
-      }
-      for (; i < here; ++i) {
-        ++table[found[i]];
-      }
-    }
+    count_row(x, n, bins, tables_.data());
   }
 
   // Adds what was counted and forgets it.
@@ -129,7 +117,6 @@ class Tally {
   }
 
  private:
-  static constexpr int64_t TABLES = 4;
   int64_t slots_;  // the last but one stays empty, the last is for what is outside
   std::vector<uint32_t> tables_;
 };
@@ -159,6 +146,15 @@ class Counter {
     });
   }
 
+  // Columns [begin, end) of all rows; rows have `total` elements.
+  void count_panel(int64_t begin, int64_t end, int64_t total, int64_t* counts) const {
+    tiles_.each(0, total, [&](Tile tile) {
+      for (int64_t row = 0; row < tile.rows; ++row) {
+        columns(x_ + tile.offset + row * tile.width + begin, end - begin, tile.index + begin, counts);
+      }
+    });
+  }
+
  private:
   Bins of(int64_t index) const { return {first_ + index, unit_ + index, bins_}; }
 
@@ -167,9 +163,7 @@ class Counter {
     for (int64_t done = 0; done < n; done += SLOTS) {
       const int64_t here = std::min(SLOTS, n - done);
       find_bins_row(x + done, here, of(index), found.data());
-      for (int64_t i = 0; i < here; ++i) {
-        add(found[i], index, counts);
-      }
+      add(found.data(), here, counts + index * bins_, 0);
     }
   }
 
@@ -178,15 +172,17 @@ class Counter {
     for (int64_t done = 0; done < n; done += SLOTS) {
       const int64_t here = std::min(SLOTS, n - done);
       find_bins_columns(x + done, here, of(index + done), found.data());
-      for (int64_t i = 0; i < here; ++i) {
-        add(found[i], index + done + i, counts);
-      }
+      add(found.data(), here, counts + (index + done) * bins_, bins_);
     }
   }
 
-  void add(int32_t bin, int64_t index, int64_t* counts) const {
-    if (bin < bins_) {
-      ++counts[index * bins_ + bin];
+  // Counts for one after the other are `step` apart.
+  void add(const int32_t* found, int64_t n, int64_t* counts, int64_t step) const {
+    const int64_t bins = bins_;  // else read again after each count
+    for (int64_t i = 0; i < n; ++i, counts += step) {
+      if (found[i] < bins) {
+        ++counts[found[i]];
+      }
     }
   }
 
@@ -214,6 +210,15 @@ Tensor histogram_cpu(
   std::mutex merging;
   by_type(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
+    if (tiles.by_column() && tiles.width() >= MANY * PANEL) {
+      at::parallel_for(0, (tiles.width() + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+        const Counter<T> counter(source<T>(x), tiles, source<float>(from), units.data(), bins);
+        for (int64_t column = begin * PANEL; column < std::min(end * PANEL, tiles.width()); column += PANEL) {
+          counter.count_panel(column, std::min(column + PANEL, tiles.width()), x.numel(), all);
+        }
+      });
+      return;
+    }
     in_pieces(tiles, x.numel(), scales, [&](int64_t begin, int64_t end) {
       Counter<T> counter(source<T>(x), tiles, source<float>(from), units.data(), bins);
       if (tiles.one_row_a_scale() && scales > 1) {

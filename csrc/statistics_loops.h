@@ -23,13 +23,17 @@ struct Bins {
 };
 
 constexpr int64_t SLOTS = 1024;
+constexpr int64_t TABLES = 4;  // of counts, which take turns, for the next count must not wait for the last
 
 #define QTK_DECLARE_STATISTICS(T)                                                      \
   void min_max_rows(const T* x, int64_t rows, int64_t width, Extremes into);           \
   void min_max_columns(const T* x, int64_t rows, int64_t width, Extremes into);        \
   /* Bin of each of n <= SLOTS elements; bins.count + 1 for one that is not counted */ \
   void find_bins_row(const T* x, int64_t n, Bins bins, int32_t* slots);                \
-  void find_bins_columns(const T* x, int64_t n, Bins bins, int32_t* slots);
+  void find_bins_columns(const T* x, int64_t n, Bins bins, int32_t* slots);            \
+  /* Adds the numbers of elements in each bin to those of TABLES tables; a table is    \
+     one count a bin, one that stays empty, and that of what is not counted */         \
+  void count_row(const T* x, int64_t n, Bins bins, uint32_t* tables);
 
 QTK_DECLARE_STATISTICS(float)
 QTK_DECLARE_STATISTICS(BFloat16)

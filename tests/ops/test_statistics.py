@@ -103,9 +103,19 @@ def test_what_lies_outside_is_not_counted(ops):
     assert ops.histogram(x, torch.zeros(1), power(-2), 4, []).tolist() == [[1000, 0, 0, 1000]]
 
 
-def test_just_below_zero_is_below_zero_and_both_zeros_are_not(ops):
-    x = torch.tensor([-1e-44, -1e-30, -0.0, 0.0, 1e-44])
-    assert ops.histogram(x, torch.tensor([-1.0]), power(20), 2, []).tolist() == [[2, 3]]
+@pytest.mark.parametrize("times", [1, 101])
+@pytest.mark.parametrize("exponent", [20, 1, 0, -20])
+def test_just_below_zero_is_below_zero_and_both_zeros_are_not(ops, exponent, times):
+    x = torch.tensor([-1e-44, -1e-30, -0.0, 0.0, 1e-44, -1e-45]).repeat(times)
+    assert ops.histogram(x, torch.tensor([-1.0]), power(exponent), 2, []).tolist() == [[3 * times, 3 * times]]
+
+
+@pytest.mark.parametrize("bins", [65533, 65534, 65535, 65536])
+def test_more_bins_than_fit_16_bits(bins):
+    place = torch.randint(-2, bins + 2, (4 * bins + 1,), generator=torch.Generator().manual_seed(0))
+    x = torch.where(place < bins, place.float() / 4, torch.nan)
+    found = statistics.histogram(x, torch.zeros(1), power(-2), bins, [])
+    assert torch.equal(found[0], torch.bincount(place[(place >= 0) & (place < bins)], minlength=bins))
 
 
 def test_no_number_is_in_the_neighbour_of_its_bin(ops):
