@@ -26,8 +26,9 @@ constexpr size_t LARGE = size_t{4} << 20;  // bytes; below, the call costs more 
 
 at::Tensor empty_result(const at::Tensor& x) {
   at::Tensor result = at::empty_like(x);
-  if (result.nbytes() >= LARGE) {
-    prefer_huge_pages(result.mutable_data_ptr(), result.nbytes());
+  const size_t size = result.numel() * result.element_size();
+  if (size >= LARGE) {
+    prefer_huge_pages(result.mutable_data_ptr(), size);
   }
   return result;
 }
