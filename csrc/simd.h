@@ -41,10 +41,14 @@ INLINE float load(Half value) {
 
 INLINE void store(float value, float* into) { *into = value; }
 
+// In 16 bits, for twice as many fit into a register. A NaN of arithmetic is quiet and its upper half one too, unless
+// rounded up from all ones.
 INLINE void store(float value, BFloat16* into) {
   const uint32_t bits = as_bits(value);
-  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  into->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);  // NaN
+  const uint16_t upper = static_cast<uint16_t>(bits >> 16), lower = static_cast<uint16_t>(bits);
+  const uint16_t sticky = static_cast<uint16_t>(lower | (upper & 1u));  // a half and more, or a half and odd
+  const bool up = sticky > 0x8000u && (upper | 0x8000u) != 0xffffu;
+  into->bits = static_cast<uint16_t>(upper + (up ? 1u : 0u));
 }
 
 INLINE void store(float value, Half* into) {

@@ -26,9 +26,19 @@ class TestNative(conformance.Conformance):
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_half_precision(kind):
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(kind)
-    for scale in (1.0, 0.1, 1e-7, 1e4):
+    for scale in (1.0, 0.1, 1e-7, 1e4, 3.0, 257.0, 1e36, torch.inf):  # of multiples of 3 and 257 many are ties
         spec = (torch.tensor([scale]), None, ((), -32768, 32767))
         conformance.check_forward(forward, x, *spec)
+
+
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+def test_every_nan_stays_one(kind):
+    nans = torch.tensor([0x7FFFFFFF, 0x7FFF8000, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    for scale in nans:
+        assert forward(torch.ones(100, dtype=kind), scale.reshape(1), None, [], -8, 7).isnan().all()
+    bits = {2: torch.int16, 4: torch.int32}[kind.itemsize]
+    for x in (torch.tensor([-1], dtype=bits).view(kind), torch.tensor([torch.iinfo(bits).max], dtype=bits).view(kind)):
+        assert forward(x.expand(100), torch.ones(1), None, [], -8, 7).isnan().all()
 
 
 def test_a_gradient_of_another_dtype_or_spread_out():
