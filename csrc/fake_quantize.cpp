@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +13,7 @@
 
 #include "elements.h"
 #include "fake_quantize_loops.h"
+#include "lines.h"
 #include "results.h"
 #include "tiles.h"
 
@@ -33,26 +33,26 @@ struct Gradient {
 class Range {
  public:
   Range(const Tensor& scale, const OptionalTensor& zero_point, Codes codes)
-      : given_(scale.contiguous()), scale_(scale.numel()), zero_(scale.numel(), 0.0f) {
+      : given_(scale.contiguous()), scale_(scale.numel()), zero_(scale.numel()) {
     TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
     TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
+    const int64_t count = scale.numel();
     const float* given = given_.const_data_ptr<float>();
-    for (size_t index = 0; index < scale_.size(); ++index) {
-      const float size = std::abs(given[index]);
-      scale_[index] = size < SMALLEST ? SMALLEST : size;
-    }
+    std::transform(given, given + count, scale_.data(), [](float size) {
+      return std::abs(size) < SMALLEST ? SMALLEST : std::abs(size);
+    });
     if (!zero_point) {
       return;
     }
     if (zero_point->is_floating_point()) {
       const Tensor zeros = zero_point->to(at::kFloat).contiguous();
       const float* learned = zeros.const_data_ptr<float>();
-      std::transform(learned, learned + zero_.size(), zero_.begin(), [&](float zero) {
+      std::transform(learned, learned + count, zero_.data(), [&](float zero) {
         return std::nearbyint(std::min(std::max(zero, codes.qmin), codes.qmax));
       });
     } else {
       const Tensor zeros = zero_point->to(at::kInt).contiguous();
-      std::copy_n(zeros.const_data_ptr<int32_t>(), zero_.size(), zero_.begin());
+      std::copy_n(zeros.const_data_ptr<int32_t>(), count, zero_.data());
     }
   }
 
@@ -66,14 +66,14 @@ class Range {
       gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST ? 0.0f : static_cast<float>(sum);
     }
     for (int64_t i = 0; gradient.of_zero_point != nullptr && i < n; ++i) {
-      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_[index + i]);
+      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_.data()[index + i]);
     }
   }
 
  private:
   static constexpr float SMALLEST = std::numeric_limits<float>::min();
   Tensor given_;
-  c10::SmallVector<float, 4> scale_, zero_;
+  Lines<float> scale_, zero_;
 };
 
 // As check_fit of qtk/numerics/blocks.py: one scale, or one a block in the shape of the blocks, or one an index of the
