@@ -8,6 +8,7 @@ namespace {
 
 constexpr int LANES = 16;          // sums are kept apart by lane, so that the compiler need not reorder them
 constexpr int64_t STRETCH = 4096;  // elements summed in float before the sums go on in double
+constexpr int64_t SHORT = 512;     // elements of a row in which it pays to add the lanes of several rows together
 constexpr int DEPTH = 4;           // rows whose columns are summed before memory is touched
 
 // A NaN stays NaN. In this order of operands each line is one instruction.
@@ -93,40 +94,69 @@ INLINE void pass_columns_of(
   }
 }
 
-INLINE float sum_of(float* lanes) {
-  for (int half = LANES / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) {
-      lanes[lane] += lanes[lane + half];
+// Adds the sums of GROUP rows, each in LANES parts, to the totals of the first `rows`. Pairs are added for all rows at
+// once, for in a short row this costs as much as the elements.
+template <int GROUP, int COUNT = GROUP * LANES>
+INLINE void add_lanes(const float* lanes, int64_t rows, double* totals) {
+  if constexpr (COUNT == GROUP) {
+    for (int64_t row = 0; row < rows; ++row) {
+      totals[row] += lanes[row];
+    }
+  } else {
+    float pairs[COUNT / 2];
+    for (int pair = 0; pair < COUNT / 2; ++pair) {
+      pairs[pair] = lanes[2 * pair] + lanes[2 * pair + 1];
+    }
+    add_lanes<GROUP, COUNT / 2>(pairs, rows, totals);
+  }
+}
+
+// A row or a part of one; the sums by lane are written.
+template <class T>
+INLINE void backward_stretch(
+    const T* x, const T* g, T* dx, int64_t n, float scale, float zero, Codes codes, float* of_scale, float* clipped) {
+  float sums_of_scale[LANES] = {}, sums_clipped[LANES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    for (int lane = 0; lane < LANES; ++lane) {
+      const int64_t at = i + lane;
+      backward(x[at], g[at], dx + at, scale, zero, codes, sums_of_scale + lane, sums_clipped + lane);
     }
   }
-  return lanes[0];
+  std::copy_n(sums_of_scale, LANES, of_scale);
+  std::copy_n(sums_clipped, LANES, clipped);
+  for (; i < n; ++i, ++of_scale, ++clipped) {
+    backward(x[i], g[i], dx + i, scale, zero, codes, of_scale, clipped);
+  }
+}
+
+template <int GROUP, class T>
+INLINE void backward_groups(
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums) {
+  for (int64_t first = 0; first < rows; first += GROUP) {
+    const int64_t here = std::min<int64_t>(GROUP, rows - first);
+    for (int64_t begin = 0; begin < width; begin += STRETCH) {
+      const int64_t n = std::min(STRETCH, width - begin);
+      float of_scale[GROUP * LANES] = {}, clipped[GROUP * LANES] = {};
+      for (int64_t row = 0; row < here; ++row) {
+        const int64_t at = (first + row) * width + begin;
+        backward_stretch(
+            x + at, g + at, dx + at, n, scales.scale[first + row], scales.zero[first + row], codes,
+            of_scale + row * LANES, clipped + row * LANES);
+      }
+      add_lanes<GROUP>(of_scale, here, sums.of_scale + first);
+      add_lanes<GROUP>(clipped, here, sums.clipped + first);
+    }
+  }
 }
 
 template <class T>
 INLINE void backward_rows_of(
     const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums) {
-  for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
-    const float scale = scales.scale[row], zero = scales.zero[row];
-    int64_t i = 0;
-    while (i + LANES <= width) {
-      float of_scale[LANES] = {};
-      float clipped[LANES] = {};
-      const int64_t end = std::min(i + STRETCH, width);
-      for (; i + LANES <= end; i += LANES) {
-        for (int lane = 0; lane < LANES; ++lane) {
-          const int64_t at = i + lane;
-          backward(x[at], g[at], dx + at, scale, zero, codes, of_scale + lane, clipped + lane);
-        }
-      }
-      sums.of_scale[row] += sum_of(of_scale);
-      sums.clipped[row] += sum_of(clipped);
-    }
-    float of_scale = 0, clipped = 0;
-    for (; i < width; ++i) {
-      backward(x[i], g[i], dx + i, scale, zero, codes, &of_scale, &clipped);
-    }
-    sums.of_scale[row] += of_scale;
-    sums.clipped[row] += clipped;
+  if (width <= SHORT && rows > 1) {
+    backward_groups<16>(x, g, dx, rows, width, scales, codes, sums);
+  } else {
+    backward_groups<1>(x, g, dx, rows, width, scales, codes, sums);
   }
 }
 
