@@ -192,6 +192,8 @@ TORCH_LIBRARY_IMPL(qtk, CPU, library) {
   library.impl("fake_quantize", fake_quantize_cpu);
   library.impl("fake_quantize_backward", fake_quantize_backward_cpu);
   library.impl("fake_quantize_dynamic", fake_quantize_dynamic_cpu);
+  library.impl("fake_quantize_float", fake_quantize_float_cpu);  // Python has the schema and the autograd
+  library.impl("fake_quantize_float_backward", fake_quantize_float_backward_cpu);
 }
 
 TORCH_LIBRARY_IMPL(qtk, Autograd, library) {

@@ -32,7 +32,7 @@ struct Gradient {
 // Scales and zero points as they act: qtk/numerics/acting.py. Zeros where there are no zero points.
 class Range {
  public:
-  Range(const Tensor& scale, const OptionalTensor& zero_point, Codes codes)
+  Range(const Tensor& scale, const OptionalTensor& zero_point, float qmin, float qmax)
       : given_(scale.contiguous()), scale_(scale.numel()), zero_(scale.numel()) {
     TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
     TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
@@ -48,7 +48,7 @@ class Range {
       const Tensor zeros = zero_point->to(at::kFloat).contiguous();
       const float* learned = zeros.const_data_ptr<float>();
       std::transform(learned, learned + count, zero_.data(), [&](float zero) {
-        return std::nearbyint(std::min(std::max(zero, codes.qmin), codes.qmax));
+        return std::nearbyint(std::min(std::max(zero, qmin), qmax));
       });
     } else {
       const Tensor zeros = zero_point->to(at::kInt).contiguous();
@@ -106,14 +106,14 @@ Tensor ordered_like(const Tensor& value, const Tensor& x) {
   return value.strides() == x.strides() ? value : at::empty_like(x, value.options()).copy_(value);
 }
 
-template <class T>
-void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range, Codes codes) {
+template <class T, class Grid>
+void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range, Grid grid) {
   const T* from = source<T>(x);
   T* into = target<T>(y);
   at::parallel_for(0, x.numel(), GRAIN, [&](int64_t begin, int64_t end) {
     tiles.each(begin, end, [&](Tile tile) {
       const auto run = [&](auto loop) {
-        loop(from + tile.offset, into + tile.offset, tile.rows, tile.width, range.from(tile.index), codes);
+        loop(from + tile.offset, into + tile.offset, tile.rows, tile.width, range.from(tile.index), grid);
       };
       tiles.by_column() ? run([](auto... a) { fake_quantize_columns(a...); })
                         : run([](auto... a) { fake_quantize_rows(a...); });
@@ -122,12 +122,12 @@ void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& 
 }
 
 // Gradients of one tensor, all of its dtype and in its order.
-template <class T>
+template <class T, class Grid>
 class Backward {
  public:
-  Backward(const Tensor& x, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range, Codes codes)
+  Backward(const Tensor& x, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range, Grid grid)
       : x_(source<T>(x)), g_(source<T>(g)), dx_(target<T>(dx)), total_(x.numel()), tiles_(tiles), range_(range),
-        codes_(codes) {}
+        grid_(grid) {}
 
   void pass() const {
     at::parallel_for(0, total_, GRAIN, [&](int64_t begin, int64_t end) {
@@ -160,7 +160,7 @@ class Backward {
  private:
   template <class Loop, class... Rest>
   void run(Tile tile, Loop loop, Rest... rest) const {
-    loop(x_ + tile.offset, g_ + tile.offset, dx_ + tile.offset, tile.rows, tile.width, range_.from(tile.index), codes_,
+    loop(x_ + tile.offset, g_ + tile.offset, dx_ + tile.offset, tile.rows, tile.width, range_.from(tile.index), grid_,
          rest...);
   }
 
@@ -220,46 +220,42 @@ class Backward {
   int64_t total_;
   const Tiles& tiles_;
   const Range& range_;
-  Codes codes_;
+  Grid grid_;
 };
 
-}  // namespace
-
-Tensor fake_quantize_cpu(
-    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
-    int64_t qmin, int64_t qmax) {
+template <class Grid>
+Tensor forward_on(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size, Grid grid) {
   if (!has_loops(input.scalar_type())) {
-    return fake_quantize_cpu(input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax).to(input.scalar_type());
+    return forward_on(input.to(at::kFloat), scale, zero_point, block_size, grid).to(input.scalar_type());
   }
   Tensor result = empty_result(input);
   const Tensor x = dense(input);
   const Tensor y = result.strides() == x.strides() ? result : empty_result(x);
-  const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
-  const Range range(scale, zero_point, codes);
+  const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
   check_fit(scale, x, block_size);
-  by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, codes); });
+  by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, grid); });
   return y.is_same(result) ? result : result.copy_(y);
 }
 
-Gradients fake_quantize_backward_cpu(
+template <class Grid>
+Gradients backward_on(
     const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
-    at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point) {
+    at::IntArrayRef block_size, Grid grid, bool wants_scale, bool wants_zero_point) {
   TORCH_CHECK_VALUE(
       grad.sizes() == input.sizes(), "a gradient of shape ", grad.sizes(), " is not that of an input of shape ",
       input.sizes());
   if (!has_loops(input.scalar_type()) || grad.scalar_type() != input.scalar_type()) {
-    auto [dx, of_scale, of_zero] = fake_quantize_backward_cpu(
-        grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax, wants_scale,
-        wants_zero_point);
+    auto [dx, of_scale, of_zero] = backward_on(
+        grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, grid, wants_scale, wants_zero_point);
     return {dx.to(grad.scalar_type()), of_scale, of_zero};
   }
   Tensor result = empty_result(input);
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
   const Tensor dx = result.strides() == x.strides() ? result : empty_result(x);
-  const Codes codes{static_cast<float>(qmin), static_cast<float>(qmax)};
-  const Range range(scale, zero_point, codes);
+  const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
   check_fit(scale, x, block_size);
   const bool wants_sums = wants_scale || wants_zero_point;
@@ -271,10 +267,52 @@ Gradients fake_quantize_backward_cpu(
       wants_scale ? of_scale.mutable_data_ptr<float>() : nullptr,
       wants_zero_point ? of_zero_point.mutable_data_ptr<float>() : nullptr};
   by_type(x.scalar_type(), [&](auto type) {
-    const Backward<decltype(type)> backward(x, g, dx, tiles, range, codes);
+    const Backward<decltype(type), Grid> backward(x, g, dx, tiles, range, grid);
     wants_sums ? backward.sum(scale.numel(), gradient) : backward.pass();
   });
   return {dx.is_same(result) ? result : result.copy_(dx), of_scale, of_zero_point};
+}
+
+Codes integers(int64_t qmin, int64_t qmax) { return {static_cast<float>(qmin), static_cast<float>(qmax)}; }
+
+// As smallest_exponent of qtk/numerics/minifloat.py.
+SmallFloats small_floats(int64_t exponent_bits, int64_t mantissa_bits, double largest) {
+  TORCH_CHECK_VALUE(
+      exponent_bits >= 1 && exponent_bits <= 7 && mantissa_bits >= 0 && mantissa_bits <= 16,
+      "a small float has 1 to 7 bits of exponent and up to 16 of mantissa, got ", exponent_bits, " and ", mantissa_bits);
+  const float end = static_cast<float>(largest);
+  const int64_t smallest = 127 + 2 - (int64_t{1} << (exponent_bits - 1));
+  return {-end, end, static_cast<uint32_t>(smallest), static_cast<uint32_t>(mantissa_bits)};
+}
+
+}  // namespace
+
+Tensor fake_quantize_cpu(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax) {
+  return forward_on(input, scale, zero_point, block_size, integers(qmin, qmax));
+}
+
+Gradients fake_quantize_backward_cpu(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
+    at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point) {
+  return backward_on(
+      grad, input, scale, zero_point, block_size, integers(qmin, qmax), wants_scale, wants_zero_point);
+}
+
+Tensor fake_quantize_float_cpu(
+    const Tensor& input, const Tensor& scale, at::IntArrayRef block_size, int64_t exponent_bits, int64_t mantissa_bits,
+    double largest) {
+  const SmallFloats grid = small_floats(exponent_bits, mantissa_bits, largest);
+  return forward_on(input, scale, std::nullopt, block_size, grid);
+}
+
+std::tuple<Tensor, Tensor> fake_quantize_float_backward_cpu(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, at::IntArrayRef block_size, int64_t exponent_bits,
+    int64_t mantissa_bits, double largest, bool wants_scale) {
+  const SmallFloats grid = small_floats(exponent_bits, mantissa_bits, largest);
+  const auto [dx, of_scale, none] = backward_on(grad, input, scale, std::nullopt, block_size, grid, wants_scale, false);
+  return {dx, of_scale};
 }
 
 }  // namespace qtk

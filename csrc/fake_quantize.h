@@ -1,4 +1,4 @@
-// qtk::fake_quantize and its gradient, as in qtk/ops/fake_quantize.py.
+// qtk::fake_quantize, qtk::fake_quantize_float and their gradients, as in qtk/ops/.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,5 +19,13 @@ Tensor fake_quantize_cpu(
 Gradients fake_quantize_backward_cpu(
     const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
     at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point);
+
+Tensor fake_quantize_float_cpu(
+    const Tensor& input, const Tensor& scale, at::IntArrayRef block_size, int64_t exponent_bits, int64_t mantissa_bits,
+    double largest);
+
+std::tuple<Tensor, Tensor> fake_quantize_float_backward_cpu(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, at::IntArrayRef block_size, int64_t exponent_bits,
+    int64_t mantissa_bits, double largest, bool wants_scale);
 
 }  // namespace qtk

@@ -4,7 +4,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +13,7 @@
 #include "elements.h"
 #include "fake_quantize.h"
 #include "fake_quantize_loops.h"
+#include "results.h"
 #include "statistics.h"
 #include "statistics_loops.h"
 #include "tiles.h"
@@ -35,7 +35,8 @@ std::vector<int64_t> scale_shape(const Tensor& x, at::IntArrayRef block_size) {
     return {1};
   }
   TORCH_CHECK_VALUE(
-      static_cast<int64_t>(block_size.size()) == x.dim(), "blocks of ", block_size, " for a tensor of shape ", x.sizes());
+      static_cast<int64_t>(block_size.size()) == x.dim(), "blocks of ", block_size, " for a tensor of shape ",
+      x.sizes());
   std::vector<int64_t> shape;
   for (int64_t axis = 0; axis < x.dim(); ++axis) {
     shape.push_back(block_size[axis] == -1 ? 1 : x.size(axis) / block_size[axis]);
@@ -115,13 +116,13 @@ Dynamic fake_quantize_dynamic_cpu(
     for (int64_t index = 0; index < scales; ++index) {
       ranges.set(index, 0.0f, 0.0f, false);
     }
-    return {at::empty_like(input), ranges.scale, ranges.zero_point};
+    return {empty_result(input), ranges.scale, ranges.zero_point};
   }
   const Tensor x = dense(input);
   const Tiles tiles(x, block_size, scales);
   if (tiles.one_row_a_scale() && scales > 1 && tiles.width() <= WIDEST) {
-    Tensor result = at::empty_like(input);
-    const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
+    Tensor result = empty_result(input);
+    const Tensor y = result.strides() == x.strides() ? result : empty_result(x);
     by_type(x.scalar_type(), [&](auto type) { by_rows<decltype(type)>(x, y, tiles.width(), ranges, codes); });
     return {y.is_same(result) ? result : result.copy_(y), ranges.scale, ranges.zero_point};
   }

@@ -12,17 +12,33 @@ constexpr int64_t SHORT = 512;     // elements of a row in which it pays to add 
 constexpr int DEPTH = 4;           // rows whose columns are summed before memory is touched
 
 // A NaN stays NaN. In this order of operands each line is one instruction.
-INLINE float clamped(float code, Codes codes) {
-  const float raised = codes.qmin > code ? codes.qmin : code;
-  return codes.qmax < raised ? codes.qmax : raised;
+INLINE float clamped(float number, float low, float high) {
+  const float raised = low > number ? low : number;
+  return high < raised ? high : raised;
 }
 
-INLINE float fake_quantized(float x, float scale, float zero, Codes codes) {
-  return (clamped(std::nearbyint(x / scale) + zero, codes) - zero) * scale;
+template <class Grid>
+INLINE float clamped(float number, Grid grid) {
+  return clamped(number, grid.qmin, grid.qmax);
 }
 
-// All bits where the code needs no clamping, else none: what is masked with it needs no branch.
-INLINE uint32_t inside(float code, float nearest) { return nearest == code ? 0xffffffffu : 0u; }
+// The nearest number of the grid if it had no ends.
+INLINE float nearest_of(float steps, float zero, Codes) { return std::nearbyint(steps) + zero; }
+
+INLINE float nearest_of(float steps, float, SmallFloats grid) {
+  const float near = clamped(steps, -1e30f, 1e30f);  // further out than any number, and the unit has an inverse
+  const uint32_t exponent = std::max(as_bits(near) & 0x7f800000u, grid.smallest << 23);
+  const uint32_t unit = exponent - (grid.mantissa << 23);
+  return std::nearbyint(near * as_float((254u << 23) - unit)) * as_float(unit);
+}
+
+template <class Grid>
+INLINE float fake_quantized(float x, float scale, float zero, Grid grid) {
+  return (clamped(nearest_of(x / scale, zero, grid), grid) - zero) * scale;
+}
+
+// All bits where the number needs no clamping, else none: what is masked with it needs no branch.
+INLINE uint32_t inside(float number, float nearest) { return nearest == number ? 0xffffffffu : 0u; }
 
 INLINE float masked(float value, uint32_t mask) { return as_float(as_bits(value) & mask); }
 
@@ -31,65 +47,65 @@ INLINE T masked(T value, uint32_t mask) {
   return {static_cast<uint16_t>(value.bits & mask)};
 }
 
-template <class T>
-INLINE void pass(T x, T g, T* dx, float scale, float zero, Codes codes) {
-  const float code = std::nearbyint(load(x) / scale) + zero;
-  *dx = masked(g, inside(code, clamped(code, codes)));
+template <class T, class Grid>
+INLINE void pass(T x, T g, T* dx, float scale, float zero, Grid grid) {
+  const float number = nearest_of(load(x) / scale, zero, grid);
+  *dx = masked(g, inside(number, clamped(number, grid)));
 }
 
 // Writes dx and adds to the sums.
-template <class T>
-INLINE void backward(T x, T g, T* dx, float scale, float zero, Codes codes, float* of_scale, float* clipped) {
+template <class T, class Grid>
+INLINE void backward(T x, T g, T* dx, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
   const float steps = load(x) / scale;
-  const float code = std::nearbyint(steps) + zero;
-  const float nearest = clamped(code, codes);
-  const uint32_t mask = inside(code, nearest);
+  const float number = nearest_of(steps, zero, grid);
+  const float nearest = clamped(number, grid);
+  const uint32_t mask = inside(number, nearest);
   const float slope = load(g);
   *dx = masked(g, mask);
   *of_scale += slope * ((nearest - zero) - masked(steps, mask));
   *clipped += masked(slope, ~mask);
 }
 
-template <class T>
-INLINE void forward_rows_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes) {
+template <class T, class Grid>
+INLINE void forward_rows_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     const float scale = scales.scale[row], zero = scales.zero[row];
     for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale, zero, codes), y + i);
+      store(fake_quantized(load(x[i]), scale, zero, grid), y + i);
     }
   }
 }
 
-template <class T>
-INLINE void forward_columns_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Codes codes) {
+template <class T, class Grid>
+INLINE void forward_columns_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
   const float* __restrict scale = scales.scale;
   const float* __restrict zero = scales.zero;
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale[i], zero[i], codes), y + i);
+      store(fake_quantized(load(x[i]), scale[i], zero[i], grid), y + i);
     }
   }
 }
 
-template <class T>
+template <class T, class Grid>
 INLINE void pass_rows_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes) {
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid) {
   for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
     const float scale = scales.scale[row], zero = scales.zero[row];
     for (int64_t i = 0; i < width; ++i) {
-      pass(x[i], g[i], dx + i, scale, zero, codes);
+      pass(x[i], g[i], dx + i, scale, zero, grid);
     }
   }
 }
 
-template <class T>
+template <class T, class Grid>
 INLINE void pass_columns_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes) {
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid) {
   const float* __restrict scale = scales.scale;
   const float* __restrict zero = scales.zero;
   for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
     for (int64_t i = 0; i < width; ++i) {
-      pass(x[i], g[i], dx + i, scale[i], zero[i], codes);
+      pass(x[i], g[i], dx + i, scale[i], zero[i], grid);
     }
   }
 }
@@ -112,27 +128,27 @@ INLINE void add_lanes(const float* lanes, int64_t rows, double* totals) {
 }
 
 // A row or a part of one; the sums by lane are written.
-template <class T>
+template <class T, class Grid>
 INLINE void backward_stretch(
-    const T* x, const T* g, T* dx, int64_t n, float scale, float zero, Codes codes, float* of_scale, float* clipped) {
+    const T* x, const T* g, T* dx, int64_t n, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
   float sums_of_scale[LANES] = {}, sums_clipped[LANES] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     for (int lane = 0; lane < LANES; ++lane) {
       const int64_t at = i + lane;
-      backward(x[at], g[at], dx + at, scale, zero, codes, sums_of_scale + lane, sums_clipped + lane);
+      backward(x[at], g[at], dx + at, scale, zero, grid, sums_of_scale + lane, sums_clipped + lane);
     }
   }
   std::copy_n(sums_of_scale, LANES, of_scale);
   std::copy_n(sums_clipped, LANES, clipped);
   for (; i < n; ++i, ++of_scale, ++clipped) {
-    backward(x[i], g[i], dx + i, scale, zero, codes, of_scale, clipped);
+    backward(x[i], g[i], dx + i, scale, zero, grid, of_scale, clipped);
   }
 }
 
-template <int GROUP, class T>
+template <int GROUP, class T, class Grid>
 INLINE void backward_groups(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums) {
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
   for (int64_t first = 0; first < rows; first += GROUP) {
     const int64_t here = std::min<int64_t>(GROUP, rows - first);
     for (int64_t begin = 0; begin < width; begin += STRETCH) {
@@ -141,7 +157,7 @@ INLINE void backward_groups(
       for (int64_t row = 0; row < here; ++row) {
         const int64_t at = (first + row) * width + begin;
         backward_stretch(
-            x + at, g + at, dx + at, n, scales.scale[first + row], scales.zero[first + row], codes,
+            x + at, g + at, dx + at, n, scales.scale[first + row], scales.zero[first + row], grid,
             of_scale + row * LANES, clipped + row * LANES);
       }
       add_lanes<GROUP>(of_scale, here, sums.of_scale + first);
@@ -150,20 +166,20 @@ INLINE void backward_groups(
   }
 }
 
-template <class T>
+template <class T, class Grid>
 INLINE void backward_rows_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<double> sums) {
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
   if (width <= SHORT && rows > 1) {
-    backward_groups<16>(x, g, dx, rows, width, scales, codes, sums);
+    backward_groups<16>(x, g, dx, rows, width, scales, grid, sums);
   } else {
-    backward_groups<1>(x, g, dx, rows, width, scales, codes, sums);
+    backward_groups<1>(x, g, dx, rows, width, scales, grid, sums);
   }
 }
 
 // One strip of LANES columns, or a single one.
-template <int ROWS, int COLUMNS, class T>
+template <int ROWS, int COLUMNS, class T, class Grid>
 INLINE void backward_strip(
-    const T* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Codes codes, float* of_scale,
+    const T* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Grid grid, float* of_scale,
     float* clipped) {
   float sums_of_scale[COLUMNS], sums_clipped[COLUMNS];
   for (int lane = 0; lane < COLUMNS; ++lane) {
@@ -172,7 +188,7 @@ INLINE void backward_strip(
   }
   for (int row = 0; row < ROWS; ++row, x += width, g += width, dx += width) {
     for (int lane = 0; lane < COLUMNS; ++lane) {
-      backward(x[lane], g[lane], dx + lane, scale[lane], zero[lane], codes, sums_of_scale + lane, sums_clipped + lane);
+      backward(x[lane], g[lane], dx + lane, scale[lane], zero[lane], grid, sums_of_scale + lane, sums_clipped + lane);
     }
   }
   for (int lane = 0; lane < COLUMNS; ++lane) {
@@ -181,67 +197,70 @@ INLINE void backward_strip(
   }
 }
 
-template <int ROWS, class T>
+template <int ROWS, class T, class Grid>
 INLINE void backward_deep(
-    const T* x, const T* g, T* dx, int64_t width, Scales scales, Codes codes, Sums<float> sums) {
+    const T* x, const T* g, T* dx, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
   int64_t i = 0;
   for (; i + LANES <= width; i += LANES) {
-    backward_strip<ROWS, LANES>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, codes,
+    backward_strip<ROWS, LANES>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, grid,
                                 sums.of_scale + i, sums.clipped + i);
   }
   for (; i < width; ++i) {
-    backward_strip<ROWS, 1>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, codes, sums.of_scale + i,
+    backward_strip<ROWS, 1>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, grid, sums.of_scale + i,
                             sums.clipped + i);
   }
 }
 
-template <class T>
+template <class T, class Grid>
 INLINE void backward_columns_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes codes, Sums<float> sums) {
+    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
   int64_t row = 0;
   for (; row + DEPTH <= rows; row += DEPTH) {
-    backward_deep<DEPTH>(x + row * width, g + row * width, dx + row * width, width, scales, codes, sums);
+    backward_deep<DEPTH>(x + row * width, g + row * width, dx + row * width, width, scales, grid, sums);
   }
   for (; row < rows; ++row) {
-    backward_deep<1>(x + row * width, g + row * width, dx + row * width, width, scales, codes, sums);
+    backward_deep<1>(x + row * width, g + row * width, dx + row * width, width, scales, grid, sums);
   }
 }
 
 }  // namespace
 
 // Clones are made of plain functions only.
-#define DEFINE(T)                                                                                                     \
-  FOR_EVERY_CPU void fake_quantize_rows(                                                                              \
-      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Codes codes) {              \
-    forward_rows_of(x, y, rows, width, scales, codes);                                                                \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void fake_quantize_columns(                                                                           \
-      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Codes codes) {              \
-    forward_columns_of(x, y, rows, width, scales, codes);                                                             \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void pass_rows(                                                                                       \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
-      Codes codes) {                                                                                                  \
-    pass_rows_of(x, g, dx, rows, width, scales, codes);                                                               \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void pass_columns(                                                                                    \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
-      Codes codes) {                                                                                                  \
-    pass_columns_of(x, g, dx, rows, width, scales, codes);                                                            \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void backward_rows(                                                                                   \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
-      Codes codes, Sums<double> sums) {                                                                               \
-    backward_rows_of(x, g, dx, rows, width, scales, codes, sums);                                                     \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void backward_columns(                                                                                \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,     \
-      Codes codes, Sums<float> sums) {                                                                                \
-    backward_columns_of(x, g, dx, rows, width, scales, codes, sums);                                                  \
+#define DEFINE(T, Grid)                                                                                                \
+  FOR_EVERY_CPU void fake_quantize_rows(                                                                               \
+      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Grid grid) {                 \
+    forward_rows_of(x, y, rows, width, scales, grid);                                                                  \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void fake_quantize_columns(                                                                            \
+      const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Grid grid) {                 \
+    forward_columns_of(x, y, rows, width, scales, grid);                                                               \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void pass_rows(                                                                                        \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid) {                                                                                                     \
+    pass_rows_of(x, g, dx, rows, width, scales, grid);                                                                 \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void pass_columns(                                                                                     \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid) {                                                                                                     \
+    pass_columns_of(x, g, dx, rows, width, scales, grid);                                                              \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void backward_rows(                                                                                    \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid, Sums<double> sums) {                                                                                  \
+    backward_rows_of(x, g, dx, rows, width, scales, grid, sums);                                                       \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void backward_columns(                                                                                 \
+      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid, Sums<float> sums) {                                                                                   \
+    backward_columns_of(x, g, dx, rows, width, scales, grid, sums);                                                    \
   }
 
-DEFINE(float)
-DEFINE(BFloat16)
-DEFINE(Half)
+DEFINE(float, Codes)
+DEFINE(BFloat16, Codes)
+DEFINE(Half, Codes)
+DEFINE(float, SmallFloats)
+DEFINE(BFloat16, SmallFloats)
+DEFINE(Half, SmallFloats)
 
 }  // namespace qtk
