@@ -104,8 +104,11 @@ def test_it_trains(net, x):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_compiled_is_eager(net, x):
-    sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN), weight_bits=None)
+@pytest.mark.parametrize("setting", [INT8_TOKEN, {"bits": 8, "dynamic": True},
+                                     {"dtype": "fp8_e4m3", "granularity": "per_token"}], ids=str)
+def test_compiled_is_eager(net, x, setting):
+    torch._dynamo.reset()
+    sim = qtk.QuantSim(net, x, config=config(setting), weight_bits=None)
     sim.compute_encodings(None)
     compiled = torch.compile(sim.model, fullgraph=True)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from qtk.numerics import dynamic
 from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import BACKWARD
+from qtk.ops.statistics import min_max
 
 _NATIVE = not why_not_native()
 
@@ -76,17 +77,25 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
     """
     result: Tensor
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        scale, zero_point = _range_in_plain_aten(x.detach(), block_size, qmin, qmax, symmetric)
+        scale, zero_point = range_of(x, block_size, qmin, qmax, symmetric=symmetric)
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
     else:
         result, _, _ = torch.ops.qtk.fake_quantize_dynamic.default(x, block_size, qmin, qmax, symmetric)
     return result
 
 
-def _range_in_plain_aten(
-    x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
+def range_of(
+    x: Tensor, block_size: Sequence[int], qmin: float, qmax: float, *, symmetric: bool
 ) -> tuple[Tensor, Tensor | None]:
-    split, inside = split_shape(x.shape, block_size)
-    blocks, shape = x.to(torch.float32).reshape(split), dynamic.scale_shape(x.shape, block_size)
-    low, high = (extreme(inside).reshape(shape) if inside else blocks for extreme in (blocks.amin, blocks.amax))
-    return dynamic.dynamic_range(low, high, qmin, qmax, symmetric=symmetric)
+    """Scale and zero point of the range that ``x`` has, without gradient; for compilers in plain aten.
+
+    Shape: ``x`` any, not empty; results float32 and int32, of as many axes, no zero point if symmetric.
+    """
+    shape = dynamic.scale_shape(x.shape, block_size)
+    if torch.compiler.is_compiling():
+        split, inside = split_shape(x.shape, block_size)
+        blocks = x.detach().to(torch.float32).reshape(split)
+        low, high = (blocks.amin(inside), blocks.amax(inside)) if inside else (blocks, blocks)
+    else:
+        low, high = min_max(x.detach(), block_size)
+    return dynamic.dynamic_range(low.reshape(shape), high.reshape(shape), qmin, qmax, symmetric=symmetric)

@@ -83,6 +83,21 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx if wants_x else None, dscale if wants_scale else None, None, None, None, None
 
 
+def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, input, scale, *ctx.spec, ctx.wants_scale = inputs
+    ctx.save_for_backward(input, scale)
+
+
+def _autograd_twice(ctx: Any, grad: Tensor, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradient of dx: linear in the gradient it came from, constant in ``x`` almost everywhere."""
+    if ctx.wants_scale:
+        raise NotImplementedError(
+            "qtk::fake_quantize_float has no second derivative with respect to a learned range; call fix_range() first"
+        )
+    twice, _ = torch.ops.qtk.fake_quantize_float_backward.default(grad, *ctx.saved_tensors, *ctx.spec, False)
+    return twice, *[None] * 7
+
+
 def _format(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtype:
     return FloatDtype("", 1 + exponent_bits + mantissa_bits, True, exponent_bits, mantissa_bits, largest)
 
@@ -92,6 +107,7 @@ torch.library.impl("qtk::fake_quantize_float_backward", "CompositeExplicitAutogr
 torch.library.register_fake("qtk::fake_quantize_float", lambda input, *spec: torch.empty_like(input))
 torch.library.register_fake("qtk::fake_quantize_float_backward", _backward_fake)
 torch.library.register_autograd("qtk::fake_quantize_float", _autograd, setup_context=_setup_context)
+torch.library.register_autograd("qtk::fake_quantize_float_backward", _autograd_twice, setup_context=_setup_twice)
 
 
 class _Decomposed(torch.autograd.Function):

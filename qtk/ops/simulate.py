@@ -6,11 +6,9 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
-from qtk.numerics.dynamic import dynamic_range, scale_shape
 from qtk.ops.fake_quantize import fake_quantize
-from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
+from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic, range_of
 from qtk.ops.fake_quantize_float import fake_quantize_float
-from qtk.ops.statistics import min_max
 
 
 def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
@@ -36,7 +34,5 @@ def simulate_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
         return fake_quantize_dynamic(x, block_size, int(spec.qmin), int(spec.qmax), symmetric=spec.symmetric)
     if not x.numel():
         return x.clone()
-    shape = scale_shape(x.shape, block_size)
-    low, high = (extreme.reshape(shape) for extreme in min_max(x.detach(), block_size))
-    scale, _ = dynamic_range(low, high, spec.qmin, spec.qmax, symmetric=True)
+    scale, _ = range_of(x, block_size, spec.qmin, spec.qmax, symmetric=True)
     return fake_quantize_float(x, scale, block_size, spec.dtype.name)

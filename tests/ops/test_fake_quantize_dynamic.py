@@ -178,3 +178,10 @@ def test_the_error_is_at_most_half_a_step():
         own, scale, _ = OP(x, (1, -1), qmin, qmax, symmetric)
         # the zero point is rounded too, so that an end of the range may lie half a step further out
         assert float(((own - x).abs() / scale).max()) <= (0.5 if symmetric else 1.0) + 1e-3
+
+
+def test_the_second_derivative_is_straight_through_too():
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(8), requires_grad=True)
+    value = fake_quantize_dynamic(x, (1, -1), -128, 127, symmetric=True)
+    slope, = torch.autograd.grad(value.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(slope.sum(), x)[0], 6 * value.detach())

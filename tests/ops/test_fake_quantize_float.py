@@ -132,3 +132,20 @@ def test_the_layout_is_kept_and_the_numbers_do_not_depend_on_it(layout):
 def test_a_scale_that_does_not_fit_is_refused():
     with pytest.raises(SpecError, match="does not fit"):
         fake_quantize_float(torch.zeros(4, 4), torch.ones(3), [1, -1], "fp8_e4m3")
+
+
+def test_the_second_derivative_is_straight_through_too():
+    x, scale, block_size = arguments("per_channel_conv")
+    fixed = scale.detach()
+
+    def slope(x):
+        return torch.autograd.grad(fake_quantize_float(x, fixed, block_size, "fp8_e4m3").pow(3).sum(), x,
+                                   create_graph=True)[0]
+
+    twice, = torch.autograd.grad(slope(x).sum(), x)
+    value = fake_quantize_float(x, fixed, block_size, "fp8_e4m3").detach()
+    torch.testing.assert_close(twice, 6 * value)  # nothing is clipped here
+    of_scale, = torch.autograd.grad(fake_quantize_float(x, scale, block_size, "fp8_e4m3").pow(3).sum(), scale,
+                                    create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        of_scale.sum().backward()
