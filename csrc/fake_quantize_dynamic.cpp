@@ -39,7 +39,11 @@ std::vector<int64_t> scale_shape(const Tensor& x, at::IntArrayRef block_size) {
       x.sizes());
   std::vector<int64_t> shape;
   for (int64_t axis = 0; axis < x.dim(); ++axis) {
-    shape.push_back(block_size[axis] == -1 ? 1 : x.size(axis) / block_size[axis]);
+    const int64_t size = block_size[axis];
+    TORCH_CHECK_VALUE(
+        size == -1 || (size > 0 && x.size(axis) % size == 0), "blocks of ", size, " do not divide axis ", axis,
+        " of length ", x.size(axis));
+    shape.push_back(size == -1 ? 1 : x.size(axis) / size);
   }
   return shape;
 }

@@ -132,8 +132,8 @@ class QuantSim:
             plan is left without a sound encoding.
         """
         self._plan = calibrate(
-            self.model, self._plan, self.quantizers, data, sites=sites, only_missing=only_missing, forward=forward,
-            num_batches=num_batches, progress=progress,
+            self.model, self._plan, self.quantizers, data, example=self.example_inputs, sites=sites,
+            only_missing=only_missing, forward=forward, num_batches=num_batches, progress=progress,
         )
         if sites is None:
             self.check()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.errors import CalibrationError, ConfigError, EncodingError
+from qtk.errors import CalibrationError, ConfigError, EncodingError, SpecError
 from qtk.export import encodings_json
 from qtk.numerics import dynamic
 
@@ -113,6 +113,7 @@ def test_compiled_is_eager(net, x, setting):
     compiled = torch.compile(sim.model, fullgraph=True)
     with torch.no_grad():
         own, eager = compiled(x), sim.model(x)
+        assert compiled(x[:0]).shape == (0, 7, 5)
     assert float((own - eager).abs().max() / eager.abs().max()) < 0.02
 
 
@@ -125,7 +126,8 @@ def test_layerwise_methods_see_activations_as_they_are_quantized(net, x):
     assert any(not torch.equal(before[name], encoding.scale) for name, encoding in sim.encodings().items())
 
 
-def test_a_mask_is_found_when_there_is_data(x):
+@pytest.mark.parametrize("data", [lambda *batch: [batch], lambda *batch: None], ids=["data", "example"])
+def test_a_mask_is_found(x, data):
     class Masked(nn.Module):
         def forward(self, x, mask):
             return (x + mask).softmax(-1)
@@ -134,10 +136,17 @@ def test_a_mask_is_found_when_there_is_data(x):
     sim = qtk.QuantSim(Masked(), (x, mask), config=config({"bits": 8, "dynamic": True}))
     with pytest.raises(CalibrationError, match="NaN"):
         sim.compute_encodings([(x * torch.nan, mask)], progress=False)
-    sim.compute_encodings([(x, mask)], progress=False)
+    sim.compute_encodings(data(x, mask), progress=False)
     assert {"mask:input", "add:out"} == {site.name for site in sim.plan.unquantized}
     with torch.no_grad():
         assert float((sim.model(x, mask) - (x + mask).softmax(-1)).abs().max()) < 0.02
+
+
+def test_an_example_of_no_numbers_does_no_harm(net, x):
+    sim = qtk.QuantSim(net, x * torch.nan, config=config(INT8_TOKEN))
+    sim.compute_encodings(None, progress=False)
+    assert {"0.bias", "2.bias"} == {site.name for site in sim.plan.unquantized}
+    assert bool(sim.model(x).isfinite().all())
 
 
 def test_where_only_some_are_dynamic_the_others_need_data(net, x):
@@ -170,6 +179,8 @@ def test_constants_stay_in_float(x):
         def forward(self, x):
             return x + self.shift
 
+    rule = {"match": {"op": "add"}, "input": INT8_TOKEN}
+    assert "add:in[1]" not in specs(qtk.QuantSim(Shifted(), x, config=config({"bits": 8}, rule)))
     sim = qtk.QuantSim(Shifted(), x, config=config(INT8_TOKEN))
     assert "shift" not in specs(sim)
     assert {site.name: why for site, why in sim.plan.unquantized.items()}["shift"].startswith("constant")
@@ -246,7 +257,7 @@ def test_settings_that_make_no_sense_are_refused(net, x, given, said):
         ({"range": [0.0, 1.0]}, "uint8 per_tensor asymmetric", "range (0.0, 1.0)"),
         ({"method": "mse"}, "uint8 per_tensor asymmetric", "mse"),
         ({"bits": 4}, "uint4 per_token asymmetric dynamic", "at run time"),
-        ({"granularity": "per_tensor", "dynamic": True}, "uint8 per_tensor asymmetric dynamic", "at run time"),
+        ({"granularity": "per_tensor"}, "uint8 per_tensor asymmetric dynamic", "at run time"),
     ],
     ids=str,
 )
@@ -255,6 +266,15 @@ def test_later_rules_win(net, x, later, spec, how):
     sim = qtk.QuantSim(net, x, config=config({"bits": 8, "granularity": "per_token"}, rule))
     line = next(line for line in str(sim.plan).splitlines() if line.startswith("1:out"))
     assert line.split("  ")[1:3] == [spec, how]
+
+
+@pytest.mark.parametrize("later", [{"granularity": "per_channel"}, {"granularity": "per_block", "block_size": 4}],
+                         ids=str)
+def test_rules_that_add_up_to_nonsense_are_refused(net, x, later):
+    rule = {"match": {"op": "gelu"}, "output": later}
+    for first in ({"bits": 8, "dynamic": True}, {"bits": 8, "granularity": "per_token"}):
+        with pytest.raises(SpecError, match="say dynamic: false"):
+            qtk.QuantSim(net, x, config=config(first, rule))
 
 
 def test_a_rule_may_take_the_range_that_another_fixed(net, x):

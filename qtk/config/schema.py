@@ -136,7 +136,7 @@ class TensorSetting(_Frozen):
         if other.range is not None or other.bounds is not None or other.takes_own_range:
             given = {"range": None, "bounds": None} | given
         if other.takes_own_range:
-            given = {"method": None} | given
+            given = {"method": None} | given | {"dynamic": True}
         elif other.dynamic is False or {"range", "bounds", "method"} & given.keys():
             given = {"dynamic": None} | given
             if self.granularity == "per_token":
@@ -160,8 +160,8 @@ Setting: TypeAlias = Annotated[
 
 def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str | None:
     if isinstance(setting, TensorSetting) and setting.dtype in BLOCK_FORMATS:
-        raise ValueError(f"{setting.dtype} is for weights; activations in blocks need ranges taken at run time, which "
-                         "are not built yet; use the number format alone, as in dtype: fp8_e4m3")
+        raise ValueError(f"{setting.dtype} is for weights; activations in blocks are not built yet; use the number "
+                         "format alone, as in {dtype: fp8_e4m3, granularity: per_token}")
     return setting
 
 

@@ -1,7 +1,9 @@
 """A range taken at run time, in ONNX: the formulas of ``qtk.numerics.dynamic`` as nodes, in float32, bit for bit.
 
-uint8 per tensor is DynamicQuantizeLinear, which runtimes know. Rows with a scale each are blocks as long as the last
-axis. Where codes are narrower than their ONNX type, the value is first clipped to what the outermost codes stand for.
+uint8 per tensor is DynamicQuantizeLinear, which runtimes know; it does not say what becomes of NaN, infinities, and
+ranges wider than float32 or narrower than 255 of its smallest normal numbers. Rows with a scale each are blocks as long
+as the last axis; ONNX Runtime (seen in 1.31) does not run them on an empty batch. Where codes are narrower than their
+ONNX type, the value is first clipped to what the outermost codes stand for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class _Dynamic:
         assert value.shape is not None
         self.writer, self.site, self.spec, self.kind = writer, site, spec, kind
         self.real = writer.cast(value, FLOAT)
-        self.by_row = isinstance(spec.granularity, PerToken) and len(value.shape) > 0
+        self.by_row = isinstance(spec.granularity, PerToken) and len(value.shape) > 1
         self.rank, self.length = len(value.shape), value.shape[-1] if value.shape else 1
         self.shape = ir.Shape([*value.shape[:-1], 1]) if self.by_row else ir.Shape([])
 

@@ -27,7 +27,7 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shap
 from qtk.errors import ExportError
 from qtk.export.onnx_container import container, limits
 from qtk.export.onnx_dynamic import dynamic_qdq
-from qtk.export.onnx_names import Names, name_batch, name_inputs_and_outputs
+from qtk.export.onnx_names import Names, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.export.onnx_nodes import NodeWriter, array_of, value_of
 from qtk.export.onnx_trace import DOMAIN, Traced
 from qtk.export.simulated_sites import SimulatedSite
@@ -43,6 +43,7 @@ def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None
     Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
     """
     graph = traced.model.graph
+    fix_lengths(graph)
     markers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in graph:
         if node.domain == DOMAIN:

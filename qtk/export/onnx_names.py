@@ -69,6 +69,16 @@ def name_batch(graph: ir.Graph) -> None:
             ])
 
 
+def fix_lengths(graph: ir.Graph) -> None:
+    """Makes numbers of lengths that were free at capture and are fixed since: symbols called ``16``, say."""
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([
+                int(length.value) if isinstance(length, ir.SymbolicDim) and (length.value or "").isdigit() else length
+                for length in value.shape
+            ])
+
+
 def _values(graph: ir.Graph) -> list[ir.Value]:
     values = [*graph.inputs, *graph.initializers.values()]
     for node in graph.all_nodes():

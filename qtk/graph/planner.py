@@ -325,6 +325,8 @@ class _Planner:
         if not decided.enabled or decided.reason == self.rules.activation.reason:
             return
         for port in self.flow.data_ports(node):
+            if decided.setting.takes_own_range and self.flow.is_static(port.value):
+                continue  # rule 4
             present = self.values.get(self.flow.root(port.value))
             spec = to_spec(decided.setting, None, port.value.meta["val"].ndim)
             if present is None or present.spec != spec:

@@ -13,7 +13,7 @@ from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec
-from qtk.errors import ConfigError
+from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import OWNER, WITHIN, note, value_site
 
@@ -93,6 +93,9 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
 
     Raises: SpecError on contradictory settings.
     """
+    if setting.takes_own_range and setting.granularity in ("per_channel", "per_block"):
+        raise SpecError(f"ranges taken at run time are per_tensor or per_token, the rules add up to "
+                        f"{setting.granularity}; say dynamic: false with it, or another granularity")
     symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
     if blocks is not None:

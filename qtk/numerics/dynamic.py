@@ -4,9 +4,10 @@
     asymmetric:  scale = (high - low) / (qmax - qmin)        zero_point = clamp(round_half_even(qmin - low / scale))
     symmetric:   scale = max(high / qmax, low / qmin)
 
-in float32: for uint8 ONNX DynamicQuantizeLinear, bit for bit. Zeros have scale 1; a scale is at least the smallest
-normal float32 and small enough for all codes to stand for finite numbers. A NaN makes NaN of all that share its scale;
-±inf take the outermost codes. Calibrated ranges, ``qtk.numerics.ranges``, are the same but computed in float64.
+in float32: for uint8 ONNX DynamicQuantizeLinear, bit for bit, as far as that is defined. Zeros have scale 1; a scale is
+at least the smallest normal float32 and small enough for all codes to stand for finite numbers. A NaN makes NaN of all
+that share its scale; ±inf take the outermost codes. Calibrated ranges, ``qtk.numerics.ranges``, are the same but
+computed in float64.
 """
 
 from __future__ import annotations

@@ -89,10 +89,12 @@ def range_of(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of the range that ``x`` has, without gradient; for compilers in plain aten.
 
-    Shape: ``x`` any, not empty; results float32 and int32, of as many axes, no zero point if symmetric.
+    Shape: ``x`` any; results float32 and int32, of as many axes, no zero point if symmetric.
     """
     shape = dynamic.scale_shape(x.shape, block_size)
-    if torch.compiler.is_compiling():
+    if not x.numel():
+        low = high = torch.zeros(shape, device=x.device)
+    elif torch.compiler.is_compiling():
         split, inside = split_shape(x.shape, block_size)
         blocks = x.detach().to(torch.float32).reshape(split)
         low, high = (blocks.amin(inside), blocks.amax(inside)) if inside else (blocks, blocks)

@@ -32,7 +32,5 @@ def simulate_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
     block_size = spec.granularity.block_size(x.ndim)
     if not isinstance(spec.dtype, FloatDtype):
         return fake_quantize_dynamic(x, block_size, int(spec.qmin), int(spec.qmax), symmetric=spec.symmetric)
-    if not x.numel():
-        return x.clone()
     scale, _ = range_of(x, block_size, spec.qmin, spec.qmax, symmetric=True)
     return fake_quantize_float(x, scale, block_size, spec.dtype.name)

@@ -23,7 +23,7 @@ from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.workflow.feed import Data, Forward, run_all
+from qtk.workflow.feed import Batch, Data, Forward, run_all
 from qtk.workflow.ranks import joined
 from qtk.workflow.selection import leaders
 
@@ -34,6 +34,7 @@ def calibrate(
     quantizers: Mapping[str, Quantizer],
     data: Data | None,
     *,
+    example: Batch | None = None,
     sites: Iterable[str] | str | None = None,
     only_missing: bool = False,
     forward: Forward | None = None,
@@ -44,9 +45,9 @@ def calibrate(
 
     The model runs in float while activations are observed. A site that carried mask sentinels (−inf and the like)
     cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan. Sites that take
-    their ranges at run time need no data; where there is some, they are watched for sentinels. Where a process group is
-    initialized, every rank observes its own data and all get the same encodings. ``sites`` are names or globs;
-    ``only_missing`` leaves the encodings that there are.
+    their ranges at run time need no data; for sentinels they are watched on the data, or without on ``example``. Where
+    a process group is initialized, every rank observes its own data and all get the same encodings. ``sites`` are names
+    or globs; ``only_missing`` leaves the encodings that there are.
 
     Changes ``model``. Returns: the plan as it now holds.
 
@@ -69,6 +70,8 @@ def calibrate(
         seen = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
         found, masked = _decided(observed, seen)
         encodings |= found
+    if data is None and example is not None:
+        masked |= _masked_in(model, {s: d for s, d in pending.items() if d.spec.dynamic}, quantizers, example)
     for site, encoding in encodings.items():
         bounds = plan[site].bounds
         quantizers[site.name].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
@@ -140,6 +143,24 @@ def _from_data(
             problem = error
         observers = {name: q.observer for name, q in watched.items() if q.observer is not None}
         return joined(observers, device_of(model), problem)
+    finally:
+        for quantizer in watched.values():
+            quantizer.observer = None
+
+
+def _masked_in(
+    model: nn.Module, sites: Mapping[Site, SitePlan], quantizers: Mapping[str, Quantizer], example: Batch
+) -> dict[Site, str]:
+    """Which of the sites carry a mask in ``example``; whose other numbers mean nothing, and may be none."""
+    watched = {site.name: quantizers[site.name] for site in sites}
+    try:
+        for quantizer in watched.values():
+            quantizer.observer = MinMax().observer(PER_TENSOR)
+        with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
+            run_all(model, [example] if watched else [])
+        return _decided(sites, {name: q.observer for name, q in watched.items() if q.observer is not None})[1]
+    except CalibrationError:
+        return {}
     finally:
         for quantizer in watched.values():
             quantizer.observer = None

@@ -86,6 +86,34 @@ def test_half_precision_is_computed_in_float32(tmp_path):
         assert verified.exact.max_difference == 0
 
 
+def test_a_row_that_is_the_whole_tensor_is_per_tensor(tmp_path):
+    class Summed(nn.Module):
+        def forward(self, x):
+            return x.sum(0).relu()
+
+    sim = simulation(SETTINGS["int8_per_token"], Summed(), torch.randn(4, 16))
+    sim.export(tmp_path / "out", formats=("onnx",))
+    verified = sim.verify_export(tmp_path / "out", [torch.randint(-9, 9, (5, 16)).float()])  # their sums are exact
+    assert verified.exact.max_difference == 0
+
+
+def test_lengths_that_became_fixed_in_an_island_are_known(tmp_path):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(y * 2 if y.sum().item() > 0 else y)
+
+    x = torch.randn(4, 16)
+    sim = qtk.QuantSim(Branching().eval(), x, config="dynamic")
+    sim.compute_encodings(None, progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    assert sim.verify_export(tmp_path / "out", [x]).exact.max_difference < 1e-5
+
+
 def test_rows_of_a_length_that_is_not_known_are_refused(tmp_path):
     class Flat(nn.Module):
         def forward(self, x):

@@ -7,6 +7,7 @@ import torch
 from onnx import TensorProto, helper
 
 from qtk.core.granularity import PerTensor, PerToken
+from qtk.kernels.backends import backends
 from qtk.numerics import dynamic
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 from tests.kernels.conformance import KINDS, LAYOUTS, same_bits
@@ -185,3 +186,10 @@ def test_the_second_derivative_is_straight_through_too():
     value = fake_quantize_dynamic(x, (1, -1), -128, 127, symmetric=True)
     slope, = torch.autograd.grad(value.pow(3).sum(), x, create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(slope.sum(), x)[0], 6 * value.detach())
+
+
+@pytest.mark.skipif(not backends()["cpu"].startswith("C++"), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("sizes", [(1, 0), (1, -2), (1, 5), (1,)], ids=str)
+def test_blocks_that_do_not_divide_are_refused(sizes):
+    with pytest.raises(ValueError, match="blocks of"):
+        OP(torch.randn(4, 16), sizes, -8, 7, True)
