@@ -14,7 +14,6 @@
 #include "elements.h"
 #include "fake_quantize_loops.h"
 #include "lines.h"
-#include "results.h"
 #include "tiles.h"
 
 namespace qtk {
@@ -229,9 +228,9 @@ Tensor forward_on(
   if (!has_loops(input.scalar_type())) {
     return forward_on(input.to(at::kFloat), scale, zero_point, block_size, grid).to(input.scalar_type());
   }
-  Tensor result = empty_result(input);
+  Tensor result = at::empty_like(input);
   const Tensor x = dense(input);
-  const Tensor y = result.strides() == x.strides() ? result : empty_result(x);
+  const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
   const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
   check_fit(scale, x, block_size);
@@ -251,10 +250,10 @@ Gradients backward_on(
         grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, grid, wants_scale, wants_zero_point);
     return {dx.to(grad.scalar_type()), of_scale, of_zero};
   }
-  Tensor result = empty_result(input);
+  Tensor result = at::empty_like(input);
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
-  const Tensor dx = result.strides() == x.strides() ? result : empty_result(x);
+  const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
   const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
   check_fit(scale, x, block_size);

@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +14,6 @@
 #include "elements.h"
 #include "fake_quantize.h"
 #include "fake_quantize_loops.h"
-#include "results.h"
 #include "statistics.h"
 #include "statistics_loops.h"
 #include "tiles.h"
@@ -120,13 +120,13 @@ Dynamic fake_quantize_dynamic_cpu(
     for (int64_t index = 0; index < scales; ++index) {
       ranges.set(index, 0.0f, 0.0f, false);
     }
-    return {empty_result(input), ranges.scale, ranges.zero_point};
+    return {at::empty_like(input), ranges.scale, ranges.zero_point};
   }
   const Tensor x = dense(input);
   const Tiles tiles(x, block_size, scales);
   if (tiles.one_row_a_scale() && scales > 1 && tiles.width() <= WIDEST) {
-    Tensor result = empty_result(input);
-    const Tensor y = result.strides() == x.strides() ? result : empty_result(x);
+    Tensor result = at::empty_like(input);
+    const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
     by_type(x.scalar_type(), [&](auto type) { by_rows<decltype(type)>(x, y, tiles.width(), ranges, codes); });
     return {y.is_same(result) ? result : result.copy_(y), ranges.scale, ranges.zero_point};
   }

@@ -110,27 +110,6 @@ def test_scales_and_gradients_that_do_not_fit_are_refused():
         backward(torch.zeros(4, 5), torch.zeros(4, 6), torch.ones(4), None, [1, -1], -8, 7, True, False)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
-def test_large_results_ask_for_huge_pages():
-    x, scale = torch.zeros(4 << 20), torch.ones(1)
-    y = forward(x, scale, None, [], -8, 7)
-    dx, *_ = backward(x, x, scale, None, [], -8, 7, False, False)
-    for result in (y, dx):
-        assert "hg" in flags_of_the_memory_at(result.data_ptr() + result.nbytes // 2)
-
-
-def flags_of_the_memory_at(address: int) -> list[str]:
-    inside = False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            begin, end = (int(bound, 16) for bound in name.split("-"))
-            inside = begin <= address < end
-        elif inside and name == "VmFlags:":
-            return rest
-    raise AssertionError(f"no memory at {address:x}")
-
-
 def test_setup_builds_the_library_that_is_looked_for():
     root = Path(qtk.__file__).parents[1]
     assert f'NATIVE = "{LIBRARY.stem}"' in (root / "setup.py").read_text(encoding="utf-8")
