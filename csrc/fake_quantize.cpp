@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -28,18 +29,23 @@ struct Gradient {
   float* of_zero_point;
 };
 
-// Scales and zero points as they act: qtk/numerics/acting.py. Zeros where there are no zero points.
+// Scales and zero points as they act: qtk/numerics/acting.py. By column they are copied to where loops read them fast;
+// by row, of which there may be many, only where they act as something else than what they are.
 class Range {
  public:
-  Range(const Tensor& scale, const OptionalTensor& zero_point, float qmin, float qmax)
-      : given_(scale.contiguous()), scale_(scale.numel()), zero_(scale.numel()) {
+  Range(const Tensor& scale, const OptionalTensor& zero_point, float qmin, float qmax, bool by_column)
+      : given_(scale.contiguous()), has_zero_(zero_point || by_column), zero_(has_zero_ ? scale.numel() : 0) {
     TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
     TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
     const int64_t count = scale.numel();
     const float* given = given_.const_data_ptr<float>();
-    std::transform(given, given + count, scale_.data(), [](float size) {
-      return std::abs(size) < SMALLEST ? SMALLEST : std::abs(size);
-    });
+    if (by_column || !std::all_of(given, given + count, [](float size) { return size >= SMALLEST; })) {
+      acting_.emplace(count);
+      std::transform(given, given + count, acting_->data(), [](float size) {
+        return std::abs(size) < SMALLEST ? SMALLEST : std::abs(size);
+      });
+    }
+    scale_ = acting_ ? acting_->data() : given;
     if (!zero_point) {
       return;
     }
@@ -55,7 +61,9 @@ class Range {
     }
   }
 
-  Scales from(int64_t index) const { return {scale_.data() + index, zero_.data() + index}; }
+  Range(const Range&) = delete;
+
+  Scales from(int64_t index) const { return {scale_ + index, has_zero_ ? zero_.data() + index : nullptr}; }
 
   // Gradients of the given numbers from the sums of `n` scales, the first of which is `index`.
   void write(const Gradient& gradient, int64_t index, int64_t n, Sums<double> sums) const {
@@ -65,14 +73,17 @@ class Range {
       gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST ? 0.0f : static_cast<float>(sum);
     }
     for (int64_t i = 0; gradient.of_zero_point != nullptr && i < n; ++i) {
-      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_.data()[index + i]);
+      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_[index + i]);
     }
   }
 
  private:
   static constexpr float SMALLEST = std::numeric_limits<float>::min();
   Tensor given_;
-  Lines<float> scale_, zero_;
+  std::optional<Lines<float>> acting_;
+  const float* scale_;
+  bool has_zero_;
+  Lines<float> zero_;
 };
 
 // As check_fit of qtk/numerics/blocks.py: one scale, or one a block in the shape of the blocks, or one an index of the
@@ -231,8 +242,8 @@ Tensor forward_on(
   Tensor result = at::empty_like(input);
   const Tensor x = dense(input);
   const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
-  const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
+  const Range range(scale, zero_point, grid.qmin, grid.qmax, tiles.by_column());
   check_fit(scale, x, block_size);
   by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, grid); });
   return y.is_same(result) ? result : result.copy_(y);
@@ -254,8 +265,8 @@ Gradients backward_on(
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
   const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
-  const Range range(scale, zero_point, grid.qmin, grid.qmax);
   const Tiles tiles(x, block_size, scale.numel());
+  const Range range(scale, zero_point, grid.qmin, grid.qmax, tiles.by_column());
   check_fit(scale, x, block_size);
   const bool wants_sums = wants_scale || wants_zero_point;
   const auto gradient_like_scale = [&](bool wanted) {

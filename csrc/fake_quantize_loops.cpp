@@ -25,17 +25,27 @@ INLINE float clamped(float number, Grid grid) {
 // The nearest number of the grid if it had no ends.
 INLINE float nearest_of(float steps, float zero, Codes) { return std::nearbyint(steps) + zero; }
 
-INLINE float nearest_of(float steps, float, SmallFloats grid) {
-  const float near = clamped(steps, -1e30f, 1e30f);  // further out than any number, and the unit has an inverse
-  const uint32_t exponent = std::max(as_bits(near) & 0x7f800000u, grid.smallest << 23);
+// Steps so small that their unit has an inverse.
+INLINE float rounded(float steps, SmallFloats grid) {
+  const uint32_t exponent = std::max(as_bits(steps) & 0x7f800000u, grid.smallest << 23);
   const uint32_t unit = exponent - (grid.mantissa << 23);
-  return std::nearbyint(near * as_float((254u << 23) - unit)) * as_float(unit);
+  return std::nearbyint(steps * as_float((254u << 23) - unit)) * as_float(unit);
 }
 
-template <class Grid>
-INLINE float fake_quantized(float x, float scale, float zero, Grid grid) {
+INLINE float nearest_of(float steps, float, SmallFloats grid) {
+  return rounded(clamped(steps, -1e30f, 1e30f), grid);  // the ends are further out than any number
+}
+
+INLINE float fake_quantized(float x, float scale, float zero, Codes grid) {
   return (clamped(nearest_of(x / scale, zero, grid), grid) - zero) * scale;
 }
+
+// The ends are numbers of the grid, so that clamping first gives the same; it does for both clamps.
+INLINE float fake_quantized(float x, float scale, float, SmallFloats grid) {
+  return rounded(clamped(x / scale, grid), grid) * scale;
+}
+
+INLINE float zero_of(Scales scales, int64_t row) { return scales.zero == nullptr ? 0.0f : scales.zero[row]; }
 
 // All bits where the number needs no clamping, else none: what is masked with it needs no branch.
 INLINE uint32_t inside(float number, float nearest) { return nearest == number ? 0xffffffffu : 0u; }
@@ -69,7 +79,7 @@ INLINE void backward(T x, T g, T* dx, float scale, float zero, Grid grid, float*
 template <class T, class Grid>
 INLINE void forward_rows_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
-    const float scale = scales.scale[row], zero = scales.zero[row];
+    const float scale = scales.scale[row], zero = zero_of(scales, row);
     for (int64_t i = 0; i < width; ++i) {
       store(fake_quantized(load(x[i]), scale, zero, grid), y + i);
     }
@@ -91,7 +101,7 @@ template <class T, class Grid>
 INLINE void pass_rows_of(
     const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid) {
   for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
-    const float scale = scales.scale[row], zero = scales.zero[row];
+    const float scale = scales.scale[row], zero = zero_of(scales, row);
     for (int64_t i = 0; i < width; ++i) {
       pass(x[i], g[i], dx + i, scale, zero, grid);
     }
@@ -157,7 +167,7 @@ INLINE void backward_groups(
       for (int64_t row = 0; row < here; ++row) {
         const int64_t at = (first + row) * width + begin;
         backward_stretch(
-            x + at, g + at, dx + at, n, scales.scale[first + row], scales.zero[first + row], grid,
+            x + at, g + at, dx + at, n, scales.scale[first + row], zero_of(scales, first + row), grid,
             of_scale + row * LANES, clipped + row * LANES);
       }
       add_lanes<GROUP>(of_scale, here, sums.of_scale + first);

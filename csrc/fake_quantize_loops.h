@@ -25,7 +25,7 @@ struct SmallFloats {
   uint32_t mantissa;
 };
 
-// Scales and zero points, one a row or one a column.
+// Scales and zero points, one a row or one a column. By row `zero` may be null: all zero points are 0.
 struct Scales {
   const float* scale;
   const float* zero;
