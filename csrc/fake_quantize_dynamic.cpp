@@ -54,7 +54,8 @@ class Ranges {
   Ranges(at::IntArrayRef shape, Rule rule)
       : scale(at::empty(shape, at::kFloat)),
         zero_point(at::empty(rule.symmetric ? at::IntArrayRef{0} : shape, at::kInt)),
-        rule_(rule), zero_(scale.numel(), 0.0f) {}
+        rule_(rule), scale_at_(scale.mutable_data_ptr<float>()), zero_point_at_(zero_point.mutable_data_ptr<int32_t>()),
+        zero_(scale.numel(), 0.0f) {}
 
   void set(int64_t index, float low, float high, bool nan) {
     const auto [qmin, qmax] = rule_.codes;
@@ -63,14 +64,14 @@ class Ranges {
     const float farthest = rule_.symmetric ? std::max(qmax, -qmin) : qmax - qmin;
     float step = rule_.symmetric ? std::max(high / qmax, low / qmin) : (high - low) / (qmax - qmin);
     step = step == 0.0f ? 1.0f : std::clamp(step, SMALLEST, static_cast<float>(LARGEST / farthest));
-    scale.mutable_data_ptr<float>()[index] = nan ? NAN : step;
+    scale_at_[index] = nan ? NAN : step;
     if (!rule_.symmetric) {
       zero_[index] = nan ? qmin : std::clamp(std::nearbyint(qmin - low / step), qmin, qmax);
-      zero_point.mutable_data_ptr<int32_t>()[index] = static_cast<int32_t>(zero_[index]);
+      zero_point_at_[index] = static_cast<int32_t>(zero_[index]);
     }
   }
 
-  Scales from(int64_t index) const { return {scale.const_data_ptr<float>() + index, zero_.data() + index}; }
+  Scales from(int64_t index) const { return {scale_at_ + index, zero_.data() + index}; }
 
   Tensor scale, zero_point;
 
@@ -79,6 +80,8 @@ class Ranges {
   static constexpr double LARGEST =
       std::numeric_limits<float>::max() * (1 - static_cast<double>(std::numeric_limits<float>::epsilon()));
   Rule rule_;
+  float* scale_at_;
+  int32_t* zero_point_at_;
   std::vector<float> zero_;
 };
 

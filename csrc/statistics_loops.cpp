@@ -20,6 +20,21 @@ INLINE void take(T x, float* low, float* high, uint32_t* nan) {
   *nan |= value == value ? 0u : 1u;
 }
 
+// The extremes of COUNT lanes, found in the first: half against half, for in a short row this costs as much as the
+// elements.
+template <int COUNT>
+INLINE void fold(float* low, float* high, uint32_t* nan) {
+  if constexpr (COUNT > 1) {
+    constexpr int HALF = COUNT / 2;
+    for (int lane = 0; lane < HALF; ++lane) {
+      low[lane] = smaller(low[lane], low[HALF + lane]);
+      high[lane] = larger(high[lane], high[HALF + lane]);
+      nan[lane] |= nan[HALF + lane];
+    }
+    fold<HALF>(low, high, nan);
+  }
+}
+
 template <class T>
 INLINE void min_max_rows_of(const T* x, int64_t rows, int64_t width, Extremes into) {
   constexpr int TOGETHER = LANES * STRIPS;
@@ -40,11 +55,10 @@ INLINE void min_max_rows_of(const T* x, int64_t rows, int64_t width, Extremes in
     for (int lane = 0; i < width; ++i, ++lane) {
       take(x[i], low + lane, high + lane, nan + lane);
     }
-    for (int lane = 0; lane < TOGETHER; ++lane) {
-      into.low[row] = smaller(into.low[row], low[lane]);
-      into.high[row] = larger(into.high[row], high[lane]);
-      into.nan[row] |= nan[lane];
-    }
+    fold<TOGETHER>(low, high, nan);
+    into.low[row] = smaller(into.low[row], low[0]);
+    into.high[row] = larger(into.high[row], high[0]);
+    into.nan[row] |= nan[0];
   }
 }
 
