@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qtk.core.granularity import WHOLE
 from qtk.numerics import affine
 from qtk.numerics.acting import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
@@ -69,4 +70,4 @@ def scale_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[int, .
     """
     if not block_size:
         return (1,)
-    return tuple(1 if size == -1 else length // size for length, size in zip(shape, block_size, strict=True))
+    return tuple(1 if size == WHOLE else length // size for length, size in zip(shape, block_size, strict=True))
