@@ -1,6 +1,7 @@
 """qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
 
 from qtk.calibrators.scheme import SCHEMES
+from qtk.capture.prepared_model import PreparedModel
 from qtk.core.dtypes import QDtype, dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
@@ -8,11 +9,10 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import QtkError
-from qtk.graph.prepared_model import PreparedModel
 from qtk.kernels.backends import backends
+from qtk.layerwise.methods import STEPS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
-from qtk.transforms.steps import STEPS
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from torch import nn
 
 from qtk.calibrators.scheme import calibrator, canonical_scheme
+from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_methods, check_op_names
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.errors import CaptureError
 from qtk.graph.insert import insert
-from qtk.graph.planner import RULE_NAMES, plan
-from qtk.graph.prepared_model import PreparedModel
+from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import calibrate
 from qtk.workflow.check import check
@@ -27,7 +27,7 @@ from qtk.workflow.export import export
 from qtk.workflow.feed import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.ranges import forget, freeze, set_range
-from qtk.workflow.storage import load, restore, save, whole_state
+from qtk.workflow.store import load, restore, save, whole_state
 from qtk.workflow.verify_export import ExportVerification, verify_export
 
 

@@ -126,7 +126,7 @@ def _measure(model: torch.nn.Module, inputs: object, found: Coverage) -> None:
 
 
 def _export_s(model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> float:
-    from qtk.graph.capture import free_shapes, silent_torch
+    from qtk.capture.torch_export import free_shapes, silent_torch
 
     started = time.perf_counter()
     try:

@@ -1,6 +1,6 @@
 """The error that a change of weights makes in a layer's output, from second moments, at a cost free of samples.
 
-For the weights w of one output and what they become, ŵ, with ``d = w - ŵ`` (``qtk.observers.second_moments``), it is
+For the weights w of one output and what they become, ŵ, with ``d = w - ŵ`` (``qtk.layerwise.second_moments``), it is
 
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 

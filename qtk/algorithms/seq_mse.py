@@ -121,7 +121,7 @@ class Search:
             yield from ((ALL, slice(begin, begin + step)) for begin in range(0, outputs, step))
 
 
-def made_up_for(search: Search, whole: OutputError, start: Tensor, *, sweeps: int = 4) -> Tensor:
+def refine_jointly(search: Search, whole: OutputError, start: Tensor, *, sweeps: int = 4) -> Tensor:
     """Candidates that are good together: block after block takes the one best for the whole output, given the others.
 
     No sweep raises the error. Later blocks so make up for what earlier ones lose, and the other way round.

@@ -25,7 +25,7 @@ from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
-from qtk.observers.points import Points
+from qtk.observers.weighted_samples import WeightedSamples
 
 ELEMENTS_A_BIN = 16
 ROUNDING = 1e-12
@@ -60,7 +60,7 @@ class Entropy:
         """The encodings of least divergence. Raises: CalibrationError if a scale saw nothing."""
         return choose_all(observers, specs, self._choose)
 
-    def _choose(self, points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, points: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         levels = spec.qmax - spec.qmin + 1
         fewest = ELEMENTS_A_BIN * self.bins
         few = points.counts is None and points.values.shape[1] < fewest
@@ -79,14 +79,14 @@ class Entropy:
         fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
         return choose_range(points.low * fraction, points.high * fraction, spec)
 
-    def _counted(self, points: Points) -> Points:
+    def _counted(self, points: WeightedSamples) -> WeightedSamples:
         """Single elements as a histogram."""
         observer = Histogram(PerChannel(0), bins=self.bins)
         values = points.values if points.counts is None else points.values.masked_fill(points.counts == 0, -torch.inf)
         observer.observe(values.to(torch.float32))
         return observer.points()
 
-    def _divergences(self, points: Points, fractions: Tensor, spec: QuantSpec) -> Tensor:
+    def _divergences(self, points: WeightedSamples, fractions: Tensor, spec: QuantSpec) -> Tensor:
         """KL(P ‖ Q) of every range, infinite where nothing lies inside. Shape: [fractions, scales]."""
         counts = torch.as_tensor(points.counts).to(torch.float64)
         ends = _ends_of_codes(points.low * fractions[:, None], points.high * fractions[:, None], spec)
@@ -118,7 +118,7 @@ class Entropy:
         return divergence.masked_fill(inside == 0, torch.inf).nan_to_num(nan=torch.inf)
 
 
-def _without_zeros(points: Points) -> Points:
+def _without_zeros(points: WeightedSamples) -> WeightedSamples:
     """The bin that holds 0 with no more elements than the fuller of its neighbours."""
     counts = torch.as_tensor(points.counts)
     own = (points.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin

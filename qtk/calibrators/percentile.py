@@ -16,7 +16,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
-from qtk.observers.points import Points
+from qtk.observers.weighted_samples import WeightedSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Percentile:
         """The encodings that hold all but the outermost. Raises: CalibrationError if a scale saw nothing."""
         return choose_all(observers, specs, self._choose)
 
-    def _choose(self, points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, points: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         low, high = self._range(points)
         return choose_range(low, high, spec)
 
-    def _range(self, points: Points) -> tuple[Tensor, Tensor]:
+    def _range(self, points: WeightedSamples) -> tuple[Tensor, Tensor]:
         if points.counts is None:
             elements = points.values.shape[1]
             last = math.ceil(self.quantile * elements)

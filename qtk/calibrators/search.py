@@ -18,12 +18,12 @@ from qtk.core.spec import QuantSpec
 from qtk.numerics.ranges import choose_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
-from qtk.observers.points import Points
-from qtk.observers.whole import Whole
+from qtk.observers.raw_values import RawValues
+from qtk.observers.weighted_samples import WeightedSamples
 from qtk.ops.candidate_errors import candidate_errors
 
 AT_ONCE = 1 << 20
-"""Points looked at together: 8 MiB of them in float64, and as much for how often they were seen."""
+"""Samples looked at together: 8 MiB of them in float64, and as much for how often they were seen."""
 
 FINALISTS = 8
 ROUGHLY = 1e-3
@@ -32,14 +32,14 @@ DIGIT = 2.0**-21
 """A few last digits of float32, relative: what one x - x̂ may be off."""
 FEW_CODES = 1 << 10
 
-Sampled: TypeAlias = Histogram | Whole
+Sampled: TypeAlias = Histogram | RawValues
 """Observers that know how the values of a scale are distributed."""
 
 Propose: TypeAlias = Callable[[Tensor, Tensor, QuantSpec], tuple[Tensor, Tensor | None]]
 """Lowest and highest value of each scale, float64 [scales] → scales float32 and zero points int32 or ``None``,
 [candidates, scales]."""
 
-Choose: TypeAlias = Callable[[Points, QuantSpec], tuple[Tensor, Tensor | None]]
+Choose: TypeAlias = Callable[[WeightedSamples, QuantSpec], tuple[Tensor, Tensor | None]]
 """What was seen → scale float32 [scales] and zero point int32 or ``None``, alike."""
 
 
@@ -49,12 +49,12 @@ def sampler(granularity: Granularity, *, static: bool, bins: int, growth: float 
     Raises: CalibrationError if bins or growth are none.
     """
     streaming = Histogram(granularity, bins=bins, growth=growth)
-    return Whole(granularity) if static else streaming
+    return RawValues(granularity) if static else streaming
 
 
 def sampled(observers: Sequence[Observer]) -> list[Sampled]:
     """The observers, which are of ``sampler``."""
-    known = [observer for observer in observers if isinstance(observer, Histogram | Whole)]
+    known = [observer for observer in observers if isinstance(observer, Histogram | RawValues)]
     assert len(known) == len(observers)
     return known
 
@@ -69,7 +69,7 @@ def least_error(
     Raises: CalibrationError if a scale saw nothing.
     """
 
-    def choose(points: Points, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    def choose(points: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         if isinstance(spec.dtype, FloatDtype):
             return choose_range(points.low, points.high, spec)
         scales, zero_points = propose(points.low, points.high, spec)
@@ -113,7 +113,7 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
 class _Errors:
     """Sums over points, for one spec and measure."""
 
-    points: Points
+    points: WeightedSamples
     spec: QuantSpec
     norm: float
     clipped: float
@@ -162,7 +162,7 @@ class _Site:
     number: int
     spec: QuantSpec
     shape: tuple[int, ...]
-    points: Points
+    points: WeightedSamples
 
     def whole(self) -> Encoding:
         """The encoding that holds everything. Raises: CalibrationError if a scale saw nothing."""
@@ -187,11 +187,11 @@ def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encod
         yield site.number, Encoding(site.spec, chosen, start)
 
 
-def _join(points: Sequence[Points]) -> Points:
+def _join(points: Sequence[WeightedSamples]) -> WeightedSamples:
     if len(points) == 1:
         return points[0]
     counts = [own.counts for own in points if own.counts is not None]
-    return Points(
+    return WeightedSamples(
         torch.cat([own.values for own in points]),
         torch.cat(counts) if counts else None,
         torch.cat([own.low for own in points]),
@@ -200,7 +200,7 @@ def _join(points: Sequence[Points]) -> Points:
     )
 
 
-def _in_parts(points: Points) -> Iterator[Points]:
+def _in_parts(points: WeightedSamples) -> Iterator[WeightedSamples]:
     step = max(1, AT_ONCE // max(points.values.shape[1], 1))
     for begin in range(0, points.scales, step):
         yield points.of(slice(begin, begin + step))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from qtk.capture.signature import input_leaves, input_names
 from qtk.errors import ExportError
-from qtk.export.onnx_session import open_session
-from qtk.export.signature import input_leaves, input_names
+from qtk.export.onnx.session import open_session
 
 
 class OnnxFile(nn.Module):

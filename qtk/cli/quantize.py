@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
 from qtk.cli.model_source import build_model
@@ -21,9 +22,8 @@ from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
 from qtk.errors import ConfigError
 from qtk.export.atomic import staged_directory
-from qtk.export.onnx_session import require_onnxruntime
+from qtk.export.onnx.session import require_onnxruntime
 from qtk.graph.insert import QUANTIZERS
-from qtk.graph.prepared_model import PreparedGraph
 from qtk.quantsim import QuantSim
 from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary

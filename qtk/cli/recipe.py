@@ -14,10 +14,10 @@ from qtk.config.load import load_config
 from qtk.config.schema import Bits, QuantConfig, check_methods, check_op_names
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
-from qtk.graph.planner import RULE_NAMES
+from qtk.layerwise.methods import step
+from qtk.planning.planner import RULE_NAMES
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
-from qtk.transforms.steps import step
 from qtk.workflow.export import EXPORTERS
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]

@@ -4,7 +4,7 @@
     x̂     = (code - zero_point) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear, bit for bit. Half precision is widened to
-float32 first and x̂ rounded back at the end. A range that is being learned enters as ``qtk.numerics.acting`` says. No
+float32 first and x̂ rounded back at the end. A range that is being learned enters as ``qtk.numerics.effective`` says. No
 result carries a gradient: ``qtk.numerics.straight_through`` has it.
 
 >>> x, scale = torch.tensor([0.25, 0.75, -9.0]), torch.tensor([0.5])
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.acting import acting_scale, acting_zero_point
 from qtk.numerics.blocks import align, pieces, split_shape
+from qtk.numerics.effective import effective_scale, effective_zero_point
 
 
 def quantize(
@@ -90,8 +90,8 @@ def _bare(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: float = -math.inf, qmax: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three without autograd, the range as it acts."""
-    zero = None if zero_point is None else acting_zero_point(zero_point.detach(), qmin, qmax)
-    return x.detach(), acting_scale(scale.detach()), zero
+    zero = None if zero_point is None else effective_zero_point(zero_point.detach(), qmin, qmax)
+    return x.detach(), effective_scale(scale.detach()), zero
 
 
 def _code(part: Tensor, step: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:

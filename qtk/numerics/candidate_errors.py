@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.acting import acting_scale
 from qtk.numerics.blocks import split_shape
+from qtk.numerics.effective import effective_scale
 
 
 def candidate_errors(
@@ -43,7 +43,7 @@ def candidate_errors(
     wide = x.detach().to(real).reshape(split)
     weights = None if importance is None else importance.detach().to(torch.float64).expand(x.shape).reshape(split)
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
-    for candidate, scale in enumerate(acting_scale(scales.detach().to(real))):
+    for candidate, scale in enumerate(effective_scale(scales.detach().to(real))):
         step = scale.reshape(lined)
         zero = 0.0 if zero_points is None else zero_points[candidate].to(real).reshape(lined)
         code = (wide / step).round_().add_(zero)

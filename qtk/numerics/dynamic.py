@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtk.core.granularity import WHOLE
 from qtk.numerics import affine
-from qtk.numerics.acting import SMALLEST_SCALE
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 from qtk.numerics.statistics import min_max
 

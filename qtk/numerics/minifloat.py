@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
-from qtk.numerics.acting import acting_scale, gradient_of_given_scale
 from qtk.numerics.blocks import align, split_shape
+from qtk.numerics.effective import effective_scale, gradient_of_given_scale
 
 _BIAS, _MANTISSA_BITS = 127, 23
 """Of float32."""
@@ -86,6 +86,6 @@ def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
 
 def _lined_up(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``x / scale``, and the scale broadcastable against it."""
-    step = align(acting_scale(scale), x.shape, block_size)
+    step = align(effective_scale(scale), x.shape, block_size)
     split = split_shape(x.shape, block_size)[0]
     return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step

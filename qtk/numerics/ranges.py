@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
-from qtk.numerics.acting import SMALLEST_SCALE
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.scale_formats import stored
 
 LARGEST_REAL = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)

@@ -7,8 +7,8 @@ With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``,
     dzero_point = Σ g · (0                              where inside, else -scale)
 
 summed over the elements that share a scale: LSQ (arXiv 1902.08153, eq. 3) and LSQ+ (arXiv 2004.09576, eq. 5), without
-their gradient scaling. A range that is being learned acts as ``qtk.numerics.acting`` says. A NaN is outside and makes
-dscale NaN.
+their gradient scaling. A range that is being learned acts as ``qtk.numerics.effective`` says. A NaN is outside and
+makes dscale NaN.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.acting import acting_scale, acting_zero_point, gradient_of_given_scale
 from qtk.numerics.blocks import pieces, split_shape
+from qtk.numerics.effective import effective_scale, effective_zero_point, gradient_of_given_scale
 
 
 def fake_quantize_backward(
@@ -41,8 +41,8 @@ def fake_quantize_backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    grad, x, given, scale = grad.detach(), x.detach(), scale.detach(), acting_scale(scale.detach())
-    zero_point = None if zero_point is None else acting_zero_point(zero_point.detach(), qmin, qmax)
+    grad, x, given, scale = grad.detach(), x.detach(), scale.detach(), effective_scale(scale.detach())
+    zero_point = None if zero_point is None else effective_zero_point(zero_point.detach(), qmin, qmax)
     grad_x = torch.empty_like(x, dtype=grad.dtype)
     grad_scale = torch.zeros_like(scale) if wants_scale else None
     grad_zero_point = torch.zeros_like(scale) if wants_zero_point else None

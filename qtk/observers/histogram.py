@@ -16,7 +16,7 @@ from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
 from qtk.observers.extremes import Counted, extremes, looked_at, sentinel_bound
 from qtk.observers.min_max import same_shape
-from qtk.observers.points import Points
+from qtk.observers.weighted_samples import WeightedSamples
 from qtk.ops.statistics import histogram
 
 SMALLEST_EXPONENT = -100
@@ -129,7 +129,7 @@ class Histogram(Counted):
             self._counts += self._moved(other._counts, other._first, other._exponent).to(self._counts.device)
         self._add_all(other)
 
-    def points(self) -> Points:
+    def points(self) -> WeightedSamples:
         """The middles of the bins, no farther out than the extremes. Raises: CalibrationError if nothing was seen."""
         edges, counts = self.edges, self._counts
         if edges is None or counts is None or self._low is None or self._high is None:
@@ -138,7 +138,7 @@ class Histogram(Counted):
         low, high = (bound.to(torch.float64).masked_fill(unseen, torch.nan) for bound in (self._low, self._high))
         middles = (edges[:, :-1] + edges[:, 1:]) / 2
         middles = torch.minimum(torch.maximum(middles, low[:, None]), high[:, None])
-        return Points(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2)
+        return WeightedSamples(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2)
 
     def _shown(self, bound: Tensor) -> Tensor:
         return bound.reshape(self._shape or ())

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.numerics.acting import acting_scale, acting_zero_point, gradient_of_given_scale
 from qtk.numerics.blocks import align, split_shape
+from qtk.numerics.effective import effective_scale, effective_zero_point, gradient_of_given_scale
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -47,7 +47,7 @@ class FakeQuantize(torch.autograd.Function):
             of_scale = gradient_of_given_scale(of_acting, scale)
         if wants_zero_point:
             clipped = torch.where(inside, 0.0, slope.float())
-            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * acting_scale(scale))
+            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * effective_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
 
 
@@ -56,8 +56,8 @@ def _lined_up(
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """``x / scale``, and both numbers of the range, broadcastable against it."""
     split = split_shape(x.shape, block_size)[0]
-    step = align(acting_scale(scale), x.shape, block_size)
-    zero = 0.0 if zero_point is None else align(acting_zero_point(zero_point, qmin, qmax), x.shape, block_size)
+    step = align(effective_scale(scale), x.shape, block_size)
+    zero = 0.0 if zero_point is None else align(effective_zero_point(zero_point, qmin, qmax), x.shape, block_size)
     return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step, zero
 
 

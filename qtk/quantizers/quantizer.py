@@ -14,7 +14,7 @@ from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
 from qtk.nn.tap import Tap
-from qtk.numerics.acting import acting_scale, acting_zero_point
+from qtk.numerics.effective import effective_scale, effective_zero_point
 from qtk.observers.observer import Observer
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
@@ -115,9 +115,9 @@ class Quantizer(Tap):
             return None
         scale, zero_point = self.scale.detach(), self.zero_point
         if zero_point is not None:
-            zero_point = acting_zero_point(zero_point.detach(), self.spec.qmin, self.spec.qmax)
+            zero_point = effective_zero_point(zero_point.detach(), self.spec.qmin, self.spec.qmax)
             zero_point = zero_point.to(torch.int32, copy=True)
-        return Encoding(self.spec, acting_scale(scale) if self.learns_range else scale.clone(), zero_point)
+        return Encoding(self.spec, effective_scale(scale) if self.learns_range else scale.clone(), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Takes over an encoding.

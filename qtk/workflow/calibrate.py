@@ -21,11 +21,11 @@ from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
+from qtk.observers.ranks import joined
+from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.feed import Batch, Data, Forward, run_all
-from qtk.workflow.ranks import joined
-from qtk.workflow.selection import leaders
 
 
 def calibrate(

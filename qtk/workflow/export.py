@@ -11,15 +11,15 @@ from typing import TypeAlias
 
 from torch import fx, nn
 
+from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.packed import PackedRecurrent
+from qtk.capture.torch_export import ExampleInputs, split_inputs
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
-from qtk.graph.calls import Call, record_calls, with_rows
-from qtk.graph.capture import ExampleInputs, split_inputs
 from qtk.graph.graphs import roots
-from qtk.graph.packed import PackedRecurrent
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 
@@ -129,7 +129,7 @@ def _refuse_dynamic(exported: Exported) -> None:
 
 def _onnx(exported: Exported, folder: Path) -> None:
     try:
-        from qtk.export import onnx_qdq  # loaded here: onnx is an extra, and slow to import
+        from qtk.export.onnx import qdq  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(exported)
@@ -140,7 +140,7 @@ def _onnx(exported: Exported, folder: Path) -> None:
             "data; call it on padded sequences, or export with formats=('encodings',)"
         )
     for path, (graph, call) in calls.items():
-        onnx_qdq.export(graph, call, folder / onnx_name(path))
+        qdq.export(graph, call, folder / onnx_name(path))
 
 
 def _graph_calls(exported: Exported) -> dict[str, tuple[fx.GraphModule, Call]]:

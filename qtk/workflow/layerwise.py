@@ -14,32 +14,33 @@ from torch import nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
+from qtk.capture.call_recording import Recorded, recording
+from qtk.capture.calls import Call
 from qtk.core.plan import QuantPlan
 from qtk.errors import CalibrationError
-from qtk.graph.calls import Call
-from qtk.graph.layerwise import Inputs, Outputs, Reached, walk
-from qtk.graph.live_values import Offload
-from qtk.graph.recorded_calls import Recorded, recording
-from qtk.graph.weighted_layers import WeightedLayer, weighted_layers
+from qtk.layerwise.adaround import AdaptiveRounding
+from qtk.layerwise.bias_correction import BiasCorrection
+from qtk.layerwise.checkpoint import Checkpoint
+from qtk.layerwise.gptq import GptqRounding
+from qtk.layerwise.interrupts import uninterrupted
+from qtk.layerwise.layer_state import Step, block_of, owner_of
+from qtk.layerwise.layer_update import LayerUpdate, improved
+from qtk.layerwise.live_values import Offload
+from qtk.layerwise.methods import step
+from qtk.layerwise.ranks import summed
+from qtk.layerwise.report import LayerResult, LayerwiseReport
+from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.seq_mse import SeqMse
+from qtk.layerwise.walk import Inputs, LayerInput, Outputs, walk
+from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.device import device_of
 from qtk.nn.eval_mode import evaluating
-from qtk.observers.second_moments import Wanted
+from qtk.observers.ranks import agree, from_first
+from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.transforms.adaround import AdaptiveRounding
-from qtk.transforms.bias_correction import BiasCorrection
-from qtk.transforms.gptq import GptqRounding
-from qtk.transforms.layer_problem import Step, block_of, owner_of
-from qtk.transforms.seq_mse import SeqMse
-from qtk.transforms.steps import step
 from qtk.workflow.calibrate import parameter_encodings
-from qtk.workflow.checkpoint import Checkpoint
 from qtk.workflow.feed import Data, Forward, run_all
-from qtk.workflow.improvement import Improvement, improved
-from qtk.workflow.interrupts import uninterrupted
-from qtk.workflow.layerwise_report import LayerResult, LayerwiseReport
-from qtk.workflow.ranks import agree, from_first, summed
-from qtk.workflow.selection import leaders
 
 
 class Simulation(Protocol):
@@ -185,7 +186,7 @@ def apply_layerwise(
             calls = _calls(sim.model, quantizers, data, options)
         except Exception as error:  # the other ranks are waiting
             problem = error
-        agree(problem, device_of(sim.model))
+        agree(problem)
         _warn_of_earlier_calls(layers)
         results = _Run(sim, chosen, layers, calls, options).finish(progress)
     if not any(result.reason == "" for result in results):
@@ -288,7 +289,7 @@ class _Run:
         self._walk = walk(sim.model, calls, wanted, inputs=inputs, offload=options.get("offload", "none"))
 
     def finish(self, progress: bool) -> list[LayerResult]:
-        made: dict[str, tuple[Outputs, Improvement]] = {}
+        made: dict[str, tuple[Outputs, LayerUpdate]] = {}
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
             while (reached := self._next()) is not None:
                 improvement = self._improvement(reached)
@@ -306,10 +307,10 @@ class _Run:
             )
         return [_result(layer.name, *made.get(layer.name, (None, None))) for layer in self._layers]
 
-    def _next(self) -> Reached | None:
+    def _next(self) -> LayerInput | None:
         """The next layer, with what the data of all ranks say of it."""
         problem: Exception | None = None
-        reached: Reached | None = None
+        reached: LayerInput | None = None
         try:
             reached = next(self._walk, None)
         except Exception as error:  # the other ranks are waiting
@@ -317,7 +318,7 @@ class _Run:
         moments = summed(None if reached is None else reached.moments, self._device, problem)
         return None if reached is None else replace(reached, moments=moments)
 
-    def _improvement(self, reached: Reached) -> Improvement | None:
+    def _improvement(self, reached: LayerInput) -> LayerUpdate | None:
         layer, moments, checkpoint = reached.layer, reached.moments, self._checkpoint
         if checkpoint is not None and layer.name in self._finished:
             return from_first(lambda: checkpoint.load(layer))
@@ -326,7 +327,7 @@ class _Run:
         if moments.rows < 2 * moments.columns and any(isinstance(each, GptqRounding) for each in self._steps):
             self._thin.append(layer.name)
 
-        def make() -> Improvement:
+        def make() -> LayerUpdate:
             made = improved(layer, self._steps, moments)
             if checkpoint is not None:
                 checkpoint.save(layer, made)
@@ -349,7 +350,7 @@ def _wanted(layer: WeightedLayer, steps: Sequence[Step]) -> Wanted:
     )
 
 
-def _result(name: str, outputs: Outputs | None, made: Improvement | None) -> LayerResult:
+def _result(name: str, outputs: Outputs | None, made: LayerUpdate | None) -> LayerResult:
     if made is None or outputs is None:
         return LayerResult(name, reason="no data reached it")
     seen = (outputs.signal, outputs.noise) if outputs.signal else (None, None)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from qtk.capture.calls import Call, detached, raised_in
+from qtk.capture.ladder import capture_graph, capture_tree
+from qtk.capture.prepare_report import PrepareReport
+from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedModel
+from qtk.capture.torch_export import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
+from qtk.capture.untouched import untouched
+from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
 from qtk.errors import CaptureError, VerificationError
-from qtk.graph.calls import Call, detached, raised_in
-from qtk.graph.capture import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
 from qtk.graph.graphs import graphs
-from qtk.graph.prepare_report import PrepareReport
-from qtk.graph.prepared_model import REPORT, PreparedGraph, PreparedModel
 from qtk.graph.sites import EXCLUDED, PLACE, annotate, join, note
 from qtk.nn.fast_path import fast_path_off
 from qtk.registry import nearest
-from qtk.workflow.ladder import capture_graph, capture_tree
-from qtk.workflow.untouched import untouched
-from qtk.workflow.verify_prepared import Outcome, eval_outcome, failure, train_difference
 
 __all__ = ["ExampleInputs", "prepare_model"]
 

@@ -13,8 +13,8 @@ from qtk.core.plan import QuantPlan
 from qtk.errors import CalibrationError
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
+from qtk.planning.selection import leaders
 from qtk.quantizers.quantizer import Quantizer
-from qtk.workflow.selection import leaders
 
 
 def set_range(

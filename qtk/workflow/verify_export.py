@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from qtk.capture.signature import input_leaves, input_names, output_nodes
 from qtk.errors import ExportError
-from qtk.export.onnx_session import open_session
-from qtk.export.signature import input_leaves, input_names, output_nodes
+from qtk.export.onnx.session import open_session
 from qtk.graph.graphs import roots
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from qtk.algorithms.bias_correction import bias_correction
-from qtk.numerics.patches import Geometry, matrix_of
-from qtk.observers.second_moments import SecondMoments, Wanted
+from qtk.layerwise.second_moments import SecondMoments, Wanted
+from qtk.numerics.im2col import Geometry, matrix_of
 
 LAYERS = {
     "linear": (Geometry.linear(), (6, 16), (40, 16), -1, functional.linear),

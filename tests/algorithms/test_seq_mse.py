@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 
 from qtk.algorithms.output_error import OutputError, in_blocks
-from qtk.algorithms.seq_mse import Choice, Search, made_up_for
+from qtk.algorithms.seq_mse import Choice, Search, refine_jointly
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
-from qtk.numerics.patches import Geometry, matrix_of, rows_of, weight_of
-from qtk.observers.second_moments import SecondMoments, Wanted
+from qtk.layerwise.second_moments import SecondMoments, Wanted
+from qtk.numerics.im2col import Geometry, matrix_of, rows_of, weight_of
 
 CANDIDATES = 12
 LAYERS = {
@@ -185,7 +185,7 @@ def test_blocks_that_make_up_for_each_other(outputs_per_scale):
         return outputs_lost(x, weight, scales.gather(0, candidate[None])[0][owner[0]], 4)
 
     alone = search.best().candidate
-    found = made_up_for(search, whole, alone)
+    found = refine_jointly(search, whole, alone)
     assert lost(found) < 0.95 * lost(alone)
     for scale in range(scales.shape[1]):  # no scale can do better by itself
         for candidate in range(20):

@@ -9,7 +9,7 @@ import qtk
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.errors import ExportError
-from qtk.export.onnx_session import require_onnxruntime
+from qtk.export.onnx.session import require_onnxruntime
 
 pytest.importorskip("onnxruntime")
 

@@ -9,7 +9,7 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.insert import drop_sites, insert, quantizer_nodes, remove
-from qtk.graph.planner import plan
+from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.prepare import prepare_model

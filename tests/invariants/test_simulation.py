@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import qtk
+from qtk.capture.torch_export import split_inputs
 from qtk.config.load import load_config
 from qtk.core.granularity import PerChannel
 from qtk.errors import NotCalibratedError
-from qtk.graph.capture import split_inputs
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import insert, remove
 from qtk.graph.op_table import row_of
-from qtk.graph.planner import plan
 from qtk.graph.sites import is_float, value_site
+from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO

@@ -9,8 +9,8 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import CalibrationError
-from qtk.numerics.acting import SMALLEST_SCALE
 from qtk.numerics.affine import fake_quantize
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import float8
 

@@ -8,10 +8,11 @@ from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import CheckError, ConfigError, ExportError
-from qtk.export import encodings_aimet, encodings_json, onnx_qdq
+from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import MARKER, staged_directory
+from qtk.export.onnx import qdq
 from qtk.workflow.export import EXPORTERS, export
-from tests.export.simulated import encodings_of, simulate
+from tests.export.onnx.simulated import encodings_of, simulate
 
 EXAMPLE = torch.randn(2, 8)
 
@@ -41,7 +42,7 @@ def test_all_formats_hold_the_same_encodings(sim, tmp_path):
         encodings_json.read(tmp_path / "out" / "encodings.json"),
         encodings_aimet.read(tmp_path / "out" / "encodings_aimet_1.0.0.json", specs),
         encodings_aimet.read(tmp_path / "out" / "encodings_aimet_2.0.0.json", specs),
-        onnx_qdq.read(tmp_path / "out" / "model.onnx"),
+        qdq.read(tmp_path / "out" / "model.onnx"),
     ):
         assert set(back) == set(encodings)
         assert all(back[site].equals(encoding) for site, encoding in encodings.items())
@@ -68,7 +69,7 @@ def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
     def failing(*args: object) -> None:
         raise ExportError("disk gone")
 
-    monkeypatch.setattr(onnx_qdq, "export", failing)
+    monkeypatch.setattr(qdq, "export", failing)
     with pytest.raises(ExportError, match="disk gone"):
         export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit)
     assert list(tmp_path.iterdir()) == []
@@ -103,7 +104,7 @@ def test_nothing_is_overwritten_unasked(sim, tmp_path):
 
 
 def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "qtk.export.onnx_qdq", None)
-    monkeypatch.delattr("qtk.export.onnx_qdq", raising=False)
+    monkeypatch.setitem(sys.modules, "qtk.export.onnx.qdq", None)
+    monkeypatch.delattr("qtk.export.onnx.qdq", raising=False)
     with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
         export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=("onnx",))

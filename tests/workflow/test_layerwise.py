@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import qtk
 from qtk.errors import CalibrationError, ConfigError
-from qtk.graph.weighted_layers import weighted_layers
+from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.quantizers.quantizer import Mode
 from tests.zoo.models import ZOO
 

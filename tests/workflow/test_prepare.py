@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qtk
+from qtk.capture import ladder
 from qtk.errors import CaptureError
 from qtk.graph.sites import EXCLUDED, note, value_site
-from qtk.workflow import ladder
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from qtk.errors import CalibrationError, ExportError
-from qtk.export.onnx_qdq import export
+from qtk.export.onnx.qdq import export
 from qtk.workflow.verify_export import verify_export, verify_onnx
-from tests.export.simulated import nothing, simulate
+from tests.export.onnx.simulated import nothing, simulate
 
 
 class TwoOutputs(nn.Module):

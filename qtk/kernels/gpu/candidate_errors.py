@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import acting_scale, acting_zero_point, clamped, code_of
+from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.walk import TILE, walk
@@ -32,10 +32,10 @@ def errors_kernel(
     candidate = tl.program_id(1).to(tl.int64) * count
     group = program // splits
     along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
-    scale = spread(acting_scale(tl.load(scale_at + candidate + index, mask=exists, other=1.0)), COLUMNS)
+    scale = spread(effective_scale(tl.load(scale_at + candidate + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
-        zero = spread(acting_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
+        zero = spread(effective_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
     sums = tl.zeros([SCALES], tl.float64)
     each = tl.cdiv(turns, splits)
     first = (program % splits).to(tl.int64) * each

@@ -58,14 +58,14 @@ def narrowed(value, kind: tl.constexpr):
 
 
 @triton.jit
-def acting_scale(scale):
+def effective_scale(scale):
     """Positive, at least the smallest normal number."""
     size = tl.abs(scale)
     return tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)
 
 
 @triton.jit
-def acting_zero_point(zero_at, index, exists, qmin, qmax):
+def effective_zero_point(zero_at, index, exists, qmin, qmax):
     """One of the codes."""
     return rounded(clamped(tl.load(zero_at + index, mask=exists, other=0).to(tl.float32), qmin, qmax))
 
@@ -103,10 +103,10 @@ def forward_kernel(
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    scale = spread(acting_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
+    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
-        zero = spread(acting_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+        zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
     each = tl.cdiv(turns, splits)
     first = (program % splits).to(tl.int64) * each
     for turn in range(first, tl.minimum(first + each, turns)):
@@ -127,11 +127,11 @@ def backward_kernel(
     group = program // splits
     along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
     given = tl.load(scale_at + index, mask=exists, other=1.0)
-    own_scale = acting_scale(given)
+    own_scale = effective_scale(given)
     scale = spread(own_scale, COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
-        zero = spread(acting_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+        zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
     if COLUMNS:
         of_scale = tl.zeros([REACH, SCALES], tl.float32)
         clipped = tl.zeros([REACH, SCALES], tl.float32)

@@ -20,7 +20,7 @@ from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, arguments, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.walk import TILE, walk
 from qtk.numerics import dynamic
-from qtk.numerics.acting import SMALLEST_SCALE
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 
 WIDEST = 4 * TILE

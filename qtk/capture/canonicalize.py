@@ -1,0 +1,99 @@
+"""From an exported program to the dialect every later step reads: functional ATen, real modules where modes matter."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TypeVar
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from qtk.capture.holders import hold, hold_constants
+from qtk.capture.recover import recover
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.sites import name_sites
+
+Captured = TypeVar("Captured", bound=CapturedGraph)
+
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Ops that demand the strides seen at capture; modules put into the graph later may return others."""
+
+SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter.default
+
+
+def canonicalize(
+    program: ExportedProgram, original: nn.Module, kind: type[Captured], *, place: str = ""
+) -> tuple[Captured, tuple[tuple[str, int], ...]]:
+    """The graph of a captured ``original``, and the modules recovered in it by name.
+
+    Gives dropout and batch norm back their train mode, makes recurrent nets and attention modules of their own, drops
+    shape guards and unused reads, and names every site.
+
+    Args:
+        program: the capture.
+        original: what was captured.
+        kind: class of the graph.
+        place: module path of ``original`` in the model it is a part of.
+
+    Raises: CaptureError if a member of the model has a name a prepared model needs for itself.
+    """
+    root = hold(original)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = program.module(check_guards=False)
+    assert isinstance(captured, fx.GraphModule)
+    hold_constants(root, captured)
+    graph = captured.graph
+    for node in list(graph.nodes):
+        if any(name in str(node.target) for name in CHECKS) or (node.op == "get_attr" and not node.users):
+            graph.erase_node(node)
+        elif node.target in VIEWS:
+            node.target = torch.ops.aten.reshape.default
+        elif node.target is torch.ops.aten.copy.default:
+            _replace_copy(node)
+        elif _takes_all(node):  # x[:]
+            node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
+            graph.erase_node(node)
+    swaps = recover(root, graph, original)
+    graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
+    graph.eliminate_dead_code()
+    captured_graph = kind(root, graph)
+    name_sites(captured_graph.graph, place)
+    return captured_graph, swaps
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a slice, or a write into one, spans its whole axis, as the first of ``x[:, 1]`` does."""
+    if node.target not in (SLICE, SLICE_SCATTER):
+        return False
+    defaults: tuple[fx.node.Argument, ...] = (0, None, None, 1)
+    given = node.args[1 if node.target is SLICE else 2 :]
+    bounds = (*given, *defaults[len(given) :])[1:]
+    return bounds in ((0, sys.maxsize, 1), (None, None, 1), (0, None, 1), (None, sys.maxsize, 1)) and not node.kwargs
+
+
+def _replace_copy(node: fx.Node) -> None:
+    """``copy(into, value)``, left by functionalizing ``copy_``, has no gradient; it is ``value`` cast and expanded."""
+    into, value = node.args
+    assert isinstance(into, fx.Node)
+    assert isinstance(value, fx.Node)
+    target, source = node.meta["val"], value.meta["val"]
+    with node.graph.inserting_before(node):
+        if source.shape != target.shape:
+            value = _call(node, torch.ops.aten.expand_as.default, (value, into), {})
+        if source.dtype != target.dtype:
+            value = _call(node, torch.ops.aten._to_copy.default, (value,), {"dtype": target.dtype})
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def _call(
+    like: fx.Node, op: torch._ops.OpOverload, args: tuple[fx.Node, ...], kwargs: dict[str, torch.dtype]
+) -> fx.Node:
+    node = like.graph.create_node("call_function", op, args, dict(kwargs))
+    node.meta = {**like.meta, "val": op(*(arg.meta["val"] for arg in args), **kwargs)}
+    return node

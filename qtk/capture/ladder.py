@@ -1,0 +1,281 @@
+"""The ladder of captures: one graph if it can be had, islands in the model's own Python if not, opaque leaves last.
+
+1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it. A recurrent net on packed
+   sequences is ``built``, for it cannot be captured.
+3. ``python``: the module keeps its code, and each module it calls climbs the ladder by itself, with the inputs it was
+   called with. What it does not call on the example inputs stays as it is, and is listed.
+4. ``opaque``: a module that calls no other stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.canonicalize import canonicalize
+from qtk.capture.first_difference import first_difference
+from qtk.capture.open_composites import open_composites
+from qtk.capture.packed import build_packed, takes_packed
+from qtk.capture.prepare_report import Part, PrepareReport
+from qtk.capture.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
+from qtk.capture.torch_export import RUNGS, DynamicShapes, capture, first_line
+from qtk.capture.tree import with_islands
+from qtk.capture.untouched import untouched
+from qtk.capture.variants import add_variant
+from qtk.capture.verify_prepared import Outcome, eval_difference
+from qtk.errors import CaptureError, QtkError, VerificationError
+from qtk.graph.unknown_ops import unknown_ops
+
+MOST_KINDS = 4
+"""Of calls of one module that get a graph each."""
+
+BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
+
+
+def capture_graph(
+    model: nn.Module,
+    calls: Sequence[Call],
+    dynamic_shapes: DynamicShapes,
+    *,
+    verify: bool,
+    place: str = "",
+    expected: Outcome | None = None,
+) -> PreparedGraph:
+    """``model`` as one graph, its report begun; each rung must give what the model gives in every one of ``calls``.
+
+    Args:
+        model: what to capture.
+        calls: how it is called.
+        dynamic_shapes: see ``capture``.
+        verify: compare.
+        place: module path in the whole, if this is a part.
+        expected: the outcome of the only call, if it is known.
+
+    Raises: CaptureError with the reasons of all rungs.
+    """
+    reasons: list[str] = []
+    if len({str(call.structure) for call in calls}) > 1:
+        raise CaptureError(
+            f"{type(model).__name__} is called with arguments of several kinds (ranks, dtypes, None or a tensor)"
+        )
+    example = max(calls, key=lambda call: call.numel)
+    if example.numel == 0:
+        with untouched(model):
+            example = with_rows(model.eval(), example)
+    for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
+        try:
+            with untouched(model):
+                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place)
+            graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
+        except Exception as error:  # whatever torch refuses, the next rung may take
+            reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
+            continue
+        if not verify:
+            return graph
+        try:
+            differences = [eval_difference(model, graph, c.args, c.kwargs, expected=expected) for c in calls]
+            graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
+            return graph
+        except Exception as error:  # whatever a capture does wrong, the next rung may do right
+            where = _where(model, graph, calls)
+            reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
+    raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
+
+
+def _on_rung(
+    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str
+) -> tuple[PreparedGraph, PrepareReport]:
+    if rung == BUILT:
+        graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
+    else:
+        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,))
+        graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
+        report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
+    closed = open_composites(graph)
+    graph.meta[SIGNATURE] = inspect.signature(model.forward)
+    return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
+
+
+def _where(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str:
+    try:
+        found = [place for call in calls if (place := first_difference(model, graph, call))]
+    except Exception:  # the graph does not even run
+        return ""
+    return f"; the first module to differ is {found[0]}" if found else ""
+
+
+def capture_tree(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: DynamicShapes,
+    reason: CaptureError,
+    *,
+    expected: Outcome,
+    excluded: Collection[str] = (),
+) -> PreparedTree:
+    """``model`` in its own Python, with islands.
+
+    Raises: VerificationError if it does not compute what the model computes whichever islands are left out.
+    """
+    climb = _Climb(model, None if dynamic_shapes is None else "all", excluded)
+    with untouched(model):  # all of it: what runs by itself may write to modules around it
+        climb.into(model, "", [Call(args, kwargs, None)], reason)
+    climb.note_uncalled(model)
+    while True:
+        tree = PreparedTree(with_islands(model, climb.islands))
+        try:
+            with _uncalled(climb.islands) as passed_by:
+                difference = eval_difference(model, tree, args, kwargs, expected=expected)
+        except Exception as error:
+            with untouched(model):
+                climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)
+            continue
+        if not passed_by:
+            break
+        climb.leave(passed_by)
+    tree.meta[REPORT] = climb.report(model, difference)
+    return tree
+
+
+class _Climb:
+    """The islands found so far, and what became of every module that the Python around them calls."""
+
+    def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
+        self.dynamic_shapes = dynamic_shapes
+        self.excluded = excluded
+        self.paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self.islands: dict[nn.Module, PreparedGraph] = {}
+        self.parts: dict[nn.Module, Part] = {}
+        self.calls: dict[nn.Module, list[Call]] = {}
+
+    def into(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
+        """Leaves ``module`` in Python and tries the modules it calls."""
+        with untouched(module):
+            called = record_calls(module.eval(), calls)
+        self._note(module, path, PYTHON if called else OPAQUE, reason)
+        for child, child_calls in called.items():
+            self.calls.setdefault(child, []).extend(child_calls)
+            self.up(child)
+
+    def up(self, module: nn.Module) -> None:
+        path, calls = self.paths[module], self.calls[module]
+        if path in self.excluded:
+            self._note(module, path, EXCLUDED, None)
+            return
+        try:
+            island = self._island(module, path, calls)
+        except CaptureError as error:
+            self.islands.pop(module, None)
+            self.into(module, path, calls, error)
+            return
+        island.lend_attributes(module)
+        self.islands[module] = island
+        several = f"calls of {1 + len(island.variants)} kinds, a graph for each" if island.variants else ""
+        self._note(module, path, island.report.rung, CaptureError(several) if several else None)
+
+    def _island(self, module: nn.Module, path: str, calls: list[Call]) -> PreparedGraph:
+        kinds: dict[str, list[Call]] = {}
+        for call in calls:
+            kinds.setdefault(call.kind, []).append(call)
+        if len(kinds) > MOST_KINDS:
+            raise CaptureError(
+                f"{type(module).__name__} is called with arguments of {len(kinds)} kinds (ranks, dtypes, constants)"
+            )
+        islands = []
+        for own in kinds.values():
+            island = capture_graph(module, own, self.dynamic_shapes, verify=True, place=path)
+            if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
+                raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
+            islands.append(island)
+        for kind, island in zip(list(kinds)[1:], islands[1:], strict=True):
+            add_variant(islands[0], kind, island)
+        return islands[0]
+
+    def give_up_on(self, module: nn.Module, error: Exception) -> None:
+        """The island of ``module`` does not do in its place: tries the modules inside."""
+        del self.islands[module]
+        self.into(module, self.paths[module], self.calls[module], error)
+
+    def leave(self, modules: Collection[nn.Module]) -> None:
+        """The Python around these islands still calls the modules they were made from: they stay what they are."""
+        for module in modules:
+            del self.islands[module]
+            reason = CaptureError("the model calls it by a reference that a copy of the model cannot follow")
+            self._note(module, self.paths[module], OPAQUE, reason)
+
+    def note_uncalled(self, model: nn.Module) -> None:
+        """Lists what holds parameters and did not run on the example inputs: if it ever does, it runs in float."""
+        noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
+        for module in model.modules():
+            if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
+                continue
+            self._note(module, self.paths[module], UNCALLED, None)
+
+    def report(self, model: nn.Module, difference: float) -> PrepareReport:
+        """The account of the whole."""
+        reports = [island.report for island in self.islands.values()]
+        swaps = sum((Counter(dict(report.swaps)) for report in reports), Counter[str]())
+        shown = {parameter for island in self.islands.values() for parameter in island.parameters()}
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return PrepareReport(
+            PYTHON,
+            True,
+            all(island.report.dynamic for island in self.islands.values() if island.graph.find_nodes(op="placeholder")),
+            swaps=tuple(sorted(swaps.items())),
+            unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
+            opaque_parts=tuple(part for report in reports for part in report.opaque_parts),
+            eval_difference=difference,
+            covered=sum(parameter.numel() for parameter in shown) / total if total else 1.0,
+            parts=tuple(self.parts.values()),
+        )
+
+    def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
+        own = sum(parameter.numel() for parameter in module.parameters())
+        text = "" if reason is None else str(reason) if isinstance(reason, QtkError) else first_line(reason)
+        self.parts[module] = Part(path, type(module).__name__, rung, own, text.partition("\n")[0])
+
+
+@contextmanager
+def _uncalled(islands: Mapping[nn.Module, PreparedGraph]) -> Iterator[set[nn.Module]]:
+    """The modules whose islands have not been called when the context ends."""
+    missing = set(islands)
+    handles = [
+        island.register_forward_pre_hook(lambda _, args, module=module: missing.discard(module))
+        for module, island in islands.items()
+    ]
+    try:
+        yield missing
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _culprit(
+    model: nn.Module,
+    islands: Mapping[nn.Module, PreparedGraph],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> nn.Module:
+    """The first module whose island alone makes the model fail or differ."""
+    for module, island in islands.items():
+        try:
+            eval_difference(model, PreparedTree(with_islands(model, {module: island})), args, kwargs)
+        except Exception:
+            return module
+    try:
+        eval_difference(model, model, args, kwargs)
+    except VerificationError as own:
+        raise VerificationError(
+            f"{type(model).__name__} does not repeat itself: run twice on the same inputs with the same seed, in eval "
+            f"mode, its {own}; nothing can be compared with it"
+        ) from error
+    raise VerificationError(f"the parts of the model do not add up to it: {first_line(error)}") from error

@@ -1,0 +1,97 @@
+"""Opaque stand-ins that carry what functionalization would lose through it.
+
+Functionalization drops eval-mode dropout, splits batch norm into a native form that no longer trains, fixes instance
+norm to its running statistics, and forgets that a region ran without gradients. Before it runs, those nodes are pointed
+at ops that it leaves whole; ``recover`` replaces them afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from qtk.capture.in_place import purify
+
+torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
+torch.library.define(
+    "qtk::captured_batch_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, bool train, float momentum, float eps, "
+    "bool cudnn) -> Tensor",
+)
+torch.library.define(
+    "qtk::captured_instance_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, bool by_input, float momentum, float eps, "
+    "bool cudnn) -> Tensor",
+)
+torch.library.define("qtk::captured_detach", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("qtk::captured_dropout", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_dropout")  # type: ignore[untyped-decorator]
+def _dropout(x: Tensor, p: float, train: bool, kind: str) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_batch_norm", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_batch_norm")  # type: ignore[untyped-decorator]
+def _batch_norm(x: Tensor, *parameters: object) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_instance_norm", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_instance_norm")  # type: ignore[untyped-decorator]
+def _instance_norm(x: Tensor, *parameters: object) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_detach", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_detach")  # type: ignore[untyped-decorator]
+def _detach(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+DROPOUT = torch.ops.qtk.captured_dropout.default
+BATCH_NORM = torch.ops.qtk.captured_batch_norm.default
+INSTANCE_NORM = torch.ops.qtk.captured_instance_norm.default
+DETACH = torch.ops.qtk.captured_detach.default
+DROPOUT_KINDS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+MEAN = 3
+"""Argument of ``instance_norm`` with the running mean."""
+
+
+def mark(module: fx.GraphModule) -> None:
+    """Points the nodes in question at the stand-ins, in nested graphs too; their names, which signatures use, stay."""
+    purify(module.graph)
+    for node in list(module.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        name = schema.name.removeprefix("aten::").removesuffix("_") if schema is not None else ""
+        if name in DROPOUT_KINDS:
+            node.target = DROPOUT
+            node.args = (*node.args, name)
+        elif name == "batch_norm":
+            node.target = BATCH_NORM
+        elif name == "instance_norm" and node.args[MEAN] is not None:
+            node.target = INSTANCE_NORM
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            inner = module.get_submodule(str(node.args[1].target))
+            assert isinstance(inner, fx.GraphModule)
+            _detach_outputs(inner)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            mark(child)
+    module.recompile()
+
+
+def _detach_outputs(module: fx.GraphModule) -> None:
+    """A region without gradients becomes part of the graph around it; what leaves it is detached instead."""
+    output = module.graph.output_node()
+
+    def detached(value: fx.Node) -> fx.Node:
+        if value.op == "placeholder" or not isinstance(value.meta.get("val"), Tensor):
+            return value
+        with module.graph.inserting_before(output):
+            node = module.graph.call_function(DETACH, (value,))
+        node.meta = dict(value.meta)
+        return node
+
+    output.args = fx.node.map_arg(output.args, detached)

@@ -1,0 +1,86 @@
+"""Captures what is inside composites: the cell of an LSTM, the core of attention.
+
+A composite runs torch's fused kernel until a quantizer inside it is awake. Its parts are captured like models, so that
+every later step treats what they compute like anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from qtk.capture.canonicalize import canonicalize
+from qtk.capture.composites import Composite, composite_called
+from qtk.capture.inputs import is_free
+from qtk.capture.torch_export import capture
+from qtk.errors import CaptureError
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.op_table import INSIDE, row_of
+from qtk.graph.sites import name_sites, value_site
+
+
+def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
+    """Captures the parts of every composite that ``model`` calls. Changes the composites.
+
+    Composites that are built alike and called alike share the work, not the graphs.
+
+    Returns: those that stay closed, each with the reason.
+    """
+    known: dict[object, dict[str, CapturedGraph] | CaptureError] = {}
+    closed = []
+    for node in model.graph.nodes:
+        module, row = composite_called(node), row_of(node)
+        if module is None or row is None:
+            continue
+        key = (repr(module), str(_values(node)))
+        if key not in known:
+            try:
+                known[key] = {path: _captured(*part) for path, part in _parts(module, node).items()}
+            except CaptureError as error:
+                known[key] = error
+        place, found = value_site(node).name.partition(":")[0], known[key]
+        if isinstance(found, CaptureError):
+            closed.append(f"{place}: {found}")
+            continue
+        for path, graph in found.items():
+            inside = copy.deepcopy(graph)
+            name_sites(inside.graph, f"{place}.{path}", INSIDE[row.kind])
+            module.set_submodule(path, inside)
+    return tuple(closed)
+
+
+def _parts(module: Composite, node: fx.Node) -> dict[str, tuple[nn.Module, tuple[Any, ...], Any]]:
+    """Path → a part of ``module``, its example arguments, and which of their sizes may vary."""
+    arguments: Any = fx.node.map_arg(node.args, _example)
+    free = {_hint(size) for value in _values(node) for size in value.shape if is_free(size)}
+    found = {}
+    for path, (part, inputs) in module.parts(*arguments).items():
+        shapes = tuple(
+            {axis: Dim.AUTO for axis, size in enumerate(value.shape) if size in free} if isinstance(value, Tensor)
+            else None
+            for value in inputs
+        )
+        found[path] = (part, inputs, shapes)
+    return found
+
+
+def _example(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return torch.zeros([_hint(size) for size in value.shape], dtype=value.dtype, device=value.device)
+
+
+def _captured(part: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> CapturedGraph:
+    captured = capture(part.eval(), inputs, {}, shapes)
+    return canonicalize(captured.program, part, CapturedGraph)[0]
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return [value for argument in node.all_input_nodes if isinstance(value := argument.meta.get("val"), Tensor)]
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""What ``prepare_model`` returns: one captured graph, or the model's own Python around several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtk.capture.calls import Call
+from qtk.capture.inputs import as_captured, check_inputs
+from qtk.capture.prepare_report import PrepareReport
+from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
+from qtk.graph.graphs import roots
+from qtk.nn.fast_path import fast_path_off
+
+REPORT, SIGNATURE = "report", "qtk_signature"
+"""Keys of ``meta``: the account of the capture, the signature of the original's ``forward``."""
+
+
+class PreparedModel(nn.Module):
+    """Called, trained, moved and copied like the model it was made from, and shows what may be quantized in it.
+
+    Parameters and buffers are the original's own objects, under their names.
+    """
+
+    meta: dict[str, Any]
+
+    @property
+    def report(self) -> PrepareReport:
+        """The account of the capture."""
+        report = self.meta[REPORT]
+        assert isinstance(report, PrepareReport)
+        return report
+
+
+def parameters_outside(model: PreparedModel) -> dict[str, str]:
+    """Parameters that no captured graph holds, each with what became of their module."""
+    held = {parameter for graph in roots(model).values() for parameter in graph.parameters()}
+    parts = {part.path: part for part in model.report.parts}
+    found = {}
+    for name, parameter in model.named_parameters():
+        path = name
+        while parameter not in held and name not in found and path:
+            path = path.rpartition(".")[0]
+            if path in parts:
+                found[name] = f"its module is {parts[path].rung}: {parts[path].reason}".removesuffix(": ")
+    return found
+
+
+class PreparedGraph(CapturedGraph, PreparedModel):
+    """A model, or one island of it, as a single graph.
+
+    Raises: CaptureError when called with sizes or constants other than those it was captured for.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            if self.variants:
+                variant = self.variants.get(Call(args, kwargs, None).kind)
+                if variant is not None:
+                    return variant(*args, **kwargs)
+            args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
+            check_inputs(self.graph, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class PreparedTree(PreparedModel):
+    """A model that stays Python, with captured graphs in place of some of its submodules.
+
+    Args:
+        parent: a copy of the model, its members the graphs and what stays Python too. Attributes and methods that are
+            asked of the tree, or set on it, are those of the parent.
+    """
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.meta = {}
+        self.training = parent.training
+        self.__dict__["_parent"] = parent  # no member: it is this module, as its own code sees it
+        if isinstance(parent, torch.jit.ScriptModule):  # its tables are no dicts
+            self._modules = dict(parent.named_children())
+            self._parameters = dict(parent.named_parameters(recurse=False))
+            self._buffers = dict(parent.named_buffers(recurse=False))
+        else:
+            self.__dict__.update({name: parent.__dict__[name] for name in REGISTRIES})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        self._parent.training = self.training
+        if torch.compiler.is_dynamo_compiling():
+            return self._parent(*args, **kwargs)
+        with fast_path_off():  # it would pass islands by
+            return self._parent(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_parent" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_parent"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = "_parent" not in self.__dict__ or name in self.__dict__
+        super().__setattr__(name, value) if mine else setattr(self._parent, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._parent)

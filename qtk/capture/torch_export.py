@@ -1,0 +1,222 @@
+"""The ladder of captures: torch.export, then torch.fx before torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from qtk.capture.calls import Call
+from qtk.capture.inputs import is_free
+from qtk.capture.markers import mark
+from qtk.errors import CaptureError
+
+ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+
+DynamicShapes: TypeAlias = Any
+"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
+
+GIVEN = "the given dynamic_shapes"
+RUNGS = ("export", "fx + export")
+"""The ways to capture a module as one graph, the better first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """An exported program and how it was reached.
+
+    Args:
+        program: the program, in eval mode, functional, with the stand-ins of ``markers``.
+        rung: one of ``RUNGS``.
+        dynamic: some input's sizes may vary.
+        reasons: why a better rung, or a dynamic batch, was not reached.
+        args: positional arguments it was captured on; a batch of one has become two.
+        kwargs: keyword arguments likewise.
+    """
+
+    program: ExportedProgram
+    rung: str
+    dynamic: bool
+    reasons: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def split_inputs(example_inputs: ExampleInputs | Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments. Raises: CaptureError for any other type."""
+    match example_inputs:
+        case Call(args, kwargs):
+            return args, kwargs
+        case Tensor():
+            return (example_inputs,), {}
+        case tuple() | list():
+            return tuple(example_inputs), {}
+        case Mapping():
+            return (), dict(example_inputs)
+    raise CaptureError(f"example_inputs must be a tensor, a tuple or a dict, got {type(example_inputs).__name__}")
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: DynamicShapes,
+    *,
+    rungs: Sequence[str] = RUNGS,
+) -> Capture:
+    """Exports and functionalizes ``model``, which must be in eval mode; the first of ``rungs`` that holds wins.
+
+    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
+    shapes; with ``"batch"`` from the second on.
+
+    Raises: CaptureError with the reason of every rung.
+    """
+    attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
+    if dynamic_shapes in ("all", "batch"):
+        doubled = with_batch_of_two(model, args, kwargs)
+        if dynamic_shapes == "all":
+            attempts.append(("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
+        attempts.append(("dynamic batch", *doubled, free_shapes(model, *doubled)))
+    if dynamic_shapes is None or attempts:
+        attempts.append(("static shapes", args, kwargs, None))
+    else:
+        attempts.append((GIVEN, args, kwargs, dynamic_shapes))
+    reasons: list[str] = []
+    for rung in rungs:
+        try:
+            source = model if rung == "export" else _trace(model, args, kwargs)
+        except Exception as error:
+            reasons.append(f"{rung}: {first_line(error)}")
+            continue
+        for label, some_args, some_kwargs, shapes in attempts:
+            try:
+                program = _export(source, some_args, some_kwargs, shapes)
+            except Exception as error:
+                reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
+                continue
+            inputs = _tensor_inputs(program)
+            tied = _tied_sizes(inputs)
+            if tied and label != GIVEN:
+                reasons.append(f"{rung}, {label}: only sizes with {tied} would do")
+                continue
+            dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
+            if label == "dynamic batch":
+                reasons += [
+                    f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
+                    for name, value in inputs.items()
+                    if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
+                ]
+            return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
+    raise CaptureError("\n  ".join(reasons))
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
+) -> ExportedProgram:
+    with silent_torch():
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        mark(program.graph_module)
+        program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
+        functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
+        return functional
+
+
+@contextlib.contextmanager
+def silent_torch() -> Iterator[None]:
+    """Keeps the chatter of torch's exporters off the screen: what fails is reported, without whole graphs."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _is_functional(program: ExportedProgram) -> bool:
+    """Whether no op writes into its input and no region is nested, so that functionalizing, which is slow, can rest."""
+    ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    return not any(
+        isinstance(op, torch._ops.HigherOrderOperator)
+        or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
+        for op in ops
+    )
+
+
+def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """A symbolic trace of the path that is taken with the defaults of all arguments not given.
+
+    With keyword arguments the defaults stay symbols: fx would mix up the order of what is left.
+    """
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    given = set(bound.arguments)
+    bound.apply_defaults()
+    defaults = {name: value for name, value in bound.arguments.items() if name not in given and value not in ((), {})}
+    return fx.symbolic_trace(model, concrete_args=defaults if defaults and not kwargs else None)
+
+
+def with_batch_of_two(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch of 1 is a constant to export: doubles it, if the model runs on two."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    if all(tensor.shape[0] != 1 for tensor in tensors):
+        return args, kwargs
+    doubled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf,
+        (args, kwargs),
+    )
+    try:
+        with torch.no_grad():
+            model(*doubled[0], **doubled[1])
+    except Exception:
+        return args, kwargs
+    return doubled
+
+
+def free_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
+) -> DynamicShapes:
+    """Axis 0 of every tensor, or each axis, may vary; by name of the argument, ``*args`` nested as they bind."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+
+    def free(leaf: object) -> dict[int, Any] | None:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return None
+        return dict.fromkeys(range(leaf.ndim if every_axis else 1), Dim.AUTO)
+
+    return pytree.tree_map(free, bound)
+
+
+def _tied_sizes(inputs: Mapping[str, Tensor]) -> str:
+    """How a size of one input follows from others, if the code of the model made one do: ``x.shape[0] = 10 - s80``."""
+    for name, value in inputs.items():
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and is_free(size) and not size.node.expr.is_Symbol:
+                return f"{name}.shape[{axis}] = {size}"
+    return ""
+
+
+def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:
+    """The tensors a program takes, by name, as they were captured."""
+    names = set(program.graph_signature.user_inputs)
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    return {name: value for name, value in values.items() if name in names and isinstance(value, Tensor)}

@@ -1,0 +1,269 @@
+"""Does the prepared model compute what the original computes?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from qtk.capture.calls import detached
+from qtk.capture.torch_export import first_line
+from qtk.capture.untouched import untouched
+from qtk.errors import VerificationError
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.nn.attention import Attention
+from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.dropout import Dropout
+from qtk.nn.instance_norm import InstanceNorm
+
+TOLERANCE = 1e-5
+"""Largest difference, relative to the largest output, that reordered float32 sums may make."""
+
+
+Outcome: TypeAlias = tuple[object, dict[str, Tensor]]
+"""What a run returns, and the buffers it leaves behind, without those that got another shape or dtype: caches."""
+
+
+def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """A run in eval mode with a fixed seed, on the very tensors given; the model is left as it was."""
+    with untouched(model), torch.no_grad():
+        return _outcome(model.eval(), args, kwargs)
+
+
+def eval_difference(
+    original: nn.Module,
+    prepared: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    expected: Outcome | None = None,
+) -> float:
+    """Largest absolute difference over all outputs and buffers after a run in eval mode; both are left as they were.
+
+    Args:
+        original: the model.
+        prepared: what shall be equal to it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        expected: what ``eval_outcome(original, args, kwargs)`` gave, if it is known.
+
+    Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
+    """
+    expected = expected or eval_outcome(original, *detached((args, kwargs)))
+    return _both_differences(expected, eval_outcome(prepared, *detached((args, kwargs))))
+
+
+def train_difference(
+    original: nn.Module,
+    prepared: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_eval: Outcome | None = None,
+) -> tuple[float, list[str]]:
+    """Largest absolute difference of outputs and updated buffers after one step in train mode, dropout off.
+
+    Both are left as they were.
+
+    Args:
+        original: the model.
+        prepared: what shall be equal to it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        in_eval: what ``eval_outcome(prepared, args, kwargs)`` gave, if it is known; a graph that does the same in both
+            modes is not run again.
+
+    Returns: the difference, and notes about what drops at random in train mode but leaves no trace in eval mode, which
+        is captured.
+
+    Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
+    """
+    lost = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original, LOST))
+    lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
+    both, calls, custom = [], [], list[set[str]]()
+    known = in_eval is not None and _does_the_same_in_both_modes(prepared)
+    for model in (original,) if known else (original, prepared):
+        with untouched(model):
+            for module, name in list(_attributes_that_drop(model.train(), {**LOST, **KEPT})):
+                setattr(module, name, 0.0)
+            with torch.no_grad(), _WithoutDropout() as mode, _custom_functions() as seen:
+                both.append(_outcome(model, *detached((args, kwargs))))
+        calls.append(mode.calls)
+        custom.append(seen)
+    if in_eval is not None and known:
+        both.append(in_eval)
+        calls.append(_drops(prepared))
+        custom.append(set())
+    lost += calls[0] - calls[1]
+    notes = [
+        f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
+        for name, count in lost.items()
+    ]
+    notes += [
+        f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
+        for name in sorted(custom[0] - custom[1])
+    ]
+    return _both_differences(*both), notes
+
+
+@contextmanager
+def _custom_functions() -> Iterator[set[str]]:
+    """The names of the ``torch.autograd.Function`` classes, torch's own apart, that run inside."""
+    seen: set[str] = set()
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def recorded(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if not kind.__module__.startswith("torch."):
+            seen.add(kind.__qualname__)
+        return apply.__get__(None, kind)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(recorded)
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = apply
+
+
+def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
+    """But for dropout."""
+    modules = prepared.modules()
+    return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
+
+
+def _drops(graph: nn.Module) -> Counter[str]:
+    """Calls that drop in a run of a captured graph in train mode: each has a module of its own."""
+    names = {Dropout: "dropout", Attention: "scaled_dot_product_attention"}
+    droppers = [module for module in graph.modules() if isinstance(module, (Dropout, Attention)) and module.p > 0]
+    return Counter(names[type(module)] for module in droppers)
+
+
+def _attributes_that_drop(model: nn.Module, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        for name in known.get(type(module).__name__, ()):
+            probability = getattr(module, name, None)
+            if isinstance(probability, float) and probability > 0:
+                yield module, name
+
+
+LOST = {
+    "DropPath": ("drop_prob",),  # timm
+    "StochasticDepth": ("p",),  # torchvision
+    "DropBlock2d": ("drop_prob", "p"),
+    "DropBlock3d": ("p",),
+}
+"""Class → attributes with the probability of a drop that is no dropout op, of which capture sees nothing."""
+
+ATTENTIONS = {"MultiheadAttention": ("dropout",), "Attention": ("p",)}
+"""Likewise of attention, in torch and in what is captured of it; only weights that are asked for are lost."""
+
+KEPT = {**ATTENTIONS, **dict.fromkeys(("LSTM", "GRU", "RNN", "Recurrent"), ("dropout",))}
+"""Likewise, of a drop inside an op that capture does see."""
+
+
+def _attentions_that_drop(model: nn.Module) -> Counter[str]:
+    return Counter({"MultiheadAttention": len(list(_attributes_that_drop(model, ATTENTIONS)))})
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Every dropout function returns its input, and attention keeps all of its weights; those that drop are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            bound = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.calls[name] += bound.get("dropout_p", 0.0) > 0.0
+            return func(**{**bound, "dropout_p": 0.0})
+        if "dropout" in name:
+            probability, training = (*args, *(None, None))[1:3]
+            probability = kwargs.get("p", 0.5 if probability is None else probability)
+            training = kwargs.get("training", kwargs.get("train", True if training is None else training))
+            self.calls["dropout"] += bool(training and probability)
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def _both_differences(expected: Outcome, found: Outcome) -> float:
+    """Of outputs, and of the buffers that the original keeps; a prepared model has constants besides."""
+    buffers = {name: buffer for name, buffer in found[1].items() if name in expected[1]}
+    return max(_difference(expected[0], found[0]), _difference(expected[1], buffers, what="buffer "))
+
+
+def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        output = model(*args, **kwargs)
+    after = dict(model.named_buffers())
+    return output, {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
+
+
+def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bool:
+    return buffer is not None and (buffer.shape, buffer.dtype) == kind
+
+
+def _difference(expected: object, found: object, *, what: str = "output") -> float:
+    wanted, structure = pytree.tree_flatten_with_path(expected)
+    got, other = pytree.tree_flatten_with_path(found)
+    if structure != other:
+        raise VerificationError(f"the outputs are built differently: {structure} became {other}")
+    worst = 0.0
+    for (path, a), (_, b) in zip(wanted, got, strict=True):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if type(a) is type(b) and "__eq__" not in _members(type(a)) and hasattr(a, "__dict__"):
+                worst = max(worst, _difference(vars(a), vars(b), what=f"{what}{pytree.keystr(path)}."))
+            elif type(a) is not type(b) or a != b:
+                raise VerificationError(f"{what}{pytree.keystr(path)} is {b!r}, was {a!r}")
+            continue
+        worst = max(worst, tensor_difference(f"{what}{pytree.keystr(path)}", a, b))
+    return worst
+
+
+def _members(kind: type) -> set[str]:
+    return {name for base in kind.__mro__[:-1] for name in vars(base)}
+
+
+def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
+    """Largest |a - b|, where both are NaN or the same infinity 0.
+
+    Raises: VerificationError if it is more than ``TOLERANCE`` of the largest finite |a|, or shape or dtype differ.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise VerificationError(
+            f"{name} is {b.dtype} of shape {tuple(b.shape)}, was {a.dtype} of {tuple(a.shape)}"
+        )
+    if a.layout != torch.strided or b.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if a.numel() == 0 or torch.equal(a, b):
+        return 0.0
+    wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
+    same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
+    gap = torch.where(same, 0.0, (wide_a - wide_b).abs()).nan_to_num(nan=math.inf)
+    size = float(wide_a[wide_a.isfinite()].abs().max()) if bool(wide_a.isfinite().any()) else 0.0
+    worst = float(gap.max())
+    if worst > TOLERANCE * size:
+        raise VerificationError(f"{name} differs by {worst:.3g}, its largest value is {size:.3g}")
+    return worst
+
+
+def failure(error: Exception) -> str:
+    """A train-mode mismatch as a line for the report."""
+    return (
+        "train mode is not the original's (its forward may branch on self.training, which capture decides in eval "
+        f"mode): {first_line(error)}"
+    )

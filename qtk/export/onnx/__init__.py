@@ -1,0 +1,1 @@
+"""ONNX files with QuantizeLinear and DequantizeLinear pairs."""

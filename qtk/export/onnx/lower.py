@@ -1,0 +1,210 @@
+"""Turns markers into QuantizeLinear and DequantizeLinear, and floats that are constant into stored integers.
+
+What becomes of one marker:
+
+1. A constant: its codes as an initializer with the name of the site, and DequantizeLinear.
+2. Any other value: the value under the name of the site, QuantizeLinear, DequantizeLinear.
+3. Codes narrower than their ONNX type: the value is first clipped to the reals that the lowest and highest code
+   stand for. QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
+4. Any other float type: cast to float32 before and back after, as the simulation computes.
+5. A range taken at run time: nodes that compute scale and zero point, ``onnx_dynamic``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
+from torch import Tensor
+
+from qtk.core.dtypes import FloatDtype
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
+from qtk.errors import ExportError
+from qtk.export.onnx.container import container, limits
+from qtk.export.onnx.dynamic import dynamic_qdq
+from qtk.export.onnx.names import Names, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.onnx.nodes import NodeWriter, array_of, value_of
+from qtk.export.onnx.simulated_sites import SimulatedSite
+from qtk.export.onnx.trace import DOMAIN, Traced
+from qtk.numerics import affine, minifloat
+
+SITE, SPEC = "qtk.site", "qtk.spec"
+"""Metadata of a DequantizeLinear: the site it stands for, and its spec as JSON."""
+
+
+def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None:
+    """Replaces the markers of ``sites`` in ``traced.model`` and names what users see. Changes the model.
+
+    Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
+    """
+    graph = traced.model.graph
+    fix_lengths(graph)
+    markers: dict[str, list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        if node.domain == DOMAIN:
+            markers[node.attributes["site"].as_string()].append(node)
+    entries = {}
+    for site in sites:
+        if site.name not in markers:
+            raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
+        for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
+            name = f"{site.name}@{step}" if step else site.name
+            entries[name] = _replace(marker, graph, site, name, opset)
+    traced.model.opset_imports.pop(DOMAIN, None)
+    RemoveUnusedNodesPass()(traced.model)
+    OutputFixPass()(traced.model)
+    names = Names(graph)
+    name_inputs_and_outputs(graph, names, traced.input_names, traced.output_names)
+    name_batch(graph)
+    _name_sites(graph, names, entries)
+
+
+def qparam_name(site: str, kind: str) -> str:
+    """The initializer that holds the scale or zero point of a site; its key in the simulation's state_dict."""
+    return f"qtk_quantizers.{site}.{kind}"
+
+
+def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> None:
+    """Gives the value that each node of ``entries`` reads the name of its site.
+
+    A value that has a name of its own (an input, an output, a float parameter, another site) is read through Identity.
+    """
+    given: set[ir.Value] = set()
+    for site, node in entries.items():
+        value = node.inputs[0]
+        if value is None:
+            continue  # nothing in ONNX reads it, and so it went
+        codes = node.op_type == "DequantizeLinear"
+        owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in given
+        if owned and not codes:
+            identity = ir.node("Identity", [value], outputs=[value_of(value.dtype, value.shape)])
+            graph.insert_before(node, identity)
+            value = identity.outputs[0]
+            node.replace_input_with(0, value)
+        names.give(value, site)
+        given.add(value)
+
+
+def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, opset: int) -> ir.Node:
+    """Puts QuantizeLinear and DequantizeLinear in place of a marker.
+
+    Returns: the node that reads the value of the site, or its stored codes.
+    """
+    value = marker.inputs[0]
+    assert value is not None
+    if value.shape is None or value.dtype is None:
+        raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
+    writer = NodeWriter(graph, marker, name, value.shape)
+    kind = container(site.spec.dtype, opset=opset)
+    if site.encoding is None:
+        entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
+    else:
+        entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
+    result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
+    same_kind = writer.cast(result.outputs[0], value.dtype)
+    marker.outputs[0].replace_all_uses_with(same_kind, replace_graph_outputs=True)
+    graph.remove(marker, safe=True)
+    return entry
+
+
+class _Calibrated:
+    """The nodes of a site that has an encoding."""
+
+    def __init__(
+        self, writer: NodeWriter, site: str, encoding: Encoding, shape: ir.Shape, kind: ir.DataType
+    ) -> None:
+        self.writer, self.site, self.encoding, self.shape, self.kind = writer, site, encoding, shape, kind
+
+    def qdq(self, value: ir.Value, constant: Tensor | None) -> tuple[ir.Node, ir.Node]:
+        """Returns: the node that reads the value, or its stored codes, and the DequantizeLinear."""
+        attributes = self._axis_and_block_size()
+        qparams = self._scale_and_zero_point()
+        if constant is not None:
+            stored = self.writer.node(
+                "DequantizeLinear", [self._codes(constant), *qparams], ir.DataType.FLOAT, attributes
+            )
+            return stored, stored
+        real = self._clipped(self.writer.cast(value, ir.DataType.FLOAT), attributes)
+        codes = self.writer.node("QuantizeLinear", [real, *qparams], self.kind, attributes)
+        return codes, self.writer.node(
+            "DequantizeLinear", [codes.outputs[0], *qparams], ir.DataType.FLOAT, attributes
+        )
+
+    def _axis_and_block_size(self) -> dict[str, int]:
+        match self.encoding.spec.granularity:
+            case PerTensor():
+                return {}
+            case PerChannel() as channel:
+                return {"axis": channel.axis_of(len(self.shape))}
+            case PerToken():
+                raise AssertionError("rows have their scales at run time")
+            case PerBlock(sizes):
+                axis = self._block_axis(sizes)
+                length = self.shape[axis]
+                assert isinstance(length, int)
+                return {"axis": axis, "block_size": length // self.encoding.scale.shape[axis]}
+
+    def _block_axis(self, sizes: Shape) -> int:
+        """The axis cut into blocks; along all others every index must have its own scale."""
+        counts = self.encoding.scale.shape
+        wide = [axis for axis, length in enumerate(self.shape) if length != counts[axis]]
+        if len(wide) > 1 or not all(isinstance(self.shape[axis], int) for axis in wide):
+            shape = ", ".join(str(length) for length in self.shape)
+            raise ExportError(
+                f"{self.site}: ONNX holds blocks along one axis of fixed length, with one scale an index along the "
+                f"others; blocks {sizes} of a tensor ({shape}) are not such; use sizes like (1, 32), or per_channel"
+            )
+        return wide[0] if wide else len(sizes) - 1
+
+    def _scale_and_zero_point(self) -> list[ir.Value]:
+        """As initializers; the zero point tells ONNX the type of the codes too, so it stands even if it is 0."""
+        scale, zero = self.encoding.scale, self.encoding.zero_point
+        zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
+        if isinstance(self.encoding.spec.granularity, PerTensor):
+            scale, zero = scale.reshape(()), zero.reshape(())
+        return [
+            self.writer.initializer(qparam_name(self.site, "scale"), array_of(scale)),
+            self.writer.initializer(qparam_name(self.site, "zero_point"), array_of(zero).astype(self.kind.numpy())),
+        ]
+
+    def _codes(self, constant: Tensor) -> ir.Value:
+        spec, encoding = self.encoding.spec, self.encoding
+        sizes = spec.granularity.block_size(constant.ndim)
+        if isinstance(spec.dtype, FloatDtype):
+            codes = minifloat.quantize(constant, encoding.scale, sizes, spec.dtype)
+        else:
+            codes = affine.quantize(
+                constant, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax)
+            )
+        return self.writer.initializer(f"{self.site}.codes", array_of(codes).astype(self.kind.numpy()))
+
+    def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:
+        """Clip, or Max and Min where each channel or block has its own bounds."""
+        spec, encoding = self.encoding.spec, self.encoding
+        lowest, highest = limits(self.kind)
+        low = None if spec.qmin == lowest else self._bound("minimum", encoding.minimum, attributes)
+        high = None if spec.qmax == highest else self._bound("maximum", encoding.maximum, attributes)
+        if low is None and high is None:
+            return value
+        if isinstance(spec.granularity, PerTensor):
+            return self.writer.node("Clip", [value, low, high], ir.DataType.FLOAT).outputs[0]
+        for op, bound in (("Max", low), ("Min", high)):
+            if bound is not None:
+                value = self.writer.node(op, [value, bound], ir.DataType.FLOAT).outputs[0]
+        return value
+
+    def _bound(self, name: str, bound: Tensor, attributes: dict[str, int]) -> ir.Value:
+        """The bound in a shape that broadcasts against the value."""
+        match self.encoding.spec.granularity:
+            case PerTensor():
+                bound = bound.reshape(())
+            case PerChannel():
+                bound = bound.reshape([-1] + [1] * (len(self.shape) - 1 - attributes["axis"]))
+            case PerBlock():
+                bound = bound.repeat_interleave(attributes["block_size"], attributes["axis"])
+        return self.writer.initializer(f"{self.site}.{name}", array_of(bound))

@@ -1,0 +1,213 @@
+"""From a simulating model to an ONNX graph that still holds one marker node for every quantized value.
+
+The quantizers are replaced by an opaque op that carries nothing but the name of its site, so torch's exporter passes
+it on untouched; ``onnx_lower`` turns the markers into QuantizeLinear and DequantizeLinear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxscript import optimizer, values
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from qtk.capture.calls import Call
+from qtk.capture.composites import Composite, composite_called
+from qtk.capture.signature import input_leaves, input_names, output_nodes
+from qtk.capture.torch_export import ExampleInputs, first_line, silent_torch, split_inputs
+from qtk.errors import ExportError
+from qtk.export.onnx.simulated_sites import SimulatedSite
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import QUANTIZERS, quantizer_nodes
+from qtk.nn.eval_mode import evaluating
+from qtk.nn.tap import Tap
+
+DOMAIN, MARKER = "qtk", "FakeQuantize"
+
+torch.library.define("qtk::quantized_site", "(Tensor value, str site) -> Tensor")
+
+
+def _copy(value: Tensor, site: str) -> Tensor:
+    return value.clone()
+
+
+torch.library.impl("qtk::quantized_site", "CompositeExplicitAutograd", _copy)
+torch.library.register_fake("qtk::quantized_site", _copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An ONNX graph with markers, and the names its inputs and outputs have in the model.
+
+    Args:
+        model: the graph; the node ``qtk::FakeQuantize`` with attribute ``site`` marks a quantized value.
+        input_names: names of the tensors the model takes, in order.
+        output_names: names of the tensors it returns, in order.
+    """
+
+    model: ir.Model
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+
+def trace(
+    model: fx.GraphModule,
+    sites: Iterable[SimulatedSite],
+    example_inputs: ExampleInputs | Call,
+    *,
+    opset: int,
+) -> Traced:
+    """Exports ``model`` in eval mode with a marker for each of ``sites``; the model itself stays as it is.
+
+    Dimensions that are symbolic in the prepared graph stay dynamic.
+
+    Raises: ExportError if torch cannot export the graph, or not to this opset.
+    """
+    with evaluating(model), silent_torch(), torch.no_grad():
+        flat = _marked(model, {site.node: site.name for site in sites})
+        program = _export(flat, input_leaves(model, *split_inputs(example_inputs)))
+        graph = _translate(program, opset)
+    return Traced(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
+
+
+def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """A second graph over the same parameters that takes and returns flat tuples, tensors only at its output.
+
+    Its quantizers are replaced by markers or, where switched off, removed.
+    """
+    graph = copy.deepcopy(model.graph)
+    graph.set_codegen(fx.graph.CodeGen())
+    output = graph.output_node()
+    leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
+    output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
+    _mark_sites(model, model.graph, graph, sites)
+    flat = fx.GraphModule(model, graph)
+    for node in model.graph.nodes:
+        composite = composite_called(node)
+        if composite is not None:
+            flat.set_submodule(str(node.target), _marked_composite(composite, sites))
+    return flat
+
+
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
+    """A copy with markers inside; without any it runs, and so is exported, as one op."""
+    twin = copy.deepcopy(module)
+    awake = False
+    for before, after in zip(graphs(module).values(), graphs(twin).values(), strict=True):
+        awake |= _mark_sites(before, before.graph, after.graph, sites)
+        after.delete_submodule(QUANTIZERS)
+        after.recompile()
+    if awake:
+        twin.add_module("awake", _Awake())
+    return twin
+
+
+class _Awake(Tap):
+    """Keeps a composite from taking its fused kernel."""
+
+    idle = False
+
+
+def _mark_sites(
+    module: fx.GraphModule, original: fx.Graph, copied: fx.Graph, sites: Mapping[fx.Node, str]
+) -> bool:
+    """Replaces the quantizers in a copied graph by markers or, where switched off, nothing. Tells if there are any."""
+    twins = dict(zip(original.nodes, copied.nodes, strict=True))
+    calls = quantizer_nodes(module)
+    for call in calls:
+        node = twins[call]
+        (replacement,) = node.args
+        assert isinstance(replacement, fx.Node)
+        if call in sites:
+            with copied.inserting_before(node):
+                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
+        node.replace_all_uses_with(replacement)
+        copied.erase_node(node)
+    return any(call in sites for call in calls)
+
+
+def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.ExportedProgram:
+    placeholders = flat.graph.find_nodes(op="placeholder")
+    examples = tuple(_doubled(leaf, node) for leaf, node in zip(leaves, placeholders, strict=True))
+    shapes = tuple(dict.fromkeys(_dynamic_axes(node), Dim.AUTO) or None for node in placeholders)
+    try:
+        return torch.export.export(flat, examples, dynamic_shapes=shapes)
+    except Exception as error:
+        raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
+
+
+def _dynamic_axes(node: fx.Node) -> list[int]:
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return [axis for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
+
+
+def _doubled(leaf: object, node: fx.Node) -> object:
+    """The input with length 2 in place of 1 along dynamic axes: export takes a length of 1 for a constant."""
+    for axis in _dynamic_axes(node):
+        if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
+            leaf = leaf.repeat_interleave(2, axis)
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
+    table: dict[Callable[..., object], Callable[..., object]] = {torch.ops.qtk.quantized_site.default: _mark}
+    try:
+        exported = torch.onnx.export(
+            program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
+        )
+    except Exception as error:
+        raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}") from error
+    assert exported is not None
+    graph: ir.Model = exported.model
+    if graph.opset_imports.get("") != opset:
+        raise ExportError(f"the model cannot be converted to ONNX opset {opset}, it stayed at "
+                          f"{graph.opset_imports.get('')}; choose another opset")
+    # a split into chunks of a dynamic size, of which onnxscript's folding does not know what to make, stays as it is
+    with contextlib.suppress(RuntimeError):
+        optimizer.fold_constants(graph)
+    ClearMetadataAndDocStringPass()(graph)
+    return graph
+
+
+def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
+    """The names in the prepared model; torch's exporter goes by those in its own program."""
+    ours = input_names(flat)
+    theirs = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    known = dict(zip(theirs[len(theirs) - len(ours):], ours, strict=True))
+    return tuple(known[str(value.name)] for value in graph.graph.inputs)
+
+
+def _mark(value: object, site: str) -> object:
+    return values.Op(values.Opset(DOMAIN, 1), MARKER, _SCHEMA)(value, site=site)
+
+
+def _schema() -> onnx.defs.OpSchema:
+    schema = onnx.defs.OpSchema
+    return schema(
+        MARKER,
+        DOMAIN,
+        1,
+        inputs=[schema.FormalParameter("value", "T")],
+        outputs=[schema.FormalParameter("result", "T")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"], "")],
+        attributes=[schema.Attribute("site", schema.AttrType.STRING)],
+    )
+
+
+_SCHEMA = _schema()
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

@@ -1,0 +1,35 @@
+"""A model with quantizers on the sites of its plan: the one value that every verb takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.quantizers.quantizer import Quantizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """What ``insert`` makes of a model and a plan.
+
+    Args:
+        model: a prepared model with its quantizers inserted.
+        plan: what is quantized, and how.
+        quantizers: site → its quantizer, in the order of the plan; sites that share an encoding share the quantizer.
+    """
+
+    model: nn.Module
+    plan: QuantPlan
+    quantizers: Mapping[Site, Quantizer]
+
+
+class HasSimulation(Protocol):
+    """A handle of a simulation: a ``QuantSim``."""
+
+    @property
+    def simulation(self) -> Simulation: ...

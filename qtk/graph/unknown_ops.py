@@ -1,0 +1,31 @@
+"""Ops that the op table has no row for."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx, nn
+
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
+from qtk.graph.op_table import op_name
+from qtk.graph.sites import EXCLUDED, note
+
+
+def unknown_ops(model: nn.Module) -> tuple[str, ...]:
+    """Ops with a real-valued result that the op table does not know, by name, in order of appearance."""
+    names: dict[str, None] = {}
+    for module in graphs(model).values():
+        flow = Flow(module.graph)
+        names |= {
+            op_name(node): None for node in module.graph.nodes
+            if node.op in ("call_function", "call_module") and node.target is not operator.getitem
+            and flow.row(node) is None and not note(node, EXCLUDED) and _has_float(node)
+        }
+    return tuple(names)
+
+
+def _has_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    elements = value if isinstance(value, (list, tuple)) else [value]
+    return any(getattr(element, "is_floating_point", lambda: False)() for element in elements)

@@ -1,0 +1,130 @@
+"""Finished layers on disk, so that a run that was killed goes on where it was.
+
+``run.json`` says which run the directory belongs to: steps, weights, encodings and data, by their digests;
+``0003.safetensors`` holds what became of the layer numbered 3. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qtk.core.encoding import Encoding
+from qtk.errors import CalibrationError
+from qtk.layerwise.layer_update import LayerUpdate
+from qtk.layerwise.weighted_layers import WeightedLayer
+
+FORMAT, VERSION = "qtk.layerwise", 1
+RUN_FILE = "run.json"
+NUMBERS = ("before", "after")
+
+
+class Checkpoint:
+    """The directory of one run.
+
+    Args:
+        directory: made if it is missing.
+        layers: names of the layers, in order.
+        settings: what else decides the result.
+        model: with its weights and encodings as they are before the run.
+        calls: the data.
+
+    Raises: CalibrationError if the directory belongs to another run, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        layers: Sequence[str],
+        settings: Mapping[str, str],
+        model: nn.Module,
+        calls: Iterable[object],
+    ) -> None:
+        self._folder = Path(directory)
+        self._files = {name: f"{index:04d}.safetensors" for index, name in enumerate(layers)}
+        run: dict[str, object] = {
+            "format": FORMAT, "version": VERSION, **settings, "layers": list(layers),
+            "weights and encodings": _digest(model.state_dict().values()), "data": _digest(calls),
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / RUN_FILE
+            if path.exists():
+                self._check(path, run)
+            else:
+                _replace(path, json.dumps(run, indent=1).encode())
+        except OSError as error:
+            raise CalibrationError(f"checkpoint_dir {directory}: {error}") from error
+
+    @property
+    def finished(self) -> frozenset[str]:
+        """Names of the layers that are there."""
+        return frozenset(name for name, file in self._files.items() if (self._folder / file).exists())
+
+    def save(self, layer: WeightedLayer, made: LayerUpdate) -> None:
+        """Writes a layer, whole or not at all."""
+        tensors = {
+            "scale": made.encoding.scale, "zero_point": made.encoding.zero_point, "weight": made.weight,
+            "bias": made.bias,
+        }
+        numbers = {name: float(getattr(made, name)).hex() for name in NUMBERS}
+        path = self._folder / self._files[layer.name]
+        staged = path.with_suffix(".part")
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, staged, metadata={"layer": layer.name, **numbers})
+        os.replace(staged, path)
+
+    def load(self, layer: WeightedLayer) -> LayerUpdate:
+        """What ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
+        path, device = self._folder / self._files[layer.name], layer.weight.device
+        try:
+            with safe_open(path, framework="pt") as file:
+                numbers = file.metadata() or {}
+                tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"cannot read {path}: {error}; delete it to do {layer.name} again") from error
+        if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {*NUMBERS}:
+            raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
+        before, after = (float.fromhex(numbers[name]) for name in NUMBERS)
+        encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
+        return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after)
+
+    def _check(self, path: Path, run: Mapping[str, object]) -> None:
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CalibrationError(f"{path} is not a run of layer-wise methods: {error}; give another "
+                                   "checkpoint_dir") from error
+        other = [key for key, value in run.items() if not isinstance(stored, dict) or stored.get(key) != value]
+        if other:
+            raise CalibrationError(f"checkpoint_dir {self._folder} belongs to another run: not the same "
+                                   f"{', '.join(other)}; make the simulation anew from the same model and data, or "
+                                   "give another directory")
+
+
+def _digest(values: Iterable[object]) -> str:
+    """Of all tensors in some trees of values, dtypes and shapes included."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in pytree.tree_leaves(list(values)):
+        if isinstance(leaf, Tensor):
+            plain = leaf.detach().cpu().contiguous()
+            digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+            digest.update(plain.flatten().view(torch.uint8).numpy().data if plain.numel() else b"")
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    staged = path.with_suffix(".part")
+    staged.write_bytes(content)
+    os.replace(staged, path)

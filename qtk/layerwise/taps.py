@@ -1,0 +1,76 @@
+"""Watching the inputs of weighted ops inside modules that run as they please: loops over time, a model's own Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor, fx, nn
+
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import graphs
+from qtk.graph.op_table import row_of
+from qtk.layerwise.weighted_layers import input_argument
+from qtk.nn.tap import Tap
+
+TAPS = "qtk_taps"
+"""The submodule of a graph that holds its taps."""
+
+Listener: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Gets input and weight of an op, as they are at a call."""
+
+
+@contextmanager
+def tapped(module: nn.Module, listener: Listener) -> Iterator[None]:
+    """Shows ``listener`` what every weighted op in the graphs inside ``module`` is called with, while the body runs."""
+    changed: list[CapturedGraph] = []
+    try:
+        for graph in graphs(module).values():
+            changed.append(graph)
+            _add(graph, listener)
+        yield
+    finally:
+        for graph in changed:
+            _take_out(graph)
+
+
+class _InputTap(Tap):
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    @property
+    def idle(self) -> bool:
+        return False
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Shape: any; result ``x``."""
+        self._listener(x, weight)
+        return x
+
+
+def _add(graph: CapturedGraph, listener: Listener) -> None:
+    for node in list(graph.graph.nodes):
+        row = row_of(node)
+        if row is None or not row.weights or node.op != "call_function" or row.kind == "einsum":
+            continue
+        place = input_argument(row)
+        x, weight = node.args[place], node.args[row.weights[-1]]
+        if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and x is not weight:
+            if not hasattr(graph, TAPS):
+                graph.add_module(TAPS, _InputTap(listener))
+            with graph.graph.inserting_before(node):
+                tap = graph.graph.call_module(TAPS, (x, weight))
+            tap.meta["val"] = x.meta.get("val")
+            node.update_arg(place, tap)
+    graph.recompile()
+
+
+def _take_out(graph: CapturedGraph) -> None:
+    for node in graph.graph.find_nodes(op="call_module", target=TAPS):
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    if TAPS in graph._modules:
+        graph.delete_submodule(TAPS)
+    graph.recompile()

@@ -1,0 +1,182 @@
+"""Layers whose output is a matrix product of an input and a quantized parameter: what layer-wise methods improve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtk.core.plan import QuantPlan
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
+from qtk.graph.op_table import OpRow, op_name, row_of
+from qtk.graph.schema import schema_arguments
+from qtk.graph.sites import Port
+from qtk.numerics.im2col import Geometry
+from qtk.quantizers.quantizer import Quantizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedLayer:
+    """A quantized weight with all its uses.
+
+    Args:
+        name: of the weight's site, ``blocks.0.attn.qkv.weight``.
+        geometry: how it meets its input.
+        weight: the parameter.
+        bias: added to the output, ``None`` where there is none.
+        quantizer: of the weight.
+        activation: the elementwise function that alone reads the output, if there is one.
+    """
+
+    name: str
+    geometry: Geometry
+    weight: Tensor
+    bias: Tensor | None
+    quantizer: Quantizer
+    activation: Callable[[Tensor], Tensor] | None = None
+
+
+ACTIVATIONS = frozenset((
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "selu", "celu", "leaky_relu",
+    "mish", "sigmoid", "tanh", "softplus", "clamp",
+))
+"""Kinds of elementwise functions of one value."""
+
+
+def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
+    """The layers of a model with quantizers, in graph order, and the weights that are none, each with the reason."""
+    found: dict[str, WeightedLayer] = {}
+    skipped: dict[str, str] = {}
+    shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for node in graph.graph.nodes:
+            row = flow.row(node)
+            for port in flow.weight_ports(node) if row is not None and row.weight_axes is not None else ():
+                quantizer = quantizer_called(flow.root(port.value))
+                if quantizer is None:
+                    continue
+                assert row is not None
+                try:
+                    _check_readers(flow, port)
+                    layer = _layer(graph, row, port, quantizer, shared)
+                    known = found.setdefault(quantizer.site, layer)
+                    if known.geometry != layer.geometry:
+                        raise _NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
+                except _NotALayer as reason:
+                    skipped[quantizer.site] = str(reason)
+    return [layer for name, layer in found.items() if name not in skipped], skipped
+
+
+def quantizer_called(node: fx.Node) -> Quantizer | None:
+    """The quantizer that ``node`` calls."""
+    owner = node.graph.owning_module
+    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    return module if isinstance(module, Quantizer) else None
+
+
+def input_argument(row: OpRow) -> int:
+    """Where a weighted op takes the values that its weight is multiplied with."""
+    return 1 if row.kind == "addmm" else 0
+
+
+class _NotALayer(Exception):  # noqa: N818 - it is a reason
+    """Why a weight is no layer."""
+
+
+def _check_readers(flow: Flow, port: Port) -> None:
+    if quantizer_called(port.value) is None:
+        raise _NotALayer("is rearranged before it is multiplied")
+    for reader in port.value.users:
+        if port.value not in [own.value for own in flow.weight_ports(reader)]:
+            raise _NotALayer(f"is read by {op_name(reader)} too")
+
+
+def _layer(
+    graph: fx.GraphModule, row: OpRow, port: Port, quantizer: Quantizer, shared: set[str]
+) -> WeightedLayer:
+    (source,) = port.value.all_input_nodes
+    if source.op != "get_attr":
+        raise _NotALayer("is computed from parameters, not one itself")
+    if quantizer.site in shared:
+        raise _NotALayer("shares its encoding with other sites")
+    weight = _attribute(graph, source)
+    return WeightedLayer(
+        quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
+        _activation(port.user),
+    )
+
+
+def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    """What alone reads the output of an op, past quantizers."""
+    node = op
+    while len(node.users) == 1:
+        (node,) = node.users
+        if quantizer_called(node) is not None:
+            continue
+        row, function = row_of(node), node.target
+        numbers = not any(isinstance(argument, fx.Node) for argument in (*node.args[1:], *node.kwargs.values()))
+        if row is None or row.kind not in ACTIVATIONS or node.op != "call_function" or not numbers:
+            return None
+        assert callable(function)
+        return lambda x: function(x, *node.args[1:], **node.kwargs)
+    return None
+
+
+def _geometry(row: OpRow, port: Port, weight: Tensor) -> Geometry:
+    op, space = port.user, weight.ndim - 2
+    if row.kind == "linear" or row.family == "recurrent":
+        return Geometry.linear()
+    if row.family == "matmul" and row.kind != "einsum":
+        if weight.ndim != 2 or port.arg != input_argument(row) + 1:
+            raise _NotALayer(f"is multiplied as the left factor, or in batches ({row.kind} with shape "
+                             f"{tuple(weight.shape)})")
+        return Geometry((), (), (), (), transposed=True)
+    if row.family not in ("conv", "conv_transpose") or row.kind == "deform_conv2d":
+        raise _NotALayer(f"belongs to {row.kind}, whose output is not one matrix product")
+    given = schema_arguments(op)
+    kernel = tuple(weight.shape[2:])
+    stride, dilation = (_each(given[name], space) for name in ("stride", "dilation"))
+    transposed = row.family == "conv_transpose"
+    return Geometry(
+        kernel, stride, _padding(given["padding"], kernel, dilation), dilation, int(given["groups"]),  # type: ignore[arg-type]
+        transposed, _each(given["output_padding"], space) if transposed else (),
+    )
+
+
+def _padding(given: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    if given == "valid":
+        return (0,) * len(kernel)
+    if given == "same":
+        around = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        if any(total % 2 for total in around):
+            raise _NotALayer("is padded on one side more than on the other")
+        return tuple(total // 2 for total in around)
+    return _each(given, len(kernel))
+
+
+def _each(value: object, space: int) -> tuple[int, ...]:
+    numbers = [int(number) for number in (value if isinstance(value, (list, tuple)) else [value])]  # type: ignore[arg-type]
+    return tuple(numbers * space if len(numbers) == 1 else numbers)
+
+
+def _bias(graph: fx.GraphModule, row: OpRow, port: Port) -> Tensor | None:
+    """The bias as it is stored: behind its quantizer, if it has one."""
+    given = port.user.args[row.bias] if row.bias is not None and row.bias < len(port.user.args) else None
+    if isinstance(given, (list, tuple)):  # of a recurrent net: as many as weights, or none
+        weights = port.user.args[port.arg]
+        assert isinstance(weights, (list, tuple))
+        given = given[port.item] if port.item is not None and len(given) == len(weights) else None
+    while isinstance(given, fx.Node) and quantizer_called(given) is not None:
+        (given,) = given.all_input_nodes
+    return _attribute(graph, given) if isinstance(given, fx.Node) and given.op == "get_attr" else None
+
+
+def _attribute(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    owner, _, leaf = str(node.target).rpartition(".")
+    value = getattr(graph.get_submodule(owner), leaf)
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,100 @@
+"""Work in several processes: each observes its share of the data, then all know what all have seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
+
+from qtk.errors import CalibrationError
+from qtk.observers.observer import Observer
+
+T = TypeVar("T")
+
+
+def joined(
+    observers: Mapping[str, Observer], device: torch.device, problem: Exception | None = None
+) -> Mapping[str, Observer]:
+    """What the observers of all ranks have seen, joined in the order of the ranks; what is given, if there is one rank.
+
+    Every rank of the default process group must call it; one exchange in all.
+
+    Args:
+        observers: those of this rank, by site.
+        device: where the result shall be.
+        problem: what went wrong here, to be raised everywhere.
+
+    Raises: the problem; on other ranks CalibrationError naming the rank that has it.
+    """
+    if not several_ranks():
+        if problem is not None:
+            raise problem
+        return observers
+    own = {name: _moved(observer, torch.device("cpu")) for name, observer in observers.items()}
+    shares = exchanged(own, problem)
+    merged = shares[0]
+    for rank, share in enumerate(shares[1:], start=1):
+        if share.keys() != merged.keys():
+            raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
+        for name, observer in merged.items():
+            observer.merge(share[name])
+    return {name: _moved(observer, device) for name, observer in merged.items()}
+
+
+def agree(problem: Exception | None) -> None:
+    """Raises the problem of any rank on all of them. Every rank must call it. Raises: as ``joined``."""
+    if several_ranks():
+        exchanged(None, problem)
+    elif problem is not None:
+        raise problem
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What ``make`` returns on the first rank, on all of them; only that one runs it.
+
+    Raises: what it raises there; on other ranks CalibrationError saying so.
+    """
+    if not several_ranks():
+        return make()
+    problem: Exception | None = None
+    made: list[tuple[str | None, T | None]] = [(None, None)]
+    if distributed.get_rank() == 0:
+        try:
+            made = [(None, make())]
+        except Exception as error:  # the other ranks are waiting
+            problem, made = error, [(f"rank 0: {type(error).__name__}: {error}", None)]
+    distributed.broadcast_object_list(made, src=0)
+    if problem is not None:
+        raise problem
+    (text, result), = made
+    if text is not None:
+        raise CalibrationError(text)
+    return result  # type: ignore[return-value]
+
+
+def several_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def exchanged(own: T, problem: Exception | None) -> list[T]:
+    """What every rank has, in their order. Raises: the problem of this rank; CalibrationError for those of others."""
+    shares: list[tuple[str | None, T]] = [(None, own)] * distributed.get_world_size()
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    distributed.all_gather_object(shares, (said, own))
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(shares) if text is not None]
+    if problem is not None:
+        raise problem
+    if problems:
+        raise CalibrationError("; ".join(problems))
+    return [share for _, share in shares]
+
+
+def _moved(observer: Observer, device: torch.device) -> Observer:
+    """A copy whose tensors are on a device."""
+    moved = copy.copy(observer)
+    moved.__dict__.update(pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), vars(observer)))
+    return moved

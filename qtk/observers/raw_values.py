@@ -1,0 +1,68 @@
+"""Everything, as it is: for weights, which are seen once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtk.core.granularity import Granularity
+from qtk.errors import CalibrationError
+from qtk.numerics.blocks import split_shape
+from qtk.observers.extremes import Counted, extremes, sentinel_bound
+from qtk.observers.weighted_samples import WeightedSamples
+
+
+class RawValues(Counted):
+    """Keeps the tensors it sees, so that a search weighs every element."""
+
+    def __init__(self, granularity: Granularity) -> None:
+        super().__init__()
+        self.granularity = granularity
+        self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a mask mark
+        self._shape: tuple[int, ...] = ()
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        found = extremes(x, self.granularity)
+        if found is None:
+            return
+        if self._seen and self._shape != tuple(found.low.shape):
+            raise CalibrationError(f"the scales of this site have shape {self._shape}, those of the next tensor "
+                                   f"{tuple(found.low.shape)}; every tensor must have the same channels")
+        self._shape = tuple(found.low.shape)
+        split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
+        outside = [axis for axis in range(len(split)) if axis not in inside]
+        rows = x.detach().reshape(split).permute(*outside, *inside).reshape(found.low.numel(), -1)
+        if found.sentinels:
+            rows = torch.where(rows <= sentinel_bound(x.dtype), torch.nan, rows)
+        self._seen.append(rows)
+        self._add(found)
+
+    def merge(self, other: RawValues) -> None:
+        """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
+        if other.granularity != self.granularity or (self._seen and other._seen and self._shape != other._shape):
+            raise CalibrationError(f"tensors {other.granularity} of {other._shape} scales cannot join tensors "
+                                   f"{self.granularity} of {self._shape}")
+        self._shape = other._shape or self._shape
+        self._seen += other._seen
+        self._add_all(other)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The qparam shape."""
+        return self._shape
+
+    def points(self) -> WeightedSamples:
+        """Every element. Raises: CalibrationError if nothing was seen."""
+        if not self.count:
+            raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+        values = self._seen[0] if len(self._seen) == 1 else torch.cat(self._seen, dim=1)
+        counts = None
+        low, high = values.amin(1).to(torch.float64), values.amax(1).to(torch.float64)
+        if self.sentinels:
+            marks = values.isnan()
+            low, high = values.masked_fill(marks, torch.inf).amin(1), values.masked_fill(marks, -torch.inf).amax(1)
+            low, high = (bound.to(torch.float64).masked_fill(low > high, torch.nan) for bound in (low, high))
+            counts, values = (~marks).to(torch.int64), values.masked_fill(marks, 0.0)
+        return WeightedSamples(values, counts, low, high, torch.zeros_like(low))

@@ -1,0 +1,93 @@
+"""Chains of ops that a target runs as one: one quantizer, after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from qtk.graph.flow import Flow
+from qtk.graph.op_table import ROWS
+from qtk.planning.patterns import PatternMatch
+
+MASKS = (ROWS["masked_fill"], ROWS["where"])
+"""Ops that may merely move their input and still have a name in patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supergroup:
+    """A match: ``nodes`` in order, the ``pattern`` they matched."""
+
+    nodes: tuple[fx.Node, ...]
+    pattern: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " → ".join(self.pattern)
+
+
+def match_supergroups(
+    graph: fx.Graph, flow: Flow, patterns: Sequence[tuple[str, ...]], formulas: Mapping[fx.Node, PatternMatch]
+) -> list[Supergroup]:
+    """Disjoint matches, the longest pattern first at each op, ops in graph order.
+
+    Between two ops of a match the value has one reader, so nobody misses it when it is not quantized. Reshapes and
+    other data movement on the way do not break a chain. A formula spelled out in small ops counts as one op, its last.
+
+    Args:
+        graph: the graph.
+        flow: of the graph.
+        patterns: chains of op names.
+        formulas: each op of a formula → the formula.
+    """
+    longest_first = sorted(patterns, key=len, reverse=True)
+    taken: set[fx.Node] = set()
+    matches = []
+    for node in graph.nodes:
+        for pattern in longest_first:
+            chain = _chain(node, flow, pattern, formulas)
+            if chain and taken.isdisjoint(chain):
+                taken.update(chain)
+                matches.append(Supergroup(chain, pattern))
+                break
+    return matches
+
+
+def _chain(
+    node: fx.Node, flow: Flow, pattern: tuple[str, ...], formulas: Mapping[fx.Node, PatternMatch]
+) -> tuple[fx.Node, ...]:
+    chain = [node]
+    for position, name in enumerate(pattern):
+        if name not in _names(chain[-1], flow, formulas):
+            return ()
+        if position + 1 < len(pattern):
+            following = _next(chain[-1], flow, formulas)
+            if following is None:
+                return ()
+            chain.append(following)
+    return tuple(chain)
+
+
+def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> tuple[str, ...]:
+    """What patterns may call the op; an op inside a formula has no name."""
+    if node in formulas:
+        return (formulas[node].kind,) if node is formulas[node].nodes[-1] else ()
+    row = flow.row(node)
+    return row.names if row is not None else ()
+
+
+def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> fx.Node | None:
+    """The one op that computes with the value of ``node``, looking through data movement."""
+    formula = formulas.get(next(iter(node.users), node))
+    if formula is not None and node not in formula.nodes and all(user in formula.nodes for user in node.users):
+        return formula.nodes[-1]
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if not any(port.value is node for port in flow.data_ports(reader)):
+            return None
+        if flow.carried(reader) is not node:
+            return reader
+        if flow.row(reader) in MASKS:
+            return reader
+        node = reader
+    return None

@@ -1,0 +1,108 @@
+import torch
+from torch import nn
+
+from qtk.capture.canonicalize import canonicalize
+from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.torch_export import capture, split_inputs
+from tests.zoo.models import ZOO
+
+
+def canonical(model, x):
+    return canonicalize(capture(model.eval(), (x,), {}, "batch").program, model, PreparedGraph)[0]
+
+
+def targets(prepared):
+    return [str(node.target) for node in prepared.graph.nodes]
+
+
+def test_the_graph_is_functional_and_without_guards():
+    for name in ("in_place", "residual", "inverted_residual"):
+        prepared = canonical(ZOO[name].model(), ZOO[name].inputs())
+        ops = [node.target for node in prepared.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        assert not any(op._schema.is_mutable for op in ops)
+        assert not any("assert" in target or "_guards" in target for target in targets(prepared))
+        assert not any("qtk" in str(node.target) for node in prepared.graph.nodes if node.op == "call_function")
+
+
+def test_ops_that_rules_name_stay_whole():
+    seen = set()
+    for name in ("vit", "norms", "gated", "fused_attention", "functional"):
+        entry = ZOO[name]
+        captured = capture(entry.model(), *split_inputs(entry.inputs()), "batch")
+        seen |= set(targets(canonicalize(captured.program, entry.model(), PreparedGraph)[0]))
+    for op in ("conv2d", "linear", "layer_norm", "gelu", "softmax.int", "matmul", "group_norm", "instance_norm",
+               "rms_norm", "glu", "einsum"):
+        assert f"aten.{op}" in seen or f"aten.{op}.default" in seen, op
+
+
+def test_unread_parameters_are_kept_and_not_read():
+    prepared = canonical(ZOO["tied"].model(), ZOO["tied"].inputs())
+    assert "unused" in prepared.state_dict()
+    assert not {"unused", "never.weight"} & set(targets(prepared))
+
+
+def test_a_write_into_a_slice_gives_its_gradient_to_what_is_written():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.narrow = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.fc(x).double()
+            y[:, 1:3].copy_(self.narrow(x))  # cast and expanded on the way
+            return y
+
+    model, x = Net(), torch.randn(3, 4)
+    prepared = canonical(model, x)
+    assert torch.equal(prepared(x), model(x))
+    assert prepared(x).dtype is torch.float64
+    for parameter in model.parameters():
+        expected, found = (torch.autograd.grad(m(x).square().sum(), parameter)[0] for m in (model, prepared))
+        assert torch.equal(found, expected)
+    (expanded,) = prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.expand_as.default)
+    assert expanded.meta["val"].dtype is torch.float32
+    assert expanded.meta["val"].shape[1] == 2
+
+
+def test_mixed_precision_regions_become_casts():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.fc(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.fc(y.float())
+
+    model, x = Net(), torch.randn(3, 4)
+    prepared = canonical(model, x)
+    assert torch.equal(prepared(x), model(x))
+    assert not any("autocast" in target for target in targets(prepared))
+
+
+def test_a_write_over_everything_keeps_the_dtype():
+    class Net(nn.Module):
+        def forward(self, x):
+            y = torch.zeros_like(x, dtype=torch.float64)
+            y.copy_(x)
+            return y
+
+    x = torch.randn(3, 4)
+    assert canonical(Net(), x)(x).dtype is torch.float64
+
+
+def test_slices_that_take_all_are_gone():
+    class Net(nn.Module):
+        def forward(self, x):
+            y = x[:, :, 1:] * 2
+            y[:, 0, :] = 1.0
+            return y[:, ::2][:, :, :-1]
+
+    model, x = Net(), torch.randn(3, 4, 5)
+    prepared = canonical(model, x)
+    assert torch.equal(prepared(x), model(x))
+    slices = [node.args[1:] for node in prepared.graph.nodes if str(node.target) == "aten.slice.Tensor"]
+    assert [args[0] for args in slices] == [2, 1, 2]
+    assert not any("slice_scatter" in target for target in targets(prepared))

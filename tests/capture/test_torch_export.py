@@ -1,0 +1,152 @@
+import logging
+
+import pytest
+import torch
+from torch import fx, nn
+
+from qtk.capture.torch_export import capture, split_inputs
+from qtk.errors import CaptureError
+
+
+class OnlyTraceable(nn.Module):
+    """Export follows the branch on data and stops; a symbolic trace does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None, times=2):
+        if not isinstance(x, fx.Proxy) and bool(x.isnan().any()):
+            raise ValueError("not a number")
+        y = self.fc(x) * times
+        return y if mask is None else y * mask
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def sizes(found):
+    return {name: tuple(value.shape) for name, value in _placeholders(found) if isinstance(value, torch.Tensor)}
+
+
+def _placeholders(found):
+    user = set(found.program.graph_signature.user_inputs)
+    for node in found.program.graph.find_nodes(op="placeholder"):
+        if node.name in user:
+            yield node.name, node.meta["val"]
+
+
+def test_export_is_the_first_rung_and_the_batch_is_free():
+    found = capture(nn.Linear(4, 2).eval(), (torch.ones(3, 4),), {}, "batch")
+    assert (found.rung, found.dynamic, found.reasons) == ("export", True, ())
+    assert isinstance(sizes(found)["input"][0], torch.SymInt)
+
+
+def test_no_dynamic_shapes_fixes_everything():
+    found = capture(nn.Linear(4, 2).eval(), (torch.ones(3, 4),), {}, None)
+    assert not found.dynamic
+    assert sizes(found) == {"input": (3, 4)}
+
+
+def test_given_dynamic_shapes_are_taken():
+    auto = torch.export.Dim.AUTO
+    found = capture(nn.Conv2d(1, 1, 3).eval(), (torch.ones(2, 1, 8, 8),), {}, ({2: auto, 3: auto},))
+    batch, _, height, _ = sizes(found)["input"]
+    assert batch == 2
+    assert isinstance(height, torch.SymInt)
+
+
+def test_given_dynamic_shapes_that_the_model_cannot_have_are_an_error():
+    with pytest.raises(CaptureError, match=r"the given dynamic_shapes.*(?s:.)*constant \(4\)"):
+        capture(nn.Linear(4, 2).eval(), (torch.ones(3, 4),), {}, ({1: torch.export.Dim("n")},))
+
+
+def test_a_batch_of_one_is_doubled_so_that_it_can_vary():
+    found = capture(nn.Linear(4, 2).eval(), (torch.ones(1, 4),), {}, "batch")
+    assert found.dynamic
+    assert found.args[0].shape == (2, 4)
+
+
+def test_a_single_row_beside_a_table_is_doubled_too():
+    class Lookup(nn.Module):
+        def forward(self, x, table):
+            return x @ table
+
+    found = capture(Lookup(), (torch.ones(1, 4), torch.ones(4, 3)), {}, "batch")
+    assert [tuple(arg.shape) for arg in found.args] == [(2, 4), (4, 3)]
+    assert isinstance(sizes(found)["x"][0], torch.SymInt)
+
+
+def test_a_batch_of_one_that_cannot_be_doubled_stays():
+    class One(nn.Module):
+        def forward(self, x):
+            return x.reshape(4)
+
+    found = capture(One(), (torch.ones(1, 4),), {}, "batch")
+    assert not found.dynamic
+    assert found.args[0].shape == (1, 4)
+
+
+def test_a_batch_size_in_the_code_is_reported():
+    class Fixed(nn.Module):
+        def forward(self, x):
+            return x.reshape(3, 2, 2)
+
+    found = capture(Fixed(), (torch.ones(3, 4),), {}, "batch")
+    assert not found.dynamic
+    assert found.reasons == ("export: the code of the model fixes axis 0 of input x to 3",)
+
+
+def test_arguments_that_python_packs_get_a_free_batch():
+    class Star(nn.Module):
+        def forward(self, *xs, **named):
+            return sum(xs) + sum(named.values())
+
+    two = (torch.ones(2, 3), torch.ones(2, 3))
+    assert capture(Star(), two, {}, "batch").dynamic
+    assert capture(Star(), (), {"a": two[0], "b": two[1]}, "batch").dynamic
+
+
+def test_the_second_rung_is_a_symbolic_trace(capfd):
+    found = capture(OnlyTraceable().eval(), (torch.ones(2, 4),), {}, "batch")
+    assert (found.rung, found.dynamic) == ("fx + export", True)
+    assert [reason.partition(":")[0] for reason in found.reasons] == ["export, dynamic batch", "export, static shapes"]
+    assert "data-dependent" in found.reasons[0]
+    assert capfd.readouterr() == ("", "")
+    assert logging.root.manager.disable == 0
+
+
+def test_a_symbolic_trace_follows_the_defaults():
+    model, x = OnlyTraceable().eval(), torch.randn(2, 4)
+    found = capture(model, (torch.ones(2, 4),), {}, "batch")
+    assert found.rung == "fx + export"
+    assert torch.equal(found.program.module()(x), model.fc(x) * 2)
+
+
+def test_a_symbolic_trace_takes_keyword_arguments():
+    model, x, mask = OnlyTraceable().eval(), torch.randn(2, 4), torch.tensor([[0.0], [1.0]])
+    found = capture(model, (), {"x": torch.ones(2, 4), "mask": torch.ones(2, 1), "times": 3}, "batch")
+    assert found.rung == "fx + export"
+    assert torch.equal(found.program.module()(x=x, mask=mask, times=3), model.fc(x) * 3 * mask)
+
+
+def test_when_no_rung_holds_every_reason_is_given():
+    with pytest.raises(CaptureError) as caught:
+        capture(Branch(), (torch.ones(2, 4),), {}, "batch")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "export, dynamic batch", "export, static shapes", "fx + export",
+    ]
+    assert "control flow" in lines[-1]
+
+
+def test_split_inputs():
+    x = torch.ones(1)
+    assert split_inputs(x) == ((x,), {})
+    assert split_inputs((x, 2)) == ((x, 2), {})
+    assert split_inputs([x, 2]) == ((x, 2), {})
+    assert split_inputs({"x": x}) == ((), {"x": x})
+    with pytest.raises(CaptureError, match="must be a tensor, a tuple or a dict, got int"):
+        split_inputs(3)

@@ -1,0 +1,81 @@
+import pytest
+import torch
+from torch import nn
+
+from qtk.capture.untouched import untouched
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.last = "before"
+
+    def forward(self, x):
+        self.last = self.bn(self.fc(x))
+        return self.last + torch.rand(1)
+
+
+def test_everything_is_as_it_was():
+    torch.manual_seed(0)
+    model = Net()
+    model.bn.eval()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    weight, random = model.fc.weight, torch.get_rng_state()
+    with untouched(model):
+        model.train()(torch.randn(3, 2))
+        model.new = 3
+        model.fc.weight = nn.Parameter(torch.zeros(2, 2))
+        del model.bn.bias
+        model.extra = nn.Linear(1, 1)
+        model.fc.register_forward_hook(lambda *_: None)
+    assert model.last == "before"
+    assert not hasattr(model, "new")
+    assert model.fc.weight is weight
+    assert [name for name, _ in model.named_children()] == ["fc", "bn"]
+    assert model.training
+    assert not model.bn.training
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert list(state) == list(model.state_dict())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model(torch.randn(3, 2)).shape == (3, 2)
+
+
+def test_also_after_an_error():
+    model = Net()
+
+    def fail():
+        model.bn.running_mean += 1
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"), untouched(model):
+        fail()
+    assert float(model.bn.running_mean.abs().max()) == 0
+
+
+def test_lists_and_dicts_get_their_items_back():
+    class Collects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.named = ["first"], {"a": 1}
+
+        def forward(self, x):
+            self.seen.append(x)
+            self.named["x"] = x
+            del self.named["a"]
+            return x
+
+    model = Collects()
+    seen, named = model.seen, model.named
+    with untouched(model):
+        model(torch.ones(1))
+    assert model.seen is seen
+    assert model.named is named
+    assert (seen, named) == (["first"], {"a": 1})
+
+
+def test_scripted_modules_keep_their_mode():
+    model = nn.Sequential(torch.jit.script(nn.Dropout()), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+    with untouched(model):
+        model.eval()(torch.ones(1, 2))
+    assert model[0].training

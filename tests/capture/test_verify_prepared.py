@@ -1,0 +1,207 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtk.capture.verify_prepared import eval_difference, train_difference
+from qtk.errors import VerificationError
+from qtk.workflow.prepare import prepare_model
+
+X = (torch.randn(4, 3),)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn, self.drop = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.bn(F.dropout(self.drop(self.fc(x)), 0.3, self.training))
+        return {"first": x, "second": [y, 3]}
+
+
+class Attention(nn.Module):
+    """Drops inside the fused op, positional or by keyword."""
+
+    def forward(self, x):
+        p = 0.5 if self.training else 0.0
+        x = x[None]
+        y = F.scaled_dot_product_attention(x, x, x, None, p, False)
+        return y + F.scaled_dot_product_attention(x, x, x, dropout_p=p, is_causal=True)
+
+
+class Made(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+def changed(model, edit):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        edit(other)
+    return other
+
+
+def test_a_copy_differs_by_nothing_in_either_mode():
+    model = Net()
+    other = copy.deepcopy(model)
+    assert eval_difference(model, other, X, {}) == 0.0
+    assert train_difference(model, other, X, {}) == (0.0, [])
+
+
+def test_dropout_inside_attention_is_switched_off_and_counted():
+    class Captured(Attention):
+        """Dropped when it was captured, in eval mode."""
+
+        def forward(self, x):
+            self.training = False
+            return super().forward(x)
+
+    difference, notes = train_difference(Attention(), Captured(), X, {})
+    assert difference == 0.0
+    assert [note.partition(" drop")[0] for note in notes] == ["in train mode 2 × scaled_dot_product_attention"]
+
+
+def test_a_difference_names_the_output():
+    model = Net()
+    other = changed(model, lambda net: net.bn.bias.add_(0.01))
+    with pytest.raises(VerificationError, match=r"output\['second'\]\[0\] differs by 0\.01"):
+        eval_difference(model, other, X, {})
+
+
+def test_rounding_is_measured_and_allowed():
+    model = Net()
+    other = changed(model, lambda net: net.fc.weight.mul_(1 + 2e-7))
+    assert 0 < eval_difference(model, other, X, {}) < 1e-5
+
+
+def test_a_wrong_update_of_statistics_is_found():
+    model = Net()
+    other = changed(model, lambda net: setattr(net.bn, "momentum", 0.3))
+    assert eval_difference(model, other, X, {}) == 0.0
+    with pytest.raises(VerificationError, match=r"buffer \['bn.running_mean'\] differs"):
+        train_difference(model, other, X, {})
+
+
+def test_a_buffer_written_in_eval_mode_is_compared_and_restored():
+    class Counter(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += self.step
+            return x
+
+    model, other = Counter(1), Counter(2)
+    with pytest.raises(VerificationError, match=r"buffer \['count'\] differs by 1"):
+        eval_difference(model, other, X, {})
+    assert float(model.count) == 0
+    assert eval_difference(model, Counter(1), X, {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda x: (x,), "built differently"),
+        (lambda x: [x.half(), 1], "torch.float16"),
+        (lambda x: [x[:1], 1], r"of shape \(1, 3\)"),
+        (lambda x: [x, 2], "output.1. is 2, was 1"),
+        (lambda x: [x * float("nan"), 1], "differs by inf"),
+    ],
+)
+def test_other_structure_dtype_shape_or_constant(other, message):
+    with pytest.raises(VerificationError, match=message):
+        eval_difference(Made(lambda x: [x, 1]), Made(other), X, {})
+    assert eval_difference(Made(lambda x: x / 0), Made(lambda x: x / 0), X, {}) == 0.0
+
+
+def test_neither_model_is_changed():
+    model = Net()
+    model.bn.eval()
+    other = copy.deepcopy(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    train_difference(model, other, X, {})
+    eval_difference(model, other, X, {})
+    for each in (model, other):
+        assert all(torch.equal(value, before[key]) for key, value in each.state_dict().items())
+        assert each.training
+        assert not each.bn.training
+        assert each.drop.p == 0.5
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_drops_without_a_trace_are_counted():
+    class DropPath(nn.Module):
+        def __init__(self, drop_prob):
+            super().__init__()
+            self.drop_prob = drop_prob
+
+        def forward(self, x):
+            return x * torch.bernoulli(torch.tensor(1 - self.drop_prob)) if self.training else x
+
+    class Blocks(nn.Sequential):
+        def __init__(self):
+            super().__init__(DropPath(0.9), DropPath(0.8), DropPath(0.0), nn.Dropout(0.5))
+            self.attention = nn.MultiheadAttention(3, 1, dropout=0.5)
+            self.lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
+
+        def forward(self, x):
+            for module in list(self)[:4]:
+                x = module(x)
+            return self.lstm(self.attention(x, x, x)[0])[0]
+
+    model = Blocks()
+    captured = copy.deepcopy(model)  # as if capture had lost the dropout of attention, and kept all else
+    captured.attention.dropout = 0.0
+    difference, notes = train_difference(model, captured, X, {})
+    assert difference == 0.0
+    assert [note.partition(" drop")[0] for note in notes] == [
+        "in train mode 2 × DropPath", "in train mode 1 × MultiheadAttention",
+    ]
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_custom_backward_that_capture_does_not_see_is_named():
+    class Binary(nn.Module):
+        def forward(self, x):
+            return Sign.apply(x)
+
+    apply = vars(torch.autograd.Function)["apply"]
+    report = prepare_model(Binary(), torch.randn(2, 3)).report
+    assert [note for note in report.notes if "the backward of Sign is not captured" in note]
+    assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_objects_of_a_class_without_equality_are_compared_by_what_they_hold():
+    class Held:
+        def __init__(self, x):
+            self.x = x
+
+    same, other = Made(lambda x: Held(x)), Made(lambda x: Held(x + 1))
+    assert eval_difference(same, same, X, {}) == 0.0
+    with pytest.raises(VerificationError, match=r"output\.\['x'\] differs"):
+        eval_difference(same, other, X, {})
+
+
+def test_sparse_outputs_are_compared():
+    assert eval_difference(Made(lambda x: x.to_sparse()), Made(lambda x: x.to_sparse()), X, {}) == 0.0
+    with pytest.raises(VerificationError, match="output differs"):
+        eval_difference(Made(lambda x: x.to_sparse()), Made(lambda x: (x + 1).to_sparse()), X, {})

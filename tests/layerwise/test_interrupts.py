@@ -1,0 +1,60 @@
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from qtk.layerwise.interrupts import uninterrupted
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_interrupt_waits_until_the_body_is_done():
+    done = []
+
+    def body():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("half")
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert done == ["half", "whole"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_without_an_interrupt_nothing_happens():
+    before = signal.getsignal(signal.SIGINT)
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_are_never_interrupted_anyway():
+    ran = []
+
+    def body():
+        with uninterrupted():
+            ran.append(True)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert ran == [True]
+
+
+def test_the_default_handler_of_the_system_is_let_through():
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from qtk.layerwise.interrupts import uninterrupted\n"
+        "with uninterrupted():\n    signal.raise_signal(signal.SIGINT); print('done', flush=True)\n"
+        "print('never')\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert shown.stdout == "done\n"
+    assert shown.returncode == -signal.SIGINT

@@ -1,0 +1,287 @@
+"""Against running the whole model anew for every layer, with torch's own interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qtk
+from qtk.capture.calls import Call
+from qtk.errors import CalibrationError
+from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.walk import walk
+from qtk.layerwise.weighted_layers import weighted_layers
+from qtk.numerics.im2col import matrix_of, rows_of
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
+
+EXACT = Wanted(dtype=torch.float64)
+
+
+class Branches(nn.Module):
+    """One value for three layers, a residual, convolutions of several kinds; a layer used twice, if need be."""
+
+    def __init__(self, *, twice=False):
+        super().__init__()
+        self.twice = twice
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.depthwise = nn.Conv2d(4, 4, 3, stride=2, groups=4)
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.mlp = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        x = self.up(F.relu(self.depthwise(F.relu(self.stem(x)))))
+        x = x.flatten(2).transpose(1, 2)
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1)
+        x = x + weights @ self.v(x)
+        x = F.gelu(self.mlp(x))
+        return self.head((self.mlp(x) if self.twice else x).mean(1))
+
+
+class Watched(fx.Interpreter):
+    """What the op that reads the weight of each layer is called with."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.inputs: dict[str, list[torch.Tensor]] = {}
+
+    def run_node(self, n):
+        for read in n.all_input_nodes[1:]:
+            if read.op == "call_module" and n.op == "call_function":
+                own = self.fetch_args_kwargs_from_env(n)[0][0]
+                self.inputs.setdefault(str(read.target).removeprefix("qtk_quantizers."), []).append(own)
+        return super().run_node(n)
+
+
+def inputs_of(sim, batch, mode):
+    watched = Watched(sim.model)
+    with torch.no_grad(), in_mode(sim.quantizers.values(), mode):
+        watched.run(batch)
+    return watched.inputs
+
+
+def prepared(model=None, batches=None, **settings):
+    torch.manual_seed(0)
+    batches = batches or [torch.randn(3, 2, 8, 8) for _ in range(3)]
+    sim = qtk.QuantSim(model or Branches().eval(), batches[0], weight_bits=4, **settings)
+    sim.compute_encodings(batches, progress=False)
+    layers, _ = weighted_layers(sim.model, sim.plan)
+    return sim, batches, [Call((batch,), {}, None) for batch in batches], layers
+
+
+def rows(layer, inputs):
+    return torch.cat([rows_of(x.double(), layer.geometry) for x in inputs], 1)
+
+
+def damage(layer):
+    """What no method would do, so that the walk cannot but notice."""
+    with torch.no_grad():
+        layer.weight.mul_(0.7)
+        if layer.bias is not None:
+            layer.bias.add_(0.1)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
+@pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
+def test_every_layer_sees_what_it_would_see_in_a_run_of_the_whole_model(inputs, offload):
+    sim, batches, calls, layers = prepared()
+    original = [inputs_of(sim, batch, Mode.BYPASS) for batch in batches]
+    seen = []
+    for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT), inputs=inputs, offload=offload):
+        layer, moments = reached.layer, reached.moments
+        seen.append(layer.name)
+        present = [inputs_of(sim, batch, Mode.SIMULATE) for batch in batches]
+        float_rows = rows(layer, [x for own in original for x in own[layer.name]])
+        quantized_rows = rows(layer, [x for own in present for x in own[layer.name]])
+        own = float_rows if inputs == "symfp" else quantized_rows
+        torch.testing.assert_close(moments.gram[:, 0], own.mT @ own, rtol=1e-5, atol=1e-5)
+        if inputs == "asym":
+            cross = (float_rows - quantized_rows).mT @ quantized_rows
+            weight = matrix_of(layer.weight.detach().double(), layer.geometry)
+            torch.testing.assert_close(moments.linear(weight), weight @ cross, rtol=1e-4, atol=1e-4)
+        else:
+            assert not moments.has_two_inputs
+        damage(layer)
+    assert seen == [f"{name}.weight" for name in ("stem", "depthwise", "up", "q", "k", "v", "mlp", "head")]
+
+
+def test_the_float_path_keeps_the_weights_it_had():
+    sim, batches, calls, layers = prepared(activation_bits=None)  # else the output has a quantizer behind the last op
+    with torch.no_grad():
+        expected = torch.cat([sim.model(batch) for batch in batches])
+        with in_mode(sim.quantizers.values(), Mode.BYPASS):
+            original = torch.cat([sim.model(batch) for batch in batches])
+    last = [(reached, damage(reached.layer)) for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT))][-1][0]
+    with torch.no_grad():
+        damaged = torch.cat([sim.model(batch) for batch in batches])
+    assert not torch.allclose(damaged, expected)
+    assert last.outputs.signal == pytest.approx(float(original.square().sum()), rel=1e-5)
+    assert last.outputs.noise == pytest.approx(float((original - damaged).square().sum()), rel=1e-4)
+
+
+def test_a_layer_used_twice_is_decided_at_its_last_use_by_all_its_inputs():
+    sim, batches, calls, layers = prepared(Branches(twice=True).eval())
+    for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT), inputs="symqt"):
+        if reached.layer.name == "mlp.weight":
+            present = [inputs_of(sim, batch, Mode.SIMULATE)["mlp.weight"] for batch in batches]
+            assert [len(uses) for uses in present] == [2, 2, 2]
+            own = rows(reached.layer, [x for uses in present for x in uses])
+            torch.testing.assert_close(reached.moments.gram[:, 0], own.mT @ own, rtol=1e-5, atol=1e-5)
+            return
+        damage(reached.layer)
+    pytest.fail("the layer was not reached")
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("inputs", "passes"), [("asym", 2), ("symfp", 1), ("symqt", 1)])
+def test_the_cost_is_two_forward_passes(inputs, passes):
+    sim, batches, calls, layers = prepared()
+    with Counter() as once, torch.no_grad():
+        sim.model(batches[0])
+    with Counter() as walked:
+        for _ in walk(sim.model, calls, dict.fromkeys(layers), inputs=inputs):
+            pass
+    for name in ("convolution", "gelu", "_softmax"):
+        # the paths part behind the first quantizer, and nothing behind the last layer need run
+        assert walked.counts[name] <= passes * len(calls) * once.counts[name]
+    assert walked.counts["gelu"] == passes * len(calls)
+
+
+def test_layers_that_are_not_wanted_are_run_like_everything_else():
+    sim, batches, calls, layers = prepared()
+    chosen = [layer for layer in layers if layer.name in ("q.weight", "head.weight")]
+    found = {reached.layer.name: reached.moments for reached in walk(sim.model, calls, dict.fromkeys(chosen, EXACT))}
+    assert list(found) == ["q.weight", "head.weight"]
+    present = [inputs_of(sim, batch, Mode.SIMULATE) for batch in batches]
+    own = rows(chosen[1], [x for each in present for x in each["head.weight"]])
+    torch.testing.assert_close(found["head.weight"].gram[:, 0], own.mT @ own, rtol=1e-5, atol=1e-5)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("inputs", ["asym", "symfp"])
+def test_layers_inside_a_loop_over_time_see_all_their_calls(inputs):
+    torch.manual_seed(1)
+    model, batches = Recurrent().eval(), [torch.randn(4, 6, 3) for _ in range(2)]
+    sim, _, calls, layers = prepared(model, batches)
+    found = {reached.layer.name: reached for reached in walk(
+        sim.model, calls, dict.fromkeys(layers, EXACT), inputs=inputs
+    )}
+    assert set(found) == {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "head.weight"}
+    with torch.no_grad():
+        x = torch.cat(batches).double()
+        hidden = torch.cat([model.lstm(batch)[0] for batch in batches]).double()
+    before = torch.cat([torch.zeros(8, 1, 5), hidden[:, :-1]], 1).reshape(-1, 5)  # h0 comes first
+    for name, own in (("lstm.weight_ih_l0", x.reshape(-1, 3)), ("lstm.weight_hh_l0", before)):
+        moments = found[name].moments
+        assert moments.rows == len(own)
+        torch.testing.assert_close(moments.gram[0, 0], own.T @ own, rtol=1e-4, atol=1e-4)
+    assert [list(module.modules()) for module in sim.model.modules() if "Tap" in type(module).__name__] == []
+
+
+class OwnPython(nn.Module):
+    """Its way depends on the data, so that it stays Python around its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if float(x.sum()) > 0:
+            x = self.second(x)
+        return self.second(x)
+
+
+def test_layers_in_a_model_that_stays_python():
+    torch.manual_seed(0)
+    model, batches = OwnPython().eval(), [torch.randn(5, 4) for _ in range(2)]
+    sim, _, calls, layers = prepared(model, batches)
+    assert not isinstance(sim.model, fx.GraphModule)
+    found = {reached.layer.name: reached.moments for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT))}
+    with torch.no_grad():
+        first = [torch.relu(model.first(batch)) for batch in batches]
+        own = torch.cat([x for each in first for x in (each, model.second(each))]).double()
+    torch.testing.assert_close(found["first.weight"].gram[0, 0], torch.cat(batches).double().mT @ torch.cat(
+        batches).double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["second.weight"].gram[0, 0], own.T @ own, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        sim.model(batches[0])
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(4, 2)
+
+    def forward(self, a, b):
+        return self.first(a["x"]) + self.second(b)
+
+
+def test_named_inputs_in_any_order():
+    torch.manual_seed(0)
+    a, b = {"x": torch.randn(5, 3), "y": torch.randn(5, 1)}, torch.randn(5, 4)
+    sim = qtk.QuantSim(Named().eval(), {"a": a, "b": b}, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    layers, _ = weighted_layers(sim.model, sim.plan)
+    turned = Call((), {"b": b, "a": {"y": a["y"], "x": a["x"]}}, None)
+    found = {r.layer.name: r.moments for r in walk(sim.model, [turned], dict.fromkeys(layers, EXACT))}
+    for name, x in (("first.weight", a["x"]), ("second.weight", b)):
+        torch.testing.assert_close(found[name].gram[0, 0], (x.mT @ x).double(), rtol=1e-5, atol=1e-5)
+
+
+class Narrow(nn.Module):
+    """Few outputs, used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.narrow = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = torch.relu(self.first(x))
+        return self.narrow(y) + self.narrow(y.flip(0).tanh())
+
+
+def test_a_narrow_layer_used_twice():
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 8)]
+    sim, _, calls, layers = prepared(Narrow().eval(), batches)
+    for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT)):
+        if reached.layer.name == "narrow.weight":
+            original, present = (
+                rows(reached.layer, inputs_of(sim, batches[0], mode)["narrow.weight"])
+                for mode in (Mode.BYPASS, Mode.SIMULATE)
+            )
+            weight = matrix_of(reached.layer.weight.detach().double(), reached.layer.geometry)
+            expected = weight @ (original - present).mT @ present
+            torch.testing.assert_close(reached.moments.linear(weight), expected, rtol=1e-4, atol=1e-4)
+            return
+    pytest.fail("the layer was not reached")
+
+
+def test_what_is_not_finite_is_refused():
+    sim, batches, _, layers = prepared()
+    broken = [Call((torch.full_like(batches[0], torch.inf),), {}, None)]
+    with pytest.raises(CalibrationError, match="NaN or infinity"):
+        list(walk(sim.model, broken, dict.fromkeys(layers, EXACT)))

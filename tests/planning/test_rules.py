@@ -1,0 +1,65 @@
+import pytest
+
+from qtk.config.load import load_config
+from qtk.config.schema import TensorSetting
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.spec import ScaleFormat
+from qtk.errors import ConfigError, SpecError
+from qtk.planning.rules import Decision, Rules, to_spec
+
+FULL = TensorSetting(bits=8, symmetric=True)
+
+
+def test_settings_become_specs():
+    assert to_spec(FULL, None, 4).dtype.name == "int8"
+    assert to_spec(TensorSetting(bits=8), None, 4).dtype.name == "uint8"
+    assert to_spec(TensorSetting(dtype="int16"), None, 4).symmetric is False
+    channel = TensorSetting(bits=4, symmetric=True, granularity="per_channel")
+    assert to_spec(channel, (1, 0), 4).granularity == PerChannel(1)
+    assert to_spec(channel, None, 4).granularity == PerTensor()
+    block = TensorSetting(bits=4, symmetric=True, granularity="per_block", block_size=16)
+    assert to_spec(block, (0, 1), 4).granularity == PerBlock((1, 16, -1, -1))
+    assert to_spec(block, (0, 0), 1).granularity == PerBlock((16,))
+
+
+def test_formats_in_blocks_become_specs():
+    spec = to_spec(TensorSetting(dtype="nvfp4"), (1, 0), 3)
+    assert (spec.dtype.name, spec.granularity, spec.symmetric) == ("fp4_e2m1", PerBlock((16, 1, -1)), True)
+    assert spec.scale_format is ScaleFormat.E4M3
+    longer = to_spec(TensorSetting(dtype="mxint8", block_size=64), (0, 1), 2)
+    assert (longer.granularity, longer.narrow_range, longer.scale_format) == (PerBlock((1, 64)), True, ScaleFormat.E8M0)
+    without_channels = to_spec(TensorSetting(dtype="mxfp4"), None, 2)
+    assert (without_channels.granularity, without_channels.scale_format) == (PerTensor(), None)
+    assert to_spec(TensorSetting(dtype="fp8_e4m3", symmetric=False), None, 2).symmetric
+
+
+def test_contradictions_of_overlaid_settings_surface():
+    with pytest.raises(SpecError, match="uint8"):
+        to_spec(FULL.overlaid(TensorSetting(dtype="uint8")), None, 2)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "value", "expected"),
+    [
+        (True, "float", False),
+        (False, "quantized", True),
+        (True, TensorSetting(narrow_range=True), True),
+        (False, TensorSetting(narrow_range=True), False),  # a detail does not switch on what is off
+        (False, TensorSetting(bits=4), True),  # a width does
+        (False, None, False),
+    ],
+)
+def test_only_a_width_or_the_word_switches_a_float_back_on(enabled, value, expected):
+    decision = Decision(FULL, enabled, "before").overlaid(value, "after")
+    assert decision.enabled is expected
+    assert decision.reason == ("before" if value is None else "after")
+
+
+def test_widths_come_from_the_constructor_unless_the_config_agrees():
+    rules = Rules(load_config({"version": 1}), weight_bits=4, activation_bits=None)
+    assert (rules.weight.setting.bits, rules.weight.enabled) == (4, True)
+    assert rules.activation.enabled is False
+    config = load_config({"version": 1, "defaults": {"activation": {"dtype": "int16"}}})
+    assert Rules(config, weight_bits=8, activation_bits=16).activation.setting.dtype == "int16"
+    with pytest.raises(ConfigError, match="pass activation_bits=16"):
+        Rules(config, weight_bits=8, activation_bits=4)

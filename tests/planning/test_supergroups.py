@@ -1,0 +1,70 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qtk
+from qtk.graph.flow import Flow
+from qtk.graph.sites import value_site
+from qtk.planning.supergroups import match_supergroups
+from qtk.workflow.prepare import prepare_model
+
+
+def matches(model, inputs, *patterns):
+    graph = prepare_model(model.eval(), inputs).graph
+    found = match_supergroups(graph, Flow(graph), patterns, {})
+    return [[value_site(node).name for node in group.nodes] for group in found]
+
+
+def test_the_longest_chain_is_taken_and_chains_are_disjoint():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Sigmoid())
+    found = matches(net, torch.randn(2, 3, 4, 4), ("conv", "relu"), ("conv", "relu", "sigmoid"), ("relu", "sigmoid"))
+    assert found == [["0:out", "1:out"], ["2:out", "3:out", "4:out"]]
+
+
+def test_a_finer_kind_matches_itself_alone():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    assert matches(net, torch.randn(2, 3, 4, 4), ("conv2d", "relu")) == [["0:out", "1:out"]]
+    assert matches(net, torch.randn(2, 3, 4, 4), ("conv1d", "relu")) == []
+
+
+class Reads(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.fc, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        return self.how(self.fc(x))
+
+
+def test_an_inner_value_with_a_second_reader_breaks_the_chain():
+    inputs, pattern = torch.randn(2, 4), ("linear", "relu")
+    assert matches(Reads(lambda y: F.relu(y)), inputs, pattern)
+    assert not matches(Reads(lambda y: F.relu(y) + y), inputs, pattern)
+    assert not matches(Reads(lambda y: (F.relu(y), y)), inputs, pattern)
+
+
+def test_the_chain_must_continue_through_a_data_input():
+    """The condition of a where is no value."""
+    net = Reads(lambda y: torch.where(y > 0, 1.0, y.detach() * 0).softmax(-1))
+    assert not matches(net, torch.randn(2, 4), ("linear", "where"))
+
+
+def test_data_movement_does_not_break_a_chain():
+    net = Reads(lambda y: F.relu(y.reshape(-1, 2, 2).transpose(1, 2)))
+    assert matches(net, torch.randn(2, 4), ("linear", "relu")) == [["fc:out", "relu:out"]]
+    tapped = Reads(lambda y: (F.relu(y.reshape(-1, 2, 2)), y.reshape(-1)))
+    assert not matches(tapped, torch.randn(2, 4), ("linear", "relu"))
+
+
+def test_l2_normalize_is_one_op_and_never_divides_by_a_rounded_zero():
+    net = Reads(lambda y: F.normalize(y, dim=-1)).eval()
+    x = torch.randn(64, 4) * torch.logspace(-4, 2, 64)[:, None]  # norms that 8 bits cannot hold side by side
+    with torch.no_grad():
+        net.fc.bias.zero_()
+    sim = qtk.QuantSim(net, x)
+    sim.compute_encodings([x], progress=False)
+    assert [name for name in sim.quantizers if name.endswith(":out")] == ["fc:out", "div:out"]
+    with torch.no_grad():
+        found = sim.model(x)
+    assert bool(found.isfinite().all())
+    assert float(found.abs().max()) <= 1.01

@@ -1,0 +1,248 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import qtk
+from qtk.core.dtypes import dtype
+from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError, ExportError
+from qtk.export.atomic import MARKER
+from qtk.graph.insert import drop_sites, insert
+from qtk.quantizers.quantizer import Mode
+from qtk.workflow.store import load, restore, save
+from tests.export.onnx.simulated import activations, planned, symmetric
+
+ARGUMENTS = {"scheme": "min_max", "weight_bits": 4, "activation_bits": None, "config": {"version": 1}}
+
+
+class Tied(nn.Module):
+    """Tied and non-contiguous parameters, a buffer of each dtype, an empty one."""
+
+    def __init__(self, width=8, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(20, width), nn.Linear(width, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        self.conv.weight.data = torch.randn(3, 3, 1, 4).permute(3, 2, 0, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("brain", torch.randn(5, dtype=torch.bfloat16))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        whole = torch.randn(6)
+        self.register_buffer("front", whole[:4])
+        self.register_buffer("back", whole[2:])
+
+    def forward(self, ids):
+        x = self.head(self.embed(ids))
+        return self.norm(self.conv(x[:, None])).relu() + self.brain.sum().float() + self.front.sum()
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def fresh(model=None, **choices):
+    choices = {"weight": symmetric(), "activation": activations()} | choices
+    prepared, plan, encodings = planned(model or Tied(), IDS, **choices)
+    quantizers = insert(prepared, plan)
+    for quantizer in quantizers.values():
+        quantizer.mode = Mode.SIMULATE
+    return prepared, plan, quantizers, encodings
+
+
+def calibrated(**choices):
+    prepared, plan, quantizers, encodings = fresh(**choices)
+    for name, quantizer in quantizers.items():
+        quantizer.load_encoding(encodings[name])
+    return prepared, plan
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    prepared, plan = calibrated()
+    directory = tmp_path_factory.mktemp("saved") / "sim"
+    save(directory, state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    return directory, prepared, plan
+
+
+def test_a_fresh_simulation_becomes_the_stored_one(saved):
+    directory, prepared, plan = saved
+    stored = load(directory)
+    assert stored.arguments == ARGUMENTS
+    other, other_plan, _, _ = fresh(Tied(seed=1))
+    restored = restore(stored, other, other_plan)
+    assert restored is other_plan
+    state, expected = other.state_dict(), prepared.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert state[name].dtype == tensor.dtype
+        assert torch.equal(state[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(other(IDS), prepared(IDS))
+    assert dict(stored.plan.sites) == dict(plan.sites)
+
+
+def test_layout_of_the_loading_model_is_kept(saved):
+    other, plan, _, _ = fresh(Tied(seed=1))
+    strides = other.get_parameter("conv.weight").stride()
+    restore(load(saved[0]), other, plan)
+    assert other.get_parameter("conv.weight").stride() == strides
+
+
+def test_a_tied_tensor_is_written_once_and_stays_tied(saved):
+    directory, _, _ = saved
+    tensors = load_file(directory / "model.safetensors")
+    assert ("embed.weight" in tensors) != ("head.weight" in tensors)
+    other, plan, _, _ = fresh(Tied(seed=1))
+    restore(load(directory), other, plan)
+    assert other.get_parameter("embed.weight") is other.get_parameter("head.weight")
+
+
+def test_nothing_on_disk_is_a_pickle(saved):
+    directory, _, _ = saved
+    assert {path.name for path in directory.iterdir()} == {MARKER, "model.safetensors", "sim.json"}
+    json.loads((directory / "sim.json").read_text())
+    assert b"\x80\x04" not in (directory / "model.safetensors").read_bytes()[:16]
+
+
+def test_uncalibrated_simulations_can_be_stored(tmp_path):
+    prepared, plan, _, _ = fresh()
+    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    other, other_plan, quantizers, _ = fresh(Tied(seed=1))
+    restore(load(tmp_path / "sim"), other, other_plan)
+    assert all(quantizer.encoding is None for quantizer in quantizers.values())
+
+
+def test_learned_ranges_come_back_as_what_is_exported(tmp_path):
+    prepared, plan, quantizers, encodings = fresh()
+    for name, quantizer in quantizers.items():
+        quantizer.load_encoding(encodings[name])
+        quantizer.learn_range()
+    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    other, other_plan, others, _ = fresh(Tied(seed=1))
+    restore(load(tmp_path / "sim"), other, other_plan)
+    for name, quantizer in others.items():
+        assert quantizer.encoding.equals(encodings[name]), name
+
+
+def test_sites_that_calibration_took_out_are_taken_out_again(tmp_path):
+    prepared, plan = calibrated()
+    masked = next(site for site in plan if site.name == "conv:out")
+    plan = drop_sites(prepared, plan, {masked: "carries a mask"})
+    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    other, other_plan, _, _ = fresh(Tied(seed=1))
+    restored = restore(load(tmp_path / "sim"), other, other_plan)
+    assert masked not in restored
+    assert restored.unquantized[masked] == "carries a mask"
+    with torch.no_grad():
+        assert torch.equal(other(IDS), prepared(IDS))
+
+
+def test_another_model_is_refused_and_left_as_it_was(saved):
+    other, plan, _, _ = fresh(Tied(width=16, seed=1))
+    before = other.get_parameter("conv.weight").clone()
+    with pytest.raises(EncodingError, match=r"tensor embed.weight is stored as float32 \(20, 8\), the model's is .*16"):
+        restore(load(saved[0]), other, plan)
+    assert torch.equal(other.get_parameter("conv.weight"), before)
+
+
+def test_missing_extra_and_different_sites_are_named(saved):
+    stored = load(saved[0])
+    other, plan, _, _ = fresh(Tied(seed=1))
+    sites = dict(plan.sites)
+    renamed = sites.pop(next(site for site in sites if site.name == "conv:out"))
+    changed = next(site for site in sites if site.name == "relu:out")
+    sites[Site("conv_1", "", "out")] = renamed
+    sites[changed] = replace(sites[changed], spec=QuantSpec(dtype("uint4")))
+    with pytest.raises(EncodingError) as caught:
+        restore(stored, other, QuantPlan(sites))
+    message = str(caught.value)
+    assert "conv:out is stored, the model has no such site; did you mean 'conv_1:out'?" in message
+    assert "conv_1:out is quantized in the model, but not stored; did you mean 'conv:out'?" in message
+    assert "relu:out is stored as uint8 per_tensor asymmetric, planned here as uint4" in message
+
+
+def test_missing_and_extra_tensors_are_named(saved):
+    stored = load(saved[0])
+    other, plan, _, _ = fresh(Tied(seed=1))
+    state = dict(stored.state)
+    state["conv.weights"] = state.pop("conv.weight")
+    with pytest.raises(EncodingError, match=r"conv.weights is stored, .* did you mean 'conv.weight'") as caught:
+        restore(replace(stored, state=state), other, plan)
+    assert "tensor conv.weight of the model is not stored; did you mean 'conv.weights'?" in str(caught.value)
+
+
+def test_another_float_type_is_named(saved):
+    other, plan, _, _ = fresh(Tied(seed=1))
+    other.half()
+    with pytest.raises(EncodingError, match=r"conv.bias is stored as float32 \(4,\), the model's is float16"):
+        restore(load(saved[0]), other, plan)
+
+
+def test_long_lists_are_cut(saved):
+    other, plan, _, _ = fresh(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4)))
+    with pytest.raises(EncodingError, match=r"and \d+ more$"):
+        restore(load(saved[0]), other, plan)
+
+
+def test_existing_directory_needs_force(saved, tmp_path):
+    _, prepared, plan = saved
+    (tmp_path / "sim").mkdir()
+    with pytest.raises(ExportError, match="exists already"):
+        save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    assert list((tmp_path / "sim").iterdir()) == []
+    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS, force=True)
+    assert load(tmp_path / "sim").arguments == ARGUMENTS
+
+
+def test_missing_and_broken_files(saved, tmp_path):
+    _, prepared, plan = saved
+    with pytest.raises(EncodingError, match="cannot read"):
+        load(tmp_path / "nowhere")
+    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    save_file({"other": torch.zeros(2)}, tmp_path / "sim" / "model.safetensors")
+    with pytest.raises(EncodingError, match="the files are of two simulations"):
+        load(tmp_path / "sim")
+    (tmp_path / "sim" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(EncodingError, match=r"cannot read .*model.safetensors"):
+        load(tmp_path / "sim")
+    (tmp_path / "sim" / "model.safetensors").unlink()
+    with pytest.raises(EncodingError, match=r"cannot read .*model.safetensors"):
+        load(tmp_path / "sim")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"version": 2}, "version 2 is not known"), ({"plan": 3}, "is not a saved simulation")]
+)
+def test_other_versions_and_files(change, message, saved, tmp_path):
+    record = json.loads((saved[0] / "sim.json").read_text())
+    (tmp_path / "sim.json").write_text(json.dumps(record | change))
+    with pytest.raises(EncodingError, match=message):
+        load(tmp_path)
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.shift = [nn.Linear(8, 8)], torch.randn(8)
+        self.out = nn.Linear(8, 2)
+        self.register_buffer("table", torch.randn(8), persistent=False)
+
+    def forward(self, x):
+        return self.out(self.layers[0](x).relu() + self.shift + self.table)
+
+
+def test_tensors_that_are_in_no_state_dict_are_stored_too(tmp_path):
+    x = torch.randn(4, 8)
+    sim = qtk.QuantSim(Unregistered().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.save(tmp_path / "sim")
+    again = qtk.QuantSim.load(tmp_path / "sim", Unregistered().eval(), x)
+    assert torch.equal(again.model(x), sim.model(x))
+    assert "table" not in again.model.state_dict()
