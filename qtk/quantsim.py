@@ -18,6 +18,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.errors import CaptureError
 from qtk.graph.insert import insert
+from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import calibrate
@@ -98,7 +99,12 @@ class QuantSim:
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
         """Site name → its quantizer, in graph order; sites that share an encoding share the quantizer."""
-        return MappingProxyType({site.name: self._quantizers[site.name] for site in self._plan})
+        return MappingProxyType({site.name: self._quantizers[site] for site in self._plan})
+
+    @property
+    def simulation(self) -> Simulation:
+        """Model, plan and quantizers as they are now: what the verbs take."""
+        return Simulation(self.model, self._plan, {site: self._quantizers[site] for site in self._plan})
 
     def encodings(self) -> dict[str, Encoding]:
         """Site name → encoding, for every site that has one; a range taken at run time is none."""

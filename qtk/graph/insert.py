@@ -23,10 +23,10 @@ def quantizer_target(site: Site) -> str:
     return f"{QUANTIZERS}.{site.name}"
 
 
-def insert(model: nn.Module, plan: QuantPlan) -> dict[str, Quantizer]:
+def insert(model: nn.Module, plan: QuantPlan) -> dict[Site, Quantizer]:
     """Adds one quantizer for every leader of ``plan`` and calls it at the leader and its followers.
 
-    Changes ``model``, a prepared one. Returns: site name → quantizer, in plan order; followers map to their leader's.
+    Changes ``model``, a prepared one. Returns: site → quantizer, in plan order; followers map to their leader's.
 
     Raises: EncodingError if the plan names a site the model does not have.
     """
@@ -52,7 +52,7 @@ def insert(model: nn.Module, plan: QuantPlan) -> dict[str, Quantizer]:
             else:
                 _on_edge(edges[site], target, site)
         module.recompile()
-    return {site.name: quantizers[decided.leader or site] for site, decided in plan.items()}
+    return {site: quantizers[decided.leader or site] for site, decided in plan.items()}
 
 
 def remove(model: nn.Module) -> None:

@@ -72,9 +72,9 @@ def test_each_site_is_called_where_the_plan_says():
 
 def test_followers_share_the_leaders_quantizer():
     model, quant_plan = planned()
-    quantizers = insert(model, quant_plan)
-    assert quantizers["a:out"] is quantizers["concat:out"]
-    assert quantizers["b:out"] is not quantizers["concat:out"]
+    by_name = {site.name: quantizer for site, quantizer in insert(model, quant_plan).items()}
+    assert by_name["a:out"] is by_name["concat:out"]
+    assert by_name["b:out"] is not by_name["concat:out"]
 
 
 def test_a_foreign_plan_is_refused_and_changes_nothing():

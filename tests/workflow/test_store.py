@@ -50,7 +50,7 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 def fresh(model=None, **choices):
     choices = {"weight": symmetric(), "activation": activations()} | choices
     prepared, plan, encodings = planned(model or Tied(), IDS, **choices)
-    quantizers = insert(prepared, plan)
+    quantizers = {site.name: quantizer for site, quantizer in insert(prepared, plan).items()}
     for quantizer in quantizers.values():
         quantizer.mode = Mode.SIMULATE
     return prepared, plan, quantizers, encodings

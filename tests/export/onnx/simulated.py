@@ -80,8 +80,8 @@ def simulate(
 ):
     """A prepared model with a calibrated quantizer on every value the choices give a spec for."""
     prepared, plan, encodings = planned(model, example_inputs, weight=weight, activation=activation)
-    for name, quantizer in insert(prepared, plan).items():
-        quantizer.load_encoding(encodings[name])
+    for site, quantizer in insert(prepared, plan).items():
+        quantizer.load_encoding(encodings[site.name])
         quantizer.mode = Mode.SIMULATE
     return prepared
 
