@@ -147,11 +147,27 @@ def attribute_faults(modules: Mapping[str, tuple[str, str]]) -> list[str]:
     ]
 
 
+def fx_faults(modules: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Modules below ``graph`` that name ``torch.fx``: down there nobody sees a node."""
+    faults = []
+    for found in imports_of(modules):
+        package = package_of(found.importer)
+        if found.target.startswith("torch.fx") and package in HEIGHT and HEIGHT[package] < HEIGHT["graph"]:
+            faults.append(f"{found}: {package} stands below graph and sees no torch.fx node")
+    return faults
+
+
 MODULES = read_package(ROOT)
 
 
 def test_imports_only_go_down() -> None:
     assert floor_faults(MODULES) == []
+
+
+def test_nobody_below_graph_sees_torch_fx() -> None:
+    assert fx_faults(MODULES) == []
+    planted = {"qtk.observers.a": ("a.py", "from torch import fx"), "qtk.planning.b": ("b.py", "from torch import fx")}
+    assert [fault.partition(":")[0] for fault in fx_faults(planted)] == ["a.py"]
 
 
 def test_no_import_cycle() -> None:

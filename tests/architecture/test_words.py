@@ -1,0 +1,75 @@
+"""The field's words: what a reader from AIMET, torchao, ModelOpt or a paper searches for is what stands here.
+
+Each row is a word that was replaced, where it must not come back, and what is written in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A regular expression that must match nowhere in qtk/ and the documents, and what is written instead.
+
+    ``apart_from``: files where the word is another project's own name.
+    """
+
+    pattern: str
+    instead: str
+    apart_from: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule(r"\bq?scheme_name\b|\bqscheme\b", "scheme"),
+    Rule(r"\bqparams\b", "scale and zero_point"),
+    Rule(r"\b(bitwidth|bit_width|bw)\b", "bits", ("qtk/export/encodings_aimet.py", "qtk/config/aimet.py")),
+    Rule(r"\bgroup_size\b", "block_size"),
+    Rule(r"\bacting (scale|zero point)|acting_(scale|zero_point)", "effective scale, effective_zero_point"),
+    Rule(r"\bmade_up_for\b|\b(make|makes|made|making) up for\b",
+         "block-coordinate descent, refine_jointly; error propagated to the remaining columns"),
+    Rule(r"\bmask marks?\b", "attention-mask sentinel"),
+    Rule(r"ranges? (that (is|are) )?(taken|found) at run time|takes? (its|their) ranges? at run time|takes_own_range",
+         "dynamic quantization, dynamic range"),
+    Rule(r"how a slope|\bslopes?\b", "gradient, straight-through estimator"),
+    Rule(r"least noise|counted dearer", "minimises MSE over scale and zero point"),
+    Rule(r"\bLayerProblem\b|\bImprovement\b|\bReached\b", "LayerState, LayerUpdate, LayerInput"),
+    Rule(r"\brows_of\b|\bmatrix_of\b|\bnumerics[./]patches\b", "im2col, GEMM layout"),
+    Rule(r"observers\.whole|observers\.points|\bWhole\(|\bPoints\(", "RawValues, WeightedSamples"),
+    Rule(r"\bwhy_not_native\b", "load_native() -> str | None"),
+    Rule(r"[Ll]adder climb|climbs? (down )?the ladder", "fallback, island search"),
+    Rule(r"one file less", "skipped {file}: {error}"),
+)
+
+
+def documents() -> Iterator[Path]:
+    yield from sorted((ROOT / "qtk").rglob("*.py"))
+    for pattern in DOCUMENTS:
+        yield from sorted(ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.instead[:30])
+def test_the_word_stays_out(rule: Rule) -> None:
+    faults = []
+    for path in documents():
+        shown = path.relative_to(ROOT).as_posix()
+        if shown in rule.apart_from:
+            continue
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(rule.pattern, text):
+            line = text.count("\n", 0, match.start()) + 1
+            faults.append(f"{shown}:{line}: {match.group()!r}; write: {rule.instead}")
+    assert faults == []
+
+
+def test_a_planted_word_is_found() -> None:
+    assert re.search(RULES[3].pattern, "the group_size of a weight")
+    assert not re.search(RULES[3].pattern, "regroup_sizes")
