@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from qtk.graph.op_table import OpRow, Role, row_of
-from qtk.graph.sites import EXCLUDED, Port, is_float, note, ports
+from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 
 
 class Flow:
@@ -24,7 +24,7 @@ class Flow:
             self._static[node] = node.op == "get_attr" or (
                 node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
             )
-            self._rows[node] = None if note(node, EXCLUDED) else row_of(_maker(node))
+            self._rows[node] = None if label(node, EXCLUDED) else row_of(_maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
         """The row of the op that makes the value of ``node``; ``None`` for ops unknown or excluded."""

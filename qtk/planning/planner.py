@@ -36,7 +36,7 @@ from qtk.errors import SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import nested_graphs, roots
 from qtk.graph.op_table import OP_NAMES, Role, op_name
-from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
+from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, label, ports, value_site
 from qtk.planning.patterns import PATTERNS, PatternMatch, match_patterns
 from qtk.planning.rules import Decision, Rules, to_spec
 from qtk.planning.supergroups import match_supergroups
@@ -125,7 +125,7 @@ class _Planner:
     # Rule 10: composites, before the values around them.
 
     def _plan_inside(self, node: fx.Node) -> None:
-        if note(node, EXCLUDED):
+        if label(node, EXCLUDED):
             return
         nested = nested_graphs(node).items()
         parts = {path: _Planner(part.graph, self.rules, self.scheme, None) for path, part in nested}
@@ -160,7 +160,7 @@ class _Planner:
         decided = self.rules.decisions(_op_of(node), flow, kind=formula.kind if formula else None).output
         readers = list(flow.readers(node))
         operands = [port for port in readers if self._takes_data(port)]
-        if note(node, EXCLUDED):
+        if label(node, EXCLUDED):
             self.floats[node] = "excluded by modules_to_exclude"
         elif _is_empty(node):
             self.floats[node] = "has no elements"

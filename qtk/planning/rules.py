@@ -15,7 +15,7 @@ from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTe
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
-from qtk.graph.sites import OWNER, WITHIN, note, value_site
+from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 
 DEFAULT_BITS = 8
 """What a constructor that was given no width says; a config that names one is right against it."""
@@ -142,12 +142,12 @@ def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, 
 
 def _matches(rule: Rule, node: fx.Node, flow: Flow, kind: str | None) -> bool:
     names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
-    names = (*((kind,) if kind else names), note(node, WITHIN) or "")
+    names = (*((kind,) if kind else names), label(node, COMPOSITE) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
         return False
     if not rule.match.path:
         return True
-    owner = re.sub(r"@\d+", "", note(node, OWNER) or "")
+    owner = re.sub(r"@\d+", "", label(node, OWNER) or "")
     paths = (owner, value_site(node).name.partition(":")[0])
     return any(fnmatchcase(path, glob) for path in paths for glob in rule.match.path)
 
