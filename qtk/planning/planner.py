@@ -81,7 +81,7 @@ class _Planner:
     Args:
         graph: the graph.
         rules: the configuration.
-        scheme: method where no rule names one.
+        scheme: where no rule names one.
         io: what happens at the graph's inputs and outputs; ``None``: the graph is the inside of an op, whose inputs are
             quantized outside and whose every value is a site: nothing in it is a formula somebody spelled out.
     """
@@ -203,7 +203,7 @@ class _Planner:
         known = None if static else decided.setting.range
         return SitePlan(
             spec,
-            decided.setting.method or self.scheme,
+            decided.setting.scheme or self.scheme,
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
             bounds=decided.setting.bounds,
@@ -232,7 +232,7 @@ class _Planner:
 
     def _plan_constant(self, port: Port, why: str) -> None:
         node = self.flow.root(port.value)
-        if not self.rules.activation.setting.takes_own_range:
+        if not self.rules.activation.setting.is_dynamic:
             self._plan_parameter(port, self.rules.activation, None, why)
         elif node not in self.values:
             self.floats.setdefault(node, "constant; ranges are taken at run time")
@@ -312,7 +312,7 @@ class _Planner:
         if not decided.enabled or decided.reason == self.rules.activation.reason:
             return
         for port in self.flow.data_ports(node):
-            if decided.setting.takes_own_range and self.flow.is_static(port.value):
+            if decided.setting.is_dynamic and self.flow.is_static(port.value):
                 continue  # rule 4
             present = self.values.get(self.flow.root(port.value))
             spec = to_spec(decided.setting, None, port.value.meta["val"].ndim)

@@ -93,8 +93,8 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
 
     Raises: SpecError on contradictory settings.
     """
-    if setting.takes_own_range and setting.granularity in ("per_channel", "per_block"):
-        raise SpecError(f"ranges taken at run time are per_tensor or per_token, the rules add up to "
+    if setting.is_dynamic and setting.granularity in ("per_channel", "per_block"):
+        raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
                         f"{setting.granularity}; say dynamic: false with it, or another granularity")
     symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
@@ -115,7 +115,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     elif setting.granularity == "per_token":
         granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.takes_own_range,
+    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
                      scale_format=stored)
 
 
