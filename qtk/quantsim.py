@@ -13,7 +13,7 @@ from torch import nn
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, check_schemes, check_op_names
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.errors import CaptureError

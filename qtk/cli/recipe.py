@@ -11,7 +11,7 @@ from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.schema import Bits, QuantConfig, check_schemes, check_op_names
+from qtk.config.schema import Bits, QuantConfig, check_op_names, check_schemes
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
 from qtk.layerwise.methods import step

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from qtk.core.site import Site
-from qtk.graph.op_table import OpRow, Role, row_of
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_table import row_of
 
 OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
 """Label keys: the module that owns an op, the op's name in it, the site of a quantizer call, ops the user excluded."""

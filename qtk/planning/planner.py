@@ -35,7 +35,8 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import nested_graphs, roots
-from qtk.graph.op_table import OP_NAMES, Role, op_name
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import OP_NAMES, op_name
 from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, label, ports, value_site
 from qtk.planning.patterns import PATTERNS, PatternMatch, match_patterns
 from qtk.planning.rules import Decision, Rules, to_spec

@@ -6,7 +6,7 @@ import pytest
 
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, TensorSetting, check_schemes, check_op_names
+from qtk.config.schema import QuantConfig, TensorSetting, check_op_names, check_schemes
 from qtk.core.dtypes import BITS, dtype
 from qtk.errors import ConfigError
 
