@@ -26,11 +26,12 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Projects(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(8, 6)
         self.weight = nn.Parameter(torch.randn(4, 6))
 
     def forward(self, x):
-        return torch.special.i0(project(self.first(x), self.weight))
+        return project(torch.special.i0(self.first(x)), self.weight)
 
 
 ROW = OpRow("project", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=out_in, product=Product.OUT_IN)
@@ -51,7 +52,7 @@ def rows(monkeypatch):
 
 def test_without_its_row_an_operator_is_named_and_left_in_float(batches):
     prepared = qtk.prepare_model(Projects().eval(), batches[0])
-    assert unknown_ops(prepared) == ("qtk_tests.project.default", "aten.special_i0.default")
+    assert unknown_ops(prepared) == ("aten.special_i0.default", "qtk_tests.project.default")
     sim = qtk.QuantSim(prepared, batches[0])
     assert "weight" not in sim.quantizers
 
