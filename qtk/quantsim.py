@@ -13,7 +13,7 @@ from torch import nn
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, check_methods, check_op_names
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.errors import CaptureError
@@ -78,7 +78,7 @@ class QuantSim:
         self.activation_bits = activation_bits
         self.config = load_config(config)
         check_op_names(self.config, RULE_NAMES)
-        check_methods(self.config, calibrator)
+        check_schemes(self.config, calibrator)
         self.example_inputs = example_inputs
         prepared = model
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:

@@ -239,7 +239,7 @@ def test_the_comparison_has_no_unit_for_errors_of_moving_scales(net, x):
         ({"defaults": {"weight": {"dynamic": True}}}, "weights and biases do not change at run time"),
         ({"defaults": {"bias": INT8_TOKEN}}, "weights and biases do not change at run time"),
         ({"defaults": {"activation": {"dynamic": True, "range": [0.0, 1.0]}}}, "needs no range"),
-        ({"defaults": {"activation": {"dynamic": True, "method": "mse"}}}, "needs no method"),
+        ({"defaults": {"activation": {"dynamic": True, "scheme": "mse"}}}, "needs no scheme"),
         ({"defaults": {"activation": {"dynamic": True, "granularity": "per_channel"}}}, "per_tensor or per_token"),
         ({"defaults": {"activation": {"dynamic": False, "granularity": "per_token"}}}, "leave one out"),
     ],
@@ -255,7 +255,7 @@ def test_settings_that_make_no_sense_are_refused(net, x, given, said):
     [
         ({"dynamic": False}, "uint8 per_tensor asymmetric", "min_max"),
         ({"range": [0.0, 1.0]}, "uint8 per_tensor asymmetric", "range (0.0, 1.0)"),
-        ({"method": "mse"}, "uint8 per_tensor asymmetric", "mse"),
+        ({"scheme": "mse"}, "uint8 per_tensor asymmetric", "mse"),
         ({"bits": 4}, "uint4 per_token asymmetric dynamic", "at run time"),
         ({"granularity": "per_tensor"}, "uint8 per_tensor asymmetric dynamic", "at run time"),
     ],

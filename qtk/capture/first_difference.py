@@ -14,7 +14,7 @@ from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import VerificationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.sites import PLACE, join, note
+from qtk.graph.sites import GRAPH_PATH, join, label
 
 
 def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> str | None:
@@ -28,7 +28,7 @@ def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> s
         calls = record_calls(original.eval(), [call], of=innermost)
         values = _values(graph.eval(), call)
     paths = {module: path for path, module in original.named_modules()}
-    place = note(graph.graph.output_node(), PLACE) or ""
+    place = label(graph.graph.output_node(), GRAPH_PATH) or ""
     for module, recorded in calls.items():
         expected, found = recorded[0].output, values.get(paths[module])
         if isinstance(expected, Tensor) and isinstance(found, Tensor):

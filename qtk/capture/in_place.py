@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-FRESH = {
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul"),
-    *("batch_norm", "instance_norm", "layer_norm", "group_norm", "add", "sub", "mul", "cat", "adaptive_avg_pool2d"),
-}
-"""Ops whose result never shares memory with an input."""
+from qtk.graph.op_table import row_of
 
 
 def purify(graph: fx.Graph) -> None:
@@ -43,9 +39,8 @@ def _is_private(node: fx.Node) -> bool:
     written = node.args[0]
     if not isinstance(written, fx.Node) or len(written.users) > 1:
         return False
-    if not isinstance(written.target, torch._ops.OpOverload):
-        return False
-    if written.target._schema.name.removeprefix("aten::") not in FRESH:
+    row = row_of(written)
+    if row is None or not row.fresh:
         return False
     value = written.meta["val"]
     others = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), Tensor)]

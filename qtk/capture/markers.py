@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.in_place import purify
+from qtk.graph.op_table import DROPOUT as DROPOUT_ROW
+from qtk.graph.op_table import ROWS
 
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
 torch.library.define(
@@ -54,7 +56,6 @@ DROPOUT = torch.ops.qtk.captured_dropout.default
 BATCH_NORM = torch.ops.qtk.captured_batch_norm.default
 INSTANCE_NORM = torch.ops.qtk.captured_instance_norm.default
 DETACH = torch.ops.qtk.captured_detach.default
-DROPOUT_KINDS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
@@ -65,7 +66,7 @@ def mark(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         name = schema.name.removeprefix("aten::").removesuffix("_") if schema is not None else ""
-        if name in DROPOUT_KINDS:
+        if ROWS.get(name) is DROPOUT_ROW:
             node.target = DROPOUT
             node.args = (*node.args, name)
         elif name == "batch_norm":

@@ -19,7 +19,7 @@ from qtk.capture.inputs import is_free
 from qtk.capture.torch_export import capture
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.op_table import INSIDE, row_of
+from qtk.graph.op_table import row_of
 from qtk.graph.sites import name_sites, value_site
 
 
@@ -48,7 +48,7 @@ def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
             continue
         for path, graph in found.items():
             inside = copy.deepcopy(graph)
-            name_sites(inside.graph, f"{place}.{path}", INSIDE[row.kind])
+            name_sites(inside.graph, f"{place}.{path}", row.inside or "")
             module.set_submodule(path, inside)
     return tuple(closed)
 

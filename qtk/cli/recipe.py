@@ -11,7 +11,7 @@ from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.schema import Bits, QuantConfig, check_methods, check_op_names
+from qtk.config.schema import Bits, QuantConfig, check_op_names, check_schemes
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
 from qtk.layerwise.methods import step
@@ -131,7 +131,7 @@ class Recipe(_Part):
             self.formats_of(setting)
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)
-            check_methods(config, calibrator)
+            check_schemes(config, calibrator)
 
 
 def load_recipe(path: Path) -> Recipe:

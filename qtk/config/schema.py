@@ -46,12 +46,12 @@ class TensorSetting(_Frozen):
             says the granularity too; weights alone can have one, and ``block_size`` another length.
         symmetric: the zero point is 0.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
-        dynamic: activations only: the range is that of each tensor at run time; no data decides it.
+        dynamic: activations only: dynamic quantization, the range is that of each tensor at run time.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         narrow_range: leave the lowest code out.
         range: the real bounds, known beforehand; no data decides them.
         bounds: limits of what data decide, ``null`` for none: ``[0.0, null]`` keeps the range above 0.
-        method: the scheme that finds the range, a name or a name with settings: ``percentile(quantile=0.999)``.
+        scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.
     """
 
     bits: Bits | None = None
@@ -63,7 +63,7 @@ class TensorSetting(_Frozen):
     narrow_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
     bounds: tuple[Real | None, Real | None] | None = None
-    method: str | None = None
+    scheme: str | None = None
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> TensorSetting:
@@ -84,13 +84,13 @@ class TensorSetting(_Frozen):
         if self.granularity == "per_block" and self.block_size is None and blocks is None:
             raise ValueError("granularity per_block needs a block_size; add one that divides the input channels")
         if self.dynamic is False and self.granularity == "per_token":
-            raise ValueError("granularity per_token has its ranges at run time, dynamic says false; leave one out")
+            raise ValueError("granularity per_token is dynamic, dynamic says false; leave one out")
         if self.dynamic and self.granularity in ("per_channel", "per_block"):
-            raise ValueError(f"dynamic ranges are per_tensor or per_token, granularity says {self.granularity}; "
+            raise ValueError(f"dynamic quantization is per_tensor or per_token, granularity says {self.granularity}; "
                              "use one of these")
-        fixed = [name for name in ("range", "bounds", "method") if getattr(self, name) is not None]
-        if self.takes_own_range and fixed:
-            raise ValueError(f"a range taken at run time needs no {fixed[0]}; leave {fixed[0]} or dynamic out")
+        fixed = [name for name in ("range", "bounds", "scheme") if getattr(self, name) is not None]
+        if self.is_dynamic and fixed:
+            raise ValueError(f"dynamic quantization needs no {fixed[0]}; leave {fixed[0]} or dynamic out")
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} must be [low, high] with low < high")
         if self.bounds is not None:
@@ -109,8 +109,8 @@ class TensorSetting(_Frozen):
         return self.bits is not None or self.dtype is not None
 
     @property
-    def takes_own_range(self) -> bool:
-        """Whether each tensor, or each of its rows, has its own range at run time."""
+    def is_dynamic(self) -> bool:
+        """Whether the range is found at run time, for each tensor or each of its rows."""
         return bool(self.dynamic) or self.granularity == "per_token"
 
     def overlaid(self, other: TensorSetting) -> TensorSetting:
@@ -118,7 +118,7 @@ class TensorSetting(_Frozen):
 
         A width drops an earlier width, however either was written, and a granularity an earlier block size; a format
         in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers; a range and
-        bounds drop one another. Ranges taken at run time drop what decides a range beforehand, and are dropped by it.
+        bounds drop one another. Dynamic quantization drops what decides a range beforehand, and is dropped by it.
         Whether the fields of the two agree is seen when they become a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
@@ -133,11 +133,11 @@ class TensorSetting(_Frozen):
             given = {"block_size": None} | given
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 given["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
-        if other.range is not None or other.bounds is not None or other.takes_own_range:
+        if other.range is not None or other.bounds is not None or other.is_dynamic:
             given = {"range": None, "bounds": None} | given
-        if other.takes_own_range:
-            given = {"method": None} | given | {"dynamic": True}
-        elif other.dynamic is False or {"range", "bounds", "method"} & given.keys():
+        if other.is_dynamic:
+            given = {"scheme": None} | given | {"dynamic": True}
+        elif other.dynamic is False or {"range", "bounds", "scheme"} & given.keys():
             given = {"dynamic": None} | given
             if self.granularity == "per_token":
                 given = {"granularity": None} | given
@@ -166,7 +166,7 @@ def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str |
 
 
 def _with_one_range(setting: TensorSetting | str | None) -> TensorSetting | str | None:
-    if isinstance(setting, TensorSetting) and setting.takes_own_range:
+    if isinstance(setting, TensorSetting) and setting.is_dynamic:
         raise ValueError("weights and biases do not change at run time; dynamic and per_token are for activations "
                          "(defaults.activation, and input and output of a rule)")
     return setting
@@ -296,8 +296,8 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     _raise_all(problems)
 
 
-def check_methods(config: QuantConfig, check: Callable[[str], object]) -> None:
-    """Are all methods named in settings schemes? ``check`` raises ConfigError for one that is not.
+def check_schemes(config: QuantConfig, check: Callable[[str], object]) -> None:
+    """Checks every scheme that a setting names with ``check``, which raises ConfigError for an unknown one.
 
     Raises: ConfigError as ``check_op_names``.
     """
@@ -307,11 +307,11 @@ def check_methods(config: QuantConfig, check: Callable[[str], object]) -> None:
         settings += [(f"rules[{index}].{name}", getattr(rule, name)) for name in ("weight", "bias", "input", "output")]
     problems = []
     for path, setting in settings:
-        if isinstance(setting, TensorSetting) and setting.method is not None:
+        if isinstance(setting, TensorSetting) and setting.scheme is not None:
             try:
-                check(setting.method)
+                check(setting.scheme)
             except ConfigError as error:
-                problems.append(f"{path}.method: {error}")
+                problems.append(f"{path}.scheme: {error}")
     _raise_all(problems)
 
 

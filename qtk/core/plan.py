@@ -15,7 +15,7 @@ class SitePlan:
 
     Args:
         spec: what the quantizer produces.
-        method: name of the scheme that turns data into an encoding; not used where the range is taken at run time.
+        scheme: how the range is found; not used by dynamic quantization.
         static: the value is made from parameters alone and needs no calibration data.
         range: real bounds known beforehand (sigmoid: 0 to 1); no data decides them.
         bounds: limits of what data decide, ``None`` for none.
@@ -24,7 +24,7 @@ class SitePlan:
     """
 
     spec: QuantSpec
-    method: str
+    scheme: str
     static: bool = False
     range: tuple[float, float] | None = None
     bounds: tuple[float | None, float | None] | None = None
@@ -63,7 +63,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
     def __str__(self) -> str:
         rows = []
         for site, plan in self.sites.items():
-            how = f"as {plan.leader}" if plan.leader else f"range {plan.range}" if plan.range else plan.method
+            how = f"as {plan.leader}" if plan.leader else f"range {plan.range}" if plan.range else plan.scheme
             how = "at run time" if plan.spec.dynamic else how
             rows.append(f"{site}  {plan.spec}  {how}  ({plan.reason})")
         rows += [f"{site}  float  ({reason})" for site, reason in self.unquantized.items()]

@@ -33,8 +33,8 @@ class Site:
 
     @property
     def name(self) -> str:
-        place = ".".join(part for part in (self.owner, self.op) if part)
-        return f"{place}:{self.port}" if self.port else place
+        path = ".".join(filter(None, (self.owner, self.op)))
+        return f"{path}:{self.port}" if self.port else path
 
     def __str__(self) -> str:
         return self.name

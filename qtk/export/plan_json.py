@@ -17,7 +17,7 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
             {
                 "site": _site_to_json(site),
                 "spec": decided.spec.to_json(),
-                "method": decided.method,
+                "scheme": decided.scheme,
                 "static": decided.static,
                 "range": None if decided.range is None else list(decided.range),
                 "bounds": None if decided.bounds is None else list(decided.bounds),
@@ -46,7 +46,7 @@ def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
 def _site_plan(record: object) -> tuple[Site, SitePlan]:
     match record:
         case {
-            "site": list(site), "spec": dict(spec), "method": str(method), "static": bool(static),
+            "site": list(site), "spec": dict(spec), "scheme": str(scheme), "static": bool(static),
             "range": list() | None as known, "bounds": list() | None as bounds, "leader": list() | None as leader,
             "reason": str(reason),
         }:
@@ -55,7 +55,7 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
             raise EncodingError(f"not a plan for a site: {record!r:.120}")
     try:
         return _site(site), SitePlan(
-            QuantSpec.from_json(spec), method, static,
+            QuantSpec.from_json(spec), scheme, static,
             range=None if known is None else (float(known[0]), float(known[1])),
             bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
             leader=None if leader is None else _site(leader), reason=reason,

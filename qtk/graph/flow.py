@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from qtk.graph.op_table import OpRow, Role, row_of
-from qtk.graph.sites import EXCLUDED, Port, is_float, note, ports
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_table import row_of
+from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 
 
 class Flow:
@@ -24,7 +24,7 @@ class Flow:
             self._static[node] = node.op == "get_attr" or (
                 node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
             )
-            self._rows[node] = None if note(node, EXCLUDED) else row_of(_maker(node))
+            self._rows[node] = None if label(node, EXCLUDED) else row_of(_maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
         """The row of the op that makes the value of ``node``; ``None`` for ops unknown or excluded."""
@@ -117,10 +117,11 @@ class Flow:
         while (source := self.carried(node)) is not None:
             if source is not node.args[0] and node.target is not operator.getitem:
                 return None
-            before = _axis_before(node, source, axis)
-            if before is None:
+            row = self._rows[node]
+            source_axis = row.input_axis(node, source, axis) if row is not None and row.input_axis is not None else None
+            if source_axis is None:
                 return None
-            node, axis = source, before
+            node, axis = source, source_axis
         return axis
 
     def _first_float(self, node: fx.Node) -> fx.Node | None:
@@ -151,36 +152,3 @@ def _is_tuple(node: fx.Node) -> bool:
 def _output_ports(node: fx.Node) -> Iterator[Port]:
     for index, value in enumerate(node.all_input_nodes):
         yield Port(node, 0, index, index, value)
-
-
-def _axis_before(node: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """Where ``axis`` of a movement op's output was in its input."""
-    old, new = source.meta["val"].shape, node.meta["val"].shape
-    row = row_of(_maker(node))
-    kind = row.kind if row is not None else ""
-    if kind == "transpose":
-        order = torch.empty(tuple(range(2, 2 + len(old))), device="meta")
-        moved = node.target(order, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-        return int(moved.shape[axis]) - 2
-    if kind in ("identity", "dropout", "triangle", "roll", "masked_fill"):
-        return axis
-    if kind in ("slice", "split") and len(old) == len(new):
-        return axis
-    if kind == "expand" and len(old) == len(new) and old[axis] == new[axis]:
-        return axis
-    if kind in ("reshape", "squeeze"):
-        return _axis_through_reshape([int(n) for n in old], [int(n) for n in new], axis)
-    return None
-
-
-def _axis_through_reshape(old: list[int], new: list[int], axis: int) -> int | None:
-    """The input axis with the same length and the same number of elements before it."""
-    before = 1
-    for length in new[:axis]:
-        before *= length
-    passed = 1
-    for index, length in enumerate(old):
-        if passed == before and length == new[axis] and (length > 1 or index == axis):
-            return index
-        passed *= length
-    return None

@@ -11,7 +11,7 @@ from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import SITE, Port, annotate, edge_site, ports, value_site
+from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
 from qtk.quantizers.quantizer import Quantizer
 
 QUANTIZERS = "qtk_quantizers"
@@ -89,7 +89,7 @@ def _locations(graph: fx.Graph) -> tuple[Mapping[Site, fx.Node], Mapping[Site, P
 
 def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
     node = value.graph.call_module(target, (value,))
-    annotate(node, **{SITE: site.name})
+    add_labels(node, **{SITE: site.name})
     node.meta["val"] = value.meta["val"]
     if "nn_module_stack" in value.meta:
         node.meta["nn_module_stack"] = value.meta["nn_module_stack"]

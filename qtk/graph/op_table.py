@@ -1,4 +1,4 @@
-"""What each ATen op does to the values that pass through it. To add an operator, add a row.
+"""What each operator does to the values that pass through it: one row says all of it. To add an operator, add a row.
 
 The op's *role* decides where quantizers go (DESIGN §2.3): compute ops make new values, movement ops carry the
 encoding of their input through, merges share one encoding over inputs and output, creations make constants.
@@ -7,217 +7,165 @@ An op without a row neither receives nor passes an encoding, and the report name
 
 from __future__ import annotations
 
-import enum
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import fx
 
+from qtk.graph.op_axes import (
+    einsum_operand,
+    factor,
+    in_out,
+    one_per_channel,
+    out_in,
+    permuted_axis,
+    reshaped_axis,
+    same_axis,
+    same_axis_of_equal_rank,
+    unexpanded_axis,
+)
+from qtk.graph.op_row import InputAxis, OpRow, Product, Role
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 
-
-class Role(enum.Enum):
-    """What an op does with values."""
-
-    COMPUTE = "compute"
-    MOVEMENT = "movement"
-    MERGE = "merge"
-    CREATE = "create"
-
-
-WeightAxes = Callable[[fx.Node, fx.Node], tuple[int, int] | None]
-"""(the op, the node that is its weight) → the weight's axes of output and of input channels, if it has such."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpRow:
-    """One operator.
-
-    Args:
-        kind: the name config rules use (``conv2d``).
-        family: a wider name that rules may use as well (``conv``); equals ``kind`` for most.
-        role: see ``Role``.
-        inputs: argument positions that carry values; ``None``: every tensor argument.
-        weights: argument positions that hold a weight when their value is made from parameters alone.
-        weight_axes: finds the axes of such a weight; ``None``: it has no output channels and gets one scale.
-        bias: argument position of the bias.
-        divisors: argument positions at which a 0 makes the result infinite.
-    """
-
-    kind: str
-    family: str
-    role: Role
-    inputs: tuple[int, ...] | None = None
-    weights: tuple[int, ...] = ()
-    weight_axes: WeightAxes | None = None
-    bias: int | None = None
-    divisors: tuple[int, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return (self.kind, self.family)
-
-
-def _out_in(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    return 0, 1
-
-
-def _in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    return 1, 0
-
-
-def _vector(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    """One number a channel: the only axis is both."""
-    return (0, 0) if weight.meta["val"].ndim == 1 else None
-
-
-def _matmul(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    """A right factor is ``[…, in, out]``, a left one ``[…, out, in]``; a vector has no output channel."""
-    rank = weight.meta["val"].ndim
-    if rank < 2:
-        return None
-    *_, left, right = (arg for arg in op.args if isinstance(arg, fx.Node))
-    return (rank - 2, rank - 1) if weight is left and weight is not right else (rank - 1, rank - 2)
-
-
-def _einsum(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    """Out: the first index of the weight that the output keeps and no other operand has; in: the first it sums."""
-    equation, operands = op.args[0], op.args[1]
-    assert isinstance(equation, str)
-    assert isinstance(operands, (list, tuple))
-    terms, arrow, output = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation:
-        return None
-    own, *others = sorted(zip(terms.split(","), operands, strict=True), key=lambda pair: pair[1] is not weight)
-    kept = [axis for axis, index in enumerate(own[0]) if index in output and not any(index in o for o, _ in others)]
-    summed = [axis for axis, index in enumerate(own[0]) if index not in output]
-    return (kept[0], summed[0]) if kept and summed else None
-
+COMPUTE, MOVEMENT, MERGE, CREATE = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE
 
 ROWS: dict[str, OpRow] = {}
+"""Name of an operator → its row: ``linear`` (of ATen), ``max.other`` (one overload), ``torchvision::roi_align``."""
 
 
-def _row(kind: str, ops: str, role: Role, *, family: str | None = None, inputs: tuple[int, ...] | None = None,
-         weights: tuple[int, ...] = (), weight_axes: WeightAxes | None = None, bias: int | None = None,
-         divisors: tuple[int, ...] = ()) -> None:
-    row = OpRow(kind, family or kind, role, inputs, weights, weight_axes, bias, divisors)
+def _add(ops: str, row: OpRow) -> None:
     for op in ops.split():
-        assert ROWS.get(op) is None, f"op {op} has two rows"
+        assert op not in ROWS, f"op {op} has two rows"
         ROWS[op] = row
 
 
-# Weighted ops: argument 1 is the weight, 2 the bias.
+# Weighted ops.
 for _n in "123":
-    _row(f"conv{_n}d", f"conv{_n}d", Role.COMPUTE, family="conv", inputs=(0,), weights=(1,), weight_axes=_out_in,
-         bias=2)
-    _row(f"conv_transpose{_n}d", f"conv_transpose{_n}d", Role.COMPUTE, family="conv_transpose", inputs=(0,),
-         weights=(1,), weight_axes=_in_out, bias=2)
-_row("linear", "linear", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=_out_in, bias=2)
-_row("bilinear", "bilinear", Role.COMPUTE, inputs=(0, 1), weights=(2,), weight_axes=_out_in, bias=3)
-_row("matmul", "matmul mm bmm mv dot linalg_vecdot", Role.COMPUTE, inputs=(0, 1), weights=(0, 1), weight_axes=_matmul)
-_row("addmm", "addmm baddbmm", Role.COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), weight_axes=_matmul,
-     bias=0)
-_row("einsum", "einsum", Role.COMPUTE, family="matmul", inputs=(1,), weights=(1,), weight_axes=_einsum)
-_row("embedding", "embedding", Role.COMPUTE, inputs=(), weights=(0,), weight_axes=_out_in)
-_row("attention", "scaled_dot_product_attention", Role.COMPUTE, inputs=(0, 1, 2))
-
-_row("deform_conv2d", "torchvision::deform_conv2d", Role.COMPUTE, family="conv", inputs=(0,), weights=(1,),
-     weight_axes=_out_in, bias=4)
+    _add(f"conv{_n}d", OpRow(f"conv{_n}d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=2, fresh=True,
+                             weight_axes=out_in, product=Product.CONV))
+    _add(f"conv_transpose{_n}d", OpRow(f"conv_transpose{_n}d", COMPUTE, family="conv_transpose", inputs=(0,),
+                                       weights=(1,), bias=2, fresh=True, weight_axes=in_out,
+                                       product=Product.CONV_TRANSPOSE))
+_add("linear", OpRow("linear", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True, weight_axes=out_in,
+                     product=Product.OUT_IN))
+_add("matmul mm bmm mv dot linalg_vecdot", OpRow("matmul", COMPUTE, inputs=(0, 1), weights=(0, 1), fresh=True,
+                                                 weight_axes=factor, product=Product.IN_OUT))
+_add("addmm baddbmm", OpRow("addmm", COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), data_arg=1, bias=0,
+                            weight_axes=factor, product=Product.IN_OUT))
+_add("einsum", OpRow("einsum", COMPUTE, family="matmul", inputs=(1,), weights=(1,), data_arg=None,
+                     weight_axes=einsum_operand))
+_add("bilinear", OpRow("bilinear", COMPUTE, inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in))
+_add("embedding", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in))
+_add("torchvision::deform_conv2d", OpRow("deform_conv2d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=4,
+                                         weight_axes=out_in))
+_add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2), inside="attention_core"))
 
 # Normalizations: scale and shift are parameters of the op.
-_row("batch_norm", "batch_norm _native_batch_norm_legit_no_training", Role.COMPUTE, inputs=(0,), weights=(1,), bias=2)
-_row("instance_norm", "instance_norm", Role.COMPUTE, inputs=(0,), weights=(1,), bias=2)
-_row("layer_norm", "layer_norm native_layer_norm", Role.COMPUTE, inputs=(0,), weights=(2,), bias=3)
-_row("group_norm", "group_norm", Role.COMPUTE, inputs=(0,), weights=(2,), bias=3)
-_row("rms_norm", "rms_norm", Role.COMPUTE, inputs=(0,), weights=(2,))
+_add("batch_norm _native_batch_norm_legit_no_training", OpRow("batch_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2,
+                                                              fresh=True))
+_add("instance_norm", OpRow("instance_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True))
+_add("layer_norm native_layer_norm", OpRow("layer_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True))
+_add("group_norm", OpRow("group_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True))
+_add("rms_norm", OpRow("rms_norm", COMPUTE, inputs=(0,), weights=(2,)))
 
-# Activations.
-for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu leaky_relu mish sigmoid tanh softplus "
-              "threshold glu log_sigmoid rrelu hardshrink softshrink softmax log_softmax "
-              "logsumexp").split():
-    _row(_kind, {"softmax": "softmax _softmax special_softmax", "log_softmax": "log_softmax _log_softmax",
-                 "rrelu": "rrelu rrelu_with_noise"}.get(_kind, _kind), Role.COMPUTE, inputs=(0,))
+# Functions of one tensor.
+for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu leaky_relu mish sigmoid tanh "
+              "softplus").split():
+    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True))
+_add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True))
+_add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel))
+_add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,)))
+_add("log_softmax _log_softmax", OpRow("log_softmax", COMPUTE, inputs=(0,)))
+_add("rrelu rrelu_with_noise", OpRow("rrelu", COMPUTE, inputs=(0,)))
+for _kind in "threshold glu log_sigmoid hardshrink softshrink logsumexp".split():
+    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,)))
 for _kind in ("roi_align", "ps_roi_align", "ps_roi_pool"):
-    _row(_kind, f"torchvision::{_kind}", Role.COMPUTE, inputs=(0,))
-_row("roi_pool", "torchvision::roi_pool", Role.MOVEMENT, inputs=(0,))
-_row("prelu", "prelu _prelu_kernel", Role.COMPUTE, inputs=(0,), weights=(1,), weight_axes=_vector)
-_row("clamp", "clamp clamp_min clamp_max clip", Role.COMPUTE, inputs=(0,))
+    _add(f"torchvision::{_kind}", OpRow(_kind, COMPUTE, inputs=(0,)))
 
 # Arithmetic on tensors.
-_row("maximum", "maximum max.other", Role.COMPUTE)
-_row("minimum", "minimum min.other", Role.COMPUTE)
-_row("div", "div true_divide", Role.COMPUTE, divisors=(1,))
+_add("add", OpRow("add", COMPUTE, fresh=True, arithmetic=True))
+_add("sub subtract", OpRow("sub", COMPUTE, fresh=True, arithmetic=True))
+_add("mul multiply", OpRow("mul", COMPUTE, fresh=True, arithmetic=True))
+_add("div true_divide divide", OpRow("div", COMPUTE, divisors=(1,), arithmetic=True))
 for _kind in ("reciprocal", "rsqrt"):
-    _row(_kind, _kind, Role.COMPUTE, divisors=(0,))
-for _kind in ("sub rsub mul floor_divide pow fmod remainder atan2 hypot addcmul addcdiv lerp").split():
-    _row(_kind, _kind, Role.COMPUTE)
-_row("add", "add", Role.COMPUTE)
-for _kind in ("neg abs exp expm1 exp2 log log1p log2 sqrt square sin cos tan asin acos atan sinh cosh "
+    _add(_kind, OpRow(_kind, COMPUTE, divisors=(0,), arithmetic=True))
+for _kind in ("rsub", "pow", "neg", "sqrt"):
+    _add(_kind, OpRow(_kind, COMPUTE, arithmetic=True))
+_add("maximum max.other", OpRow("maximum", COMPUTE))
+_add("minimum min.other", OpRow("minimum", COMPUTE))
+for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
+              "abs exp expm1 exp2 log log1p log2 square sin cos tan asin acos atan sinh cosh "
               "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm mean sum prod cumsum cumprod "
-              "var std var_mean std_mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-              "adaptive_avg_pool3d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "
-              "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d nan_to_num "
+              "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():
-    _family = ("avg_pool" if "avg_pool" in _kind else "interpolate" if "upsample" in _kind else
-               "mean" if _kind == "mean" else _kind)
-    _row(_kind, _kind, Role.COMPUTE, family=_family)
+    _add(_kind, OpRow(_kind, COMPUTE))
+_add("adaptive_avg_pool2d", OpRow("adaptive_avg_pool2d", COMPUTE, family="avg_pool", fresh=True))
+for _kind in "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool3d".split():
+    _add(_kind, OpRow(_kind, COMPUTE, family="avg_pool"))
+for _kind in ("upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "
+              "_upsample_bilinear2d_aa _upsample_bicubic2d_aa").split():
+    _add(_kind, OpRow(_kind, COMPUTE, family="interpolate"))
 
 # Data movement: the numbers stay, their place changes; also ops that pick some of them.
-for _kind, _ops in {
-    "reshape": "view reshape _unsafe_view flatten unflatten view_as reshape_as view_copy _reshape_alias ravel",
-    "transpose": "transpose permute t numpy_T mT movedim swapaxes moveaxis adjoint",
-    "squeeze": "squeeze unsqueeze",
-    "slice": "slice select narrow diagonal as_strided unfold",
-    "split": "split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk unsafe_split_with_sizes",
-    "gather": "gather index index_select take take_along_dim masked_select",
-    "expand": "expand expand_as broadcast_to repeat tile repeat_interleave",
-    "identity": "clone contiguous alias detach lift_fresh_copy lift_fresh _to_copy to type_as positive",
-    "roll": "roll flip rot90",
-    "max_pool": "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices "
-                "max_pool1d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
-    "pixel_shuffle": "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle",
-    "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
-               "_upsample_nearest_exact1d _upsample_nearest_exact3d",
-    "pick": "max min amax amin topk sort median kthvalue cummax cummin",
-    "pad": "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-           "replication_pad2d replication_pad3d _pad_circular",
-    "triangle": "tril triu",
-    "masked_fill": "masked_fill",
-}.items():
-    _row(_kind, _ops, Role.MOVEMENT, inputs=(0,))
-_row("dropout", "dropout", Role.MOVEMENT, inputs=(0,))
+_MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
+    ("reshape", reshaped_axis, "view reshape _unsafe_view flatten unflatten view_as reshape_as view_copy "
+                               "_reshape_alias ravel"),
+    ("squeeze", reshaped_axis, "squeeze unsqueeze"),
+    ("transpose", permuted_axis, "transpose permute t numpy_T mT movedim swapaxes moveaxis adjoint"),
+    ("slice", same_axis_of_equal_rank, "slice select narrow diagonal as_strided unfold"),
+    ("split", same_axis_of_equal_rank, "split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk "
+                                       "unsafe_split_with_sizes"),
+    ("expand", unexpanded_axis, "expand expand_as broadcast_to repeat tile repeat_interleave"),
+    ("identity", same_axis, "clone contiguous alias detach lift_fresh_copy lift_fresh _to_copy to type_as positive"),
+    ("dropout", same_axis, "dropout feature_dropout alpha_dropout feature_alpha_dropout"),
+    ("roll", same_axis, "roll flip rot90"),
+    ("triangle", same_axis, "tril triu"),
+    ("gather", None, "gather index index_select take take_along_dim masked_select"),
+    ("max_pool", None, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices "
+                       "max_pool1d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
+    ("roi_pool", None, "torchvision::roi_pool"),
+    ("pixel_shuffle", None, "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"),
+    ("nearest", None, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
+                      "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
+    ("pick", None, "max min amax amin topk sort median kthvalue cummax cummin"),
+    ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+                  "replication_pad2d replication_pad3d _pad_circular"),
+    ("meshgrid", None, "meshgrid"),
+)
+for _kind, _input_axis, _ops in _MOVEMENTS:
+    _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis))
+_add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=True))
 
 # Merges: one encoding over all inputs and the output.
-_row("concat", "cat concat concatenate hstack vstack", Role.MERGE, inputs=(0,))
-_row("stack", "stack", Role.MERGE, inputs=(0,))
-_row("meshgrid", "meshgrid", Role.MOVEMENT, inputs=(0,))
-_row("where", "where", Role.MERGE, inputs=(1, 2))
-_row("scatter", "slice_scatter select_scatter diagonal_scatter", Role.MERGE, inputs=(0, 1))
-_row("scatter_index", "scatter scatter_add index_add index_copy scatter_reduce", Role.MERGE, family="scatter",
-     inputs=(0, 3))
-_row("index_put", "index_put masked_scatter", Role.MERGE, family="scatter", inputs=(0, 2))
+_add("cat concat concatenate hstack vstack", OpRow("concat", MERGE, inputs=(0,), fresh=True))
+_add("stack", OpRow("stack", MERGE, inputs=(0,)))
+_add("where", OpRow("where", MERGE, inputs=(1, 2), mask=True))
+_add("slice_scatter select_scatter diagonal_scatter", OpRow("scatter", MERGE, inputs=(0, 1)))
+_add("scatter scatter_add index_add index_copy scatter_reduce", OpRow("scatter_index", MERGE, family="scatter",
+                                                                      inputs=(0, 3)))
+_add("index_put masked_scatter", OpRow("index_put", MERGE, family="scatter", inputs=(0, 2)))
 
 # Constants.
-_row("constant", "zeros ones full empty arange linspace eye scalar_tensor zeros_like ones_like full_like empty_like "
-     "new_zeros new_ones new_full new_empty fill zero tril_indices triu_indices", Role.CREATE, inputs=())
+_add("full scalar_tensor", OpRow("constant", CREATE, inputs=(), arithmetic=True))
+_add("zeros ones empty arange linspace eye zeros_like ones_like full_like empty_like new_zeros new_ones new_full "
+     "new_empty fill zero tril_indices triu_indices", OpRow("constant", CREATE, inputs=()))
+
+IDENTITY, SPLIT, DROPOUT = ROWS["clone"], ROWS["split"], ROWS["dropout"]
+"""Rows that are asked for by themselves: copies, cutting an axis into several results, dropout of any kind."""
 
 # Modules with graphs inside, called as qtk.nn defines them: (x, states, weights, biases).
 RECURRENT = {
-    kind: OpRow(kind, "recurrent", Role.COMPUTE, inputs=(0, 1), weights=(2,), weight_axes=_out_in, bias=3)
+    kind: OpRow(kind, COMPUTE, family="recurrent", inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in,
+                product=Product.OUT_IN, inside=f"{kind}_cell")
     for kind in ("lstm", "gru", "rnn")
 }
-INSIDE = {"lstm": "lstm_cell", "gru": "gru_cell", "rnn": "rnn_cell", "attention": "attention_core"}
-"""Kind of an op → the name that config rules have for all that is computed inside it."""
 
-OP_NAMES = (
-    frozenset(name for row in (*ROWS.values(), *RECURRENT.values()) for name in row.names)
-    | frozenset(INSIDE.values()) | {"input"}
-)
+OP_NAMES = frozenset(
+    name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
+) | {"input"}
 """Every op name a config rule may use."""
 
 
@@ -254,9 +202,9 @@ def row_of(node: fx.Node) -> OpRow | None:
     return ROWS.get(f"{name}.{schema.overload_name}") or ROWS.get(name)
 
 
-GETITEM = OpRow("getitem", "getitem", Role.MOVEMENT, inputs=(0,))
+GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
-PAD_WITH_VALUE = OpRow("pad", "pad", Role.COMPUTE, inputs=(0,))
+PAD_WITH_VALUE = OpRow("pad", COMPUTE, inputs=(0,))
 """Padding with a number other than 0 brings a value in that the input's encoding may not hold."""
 
 

@@ -1,7 +1,7 @@
 """Stable names for the values of a captured graph.
 
-A node remembers its owner and op as strings in ``meta["custom"]``, the only metadata that survives re-export and
-saving. That dict is shared with deep copies, so it is replaced, never written into.
+A node carries its owner and op as labels: strings in ``meta["custom"]``, the only metadata that survives re-export and
+saving. Deep copies share that dict, so it is replaced, never written into.
 """
 
 from __future__ import annotations
@@ -16,56 +16,58 @@ import torch
 from torch import fx
 
 from qtk.core.site import Site
-from qtk.graph.op_table import OpRow, Role, row_of
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_table import row_of
 
 OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
-"""Keys: of an op's owner and op name, of a quantizer call's site, of ops the user excluded."""
+"""Label keys: the module that owns an op, the op's name in it, the site of a quantizer call, ops the user excluded."""
 
-PLACE, WITHIN = "qtk_place", "qtk_within"
-"""Keys: of the module path of a graph that is part of a model, of the op that a graph is the inside of."""
-
-
-def annotate(node: fx.Node, **strings: str) -> None:
-    """Adds strings to the metadata of ``node`` without touching the dict it may share."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), **strings}
+GRAPH_PATH, COMPOSITE = "qtk_place", "qtk_within"
+"""Label keys of every node of a nested graph: the module path of the graph; the name by which config rules match all
+ops inside the composite it belongs to (``lstm_cell``)."""
 
 
-def note(node: fx.Node, key: str) -> str | None:
-    """The string stored under ``key`` by ``annotate``."""
+def add_labels(node: fx.Node, **labels: str) -> None:
+    """Stores strings in the metadata of ``node``, in a new dict: deep copies share the old one."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), **labels}
+
+
+def label(node: fx.Node, key: str) -> str | None:
+    """The string that ``add_labels`` stored under ``key``."""
     value = (node.meta.get("custom") or {}).get(key)
     return value if isinstance(value, str) else None
 
 
-def name_sites(graph: fx.Graph, place: str = "", within: str = "") -> None:
-    """Gives every op node its owner and op name, from the module stack recorded at capture.
+def name_sites(graph: fx.Graph, graph_path: str = "", composite: str = "") -> None:
+    """Labels every op node with its owner and op name, from the module stack recorded at capture.
 
     A module that is a single op goes by its path alone; other ops are numbered inside their owner: ``add``,
     ``add_1``. The second call of a module is owned by ``path@1``.
 
     Args:
-        graph: of the model, or of a part of it.
-        place: where the part is in the model.
-        within: the op that the part is the inside of; config rules may name it.
+        graph: of the model, or a nested graph.
+        graph_path: module path of a nested graph.
+        composite: name for config rules of the composite that the graph is nested in.
     """
-    owners = {node: join(place, owner) for node, owner in _owners(graph).items()}
-    strings = {key: text for key, text in ((PLACE, place), (WITHIN, within)) if text}
-    for node in graph.nodes if strings else ():
-        annotate(node, **strings)
+    owners = {node: join(graph_path, owner) for node, owner in _owners(graph).items()}
+    labels = {key: text for key, text in ((GRAPH_PATH, graph_path), (COMPOSITE, composite)) if text}
+    for node in graph.nodes if labels else ():
+        add_labels(node, **labels)
     ops_of: dict[str, list[fx.Node]] = defaultdict(list)
     for node, owner in owners.items():
         ops_of[owner].append(node)
     parents = {parent for owner in ops_of for parent in _ancestors(owner)}
     for owner, nodes in ops_of.items():
         makers = [node for node in nodes if _makes_values(node) and not _is_creation(node)]
-        alone = makers[0] if len(makers) == 1 and owner and owner not in parents else None
+        single = makers[0] if len(makers) == 1 and owner and owner not in parents else None
         counts: dict[str, int] = defaultdict(int)
         for node in nodes:
             op = ""
-            while node is not alone and (not op or join(owner, op) in ops_of):  # a module may be called "add" too
+            while node is not single and (not op or join(owner, op) in ops_of):  # a module may be called "add" too
                 kind = _kind(node)
                 op = f"{kind}_{counts[kind]}" if counts[kind] else kind
                 counts[kind] += 1
-            annotate(node, **{OWNER: owner, OP: op})
+            add_labels(node, **{OWNER: owner, OP: op})
 
 
 def join(path: str, name: str) -> str:
@@ -76,19 +78,19 @@ def join(path: str, name: str) -> str:
 def value_site(node: fx.Node) -> Site:
     """The site of the value that ``node`` produces."""
     if node.op == "get_attr":
-        return Site.parameter(join(note(node, PLACE) or "", str(node.target)))
+        return Site.parameter(join(label(node, GRAPH_PATH) or "", str(node.target)))
     if node.op == "placeholder":
-        return Site(note(node, PLACE) or "", str(node.target), "input")
+        return Site(label(node, GRAPH_PATH) or "", str(node.target), "input")
     if node.target is operator.getitem:
         source, index = node.args
         if isinstance(source, fx.Node) and not _is_movement(source):
-            return Site(note(source, OWNER) or "", note(source, OP) or "", f"out[{index}]")
-    return Site(note(node, OWNER) or "", note(node, OP) or "", "out")
+            return Site(label(source, OWNER) or "", label(source, OP) or "", f"out[{index}]")
+    return Site(label(node, OWNER) or "", label(node, OP) or "", "out")
 
 
 def edge_site(port: Port) -> Site:
     """The site on the edge into one input of an op."""
-    return Site(note(port.user, OWNER) or "", note(port.user, OP) or "", f"in[{port.index}]")
+    return Site(label(port.user, OWNER) or "", label(port.user, OP) or "", f"in[{port.index}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.op_table import row_of
-from qtk.layerwise.weighted_layers import input_argument
 from qtk.nn.tap import Tap
 
 TAPS = "qtk_taps"
@@ -53,17 +52,16 @@ class _InputTap(Tap):
 def _add(graph: CapturedGraph, listener: Listener) -> None:
     for node in list(graph.graph.nodes):
         row = row_of(node)
-        if row is None or not row.weights or node.op != "call_function" or row.kind == "einsum":
+        if row is None or not row.weights or node.op != "call_function" or row.data_arg is None:
             continue
-        place = input_argument(row)
-        x, weight = node.args[place], node.args[row.weights[-1]]
+        x, weight = node.args[row.data_arg], node.args[row.weights[-1]]
         if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and x is not weight:
             if not hasattr(graph, TAPS):
                 graph.add_module(TAPS, _InputTap(listener))
             with graph.graph.inserting_before(node):
                 tap = graph.graph.call_module(TAPS, (x, weight))
             tap.meta["val"] = x.meta.get("val")
-            node.update_arg(place, tap)
+            node.update_arg(row.data_arg, tap)
     graph.recompile()
 
 

@@ -28,7 +28,7 @@ from qtk.graph.op_table import row_of
 from qtk.layerwise.inside import Inside, quantizers_in
 from qtk.layerwise.live_values import LiveValues, Offload, Values
 from qtk.layerwise.second_moments import SecondMoments, Wanted
-from qtk.layerwise.weighted_layers import WeightedLayer, input_argument, quantizer_called
+from qtk.layerwise.weighted_layers import WeightedLayer, quantizer_called
 from qtk.numerics.im2col import Geometry, matrix_of
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -280,9 +280,9 @@ class _GraphWalk:
 
     def _input(self, layer: WeightedLayer, node: fx.Node) -> _Input | None:
         wanted, row = self._wanted[layer], row_of(node)
-        if wanted is None or row is None:
+        if wanted is None or row is None or row.data_arg is None:
             return None
-        value = node.args[input_argument(row)]
+        value = node.args[row.data_arg]
         assert isinstance(value, fx.Node)
         return _Input(value, layer.geometry, wanted)
 

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from qtk.core.plan import QuantPlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
-from qtk.graph.op_table import OpRow, op_name, row_of
+from qtk.graph.op_row import OpRow, Product
+from qtk.graph.op_table import op_name, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
 from qtk.numerics.im2col import Geometry
@@ -37,13 +38,6 @@ class WeightedLayer:
     bias: Tensor | None
     quantizer: Quantizer
     activation: Callable[[Tensor], Tensor] | None = None
-
-
-ACTIVATIONS = frozenset((
-    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "selu", "celu", "leaky_relu",
-    "mish", "sigmoid", "tanh", "softplus", "clamp",
-))
-"""Kinds of elementwise functions of one value."""
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
@@ -76,11 +70,6 @@ def quantizer_called(node: fx.Node) -> Quantizer | None:
     owner = node.graph.owning_module
     module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
     return module if isinstance(module, Quantizer) else None
-
-
-def input_argument(row: OpRow) -> int:
-    """Where a weighted op takes the values that its weight is multiplied with."""
-    return 1 if row.kind == "addmm" else 0
 
 
 class _NotALayer(Exception):  # noqa: N818 - it is a reason
@@ -119,7 +108,7 @@ def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
             continue
         row, function = row_of(node), node.target
         numbers = not any(isinstance(argument, fx.Node) for argument in (*node.args[1:], *node.kwargs.values()))
-        if row is None or row.kind not in ACTIVATIONS or node.op != "call_function" or not numbers:
+        if row is None or not row.activation or node.op != "call_function" or not numbers:
             return None
         assert callable(function)
         return lambda x: function(x, *node.args[1:], **node.kwargs)
@@ -128,19 +117,19 @@ def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
 
 def _geometry(row: OpRow, port: Port, weight: Tensor) -> Geometry:
     op, space = port.user, weight.ndim - 2
-    if row.kind == "linear" or row.family == "recurrent":
+    if row.product is None:
+        raise _NotALayer(f"belongs to {row.kind}, whose output is not one matrix product")
+    if row.product is Product.OUT_IN:
         return Geometry.linear()
-    if row.family == "matmul" and row.kind != "einsum":
-        if weight.ndim != 2 or port.arg != input_argument(row) + 1:
+    if row.product is Product.IN_OUT:
+        if weight.ndim != 2 or row.data_arg is None or port.arg != row.data_arg + 1:
             raise _NotALayer(f"is multiplied as the left factor, or in batches ({row.kind} with shape "
                              f"{tuple(weight.shape)})")
         return Geometry((), (), (), (), transposed=True)
-    if row.family not in ("conv", "conv_transpose") or row.kind == "deform_conv2d":
-        raise _NotALayer(f"belongs to {row.kind}, whose output is not one matrix product")
     given = schema_arguments(op)
     kernel = tuple(weight.shape[2:])
     stride, dilation = (_each(given[name], space) for name in ("stride", "dilation"))
-    transposed = row.family == "conv_transpose"
+    transposed = row.product is Product.CONV_TRANSPOSE
     return Geometry(
         kernel, stride, _padding(given["padding"], kernel, dilation), dilation, int(given["groups"]),  # type: ignore[arg-type]
         transposed, _each(given["output_padding"], space) if transposed else (),

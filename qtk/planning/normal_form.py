@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.graph.op_table import ROWS, row_of
+from qtk.graph.op_table import IDENTITY, SPLIT, row_of
 from qtk.graph.sites import is_float
 
 ATEN = torch.ops.aten
@@ -34,14 +34,6 @@ Sizes: TypeAlias = tuple[int | None, ...]
 
 Given: TypeAlias = dict[str, Any]
 """The arguments of an op by name, defaults filled in."""
-
-COPIES = {name for name, row in ROWS.items() if row.kind == "identity"}
-
-ARITHMETIC = {
-    "full", "scalar_tensor", "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow",
-    "sqrt", "rsqrt", "reciprocal", "neg",
-}
-"""Ops that make numbers of numbers."""
 
 
 def first_half(x: Tensor, axis: int) -> Tensor:
@@ -158,15 +150,15 @@ class NormalForm:
         if node.op == "call_function" and is_float(node):
             args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
             kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
-            name, value = _name(node), None
+            name, row, value = _name(node), row_of(node), None
             if node.target is operator.getitem:
                 value = self._element(node.all_input_nodes[0], args[1])
-            elif name in COPIES and is_float(node.all_input_nodes[0]):
+            elif row is IDENTITY and is_float(node.all_input_nodes[0]):
                 self.passed.add(node)
                 value = args[0]
             elif name in RULES:
                 given = _given(node, args, kwargs)
-                if name not in ARITHMETIC and not isinstance(given.get("self", node), fx.Node):
+                if not (row is not None and row.arithmetic) and not isinstance(given.get("self", node), fx.Node):
                     given["self"] = self._copies[node.all_input_nodes[0]]
                 value = RULES[name](self, given)
             if value is not None:
@@ -189,7 +181,8 @@ class NormalForm:
         if node.op == "get_attr":
             held = operator.attrgetter(str(node.target))(self._root)
             return None if isinstance(held, nn.Parameter) or held.is_meta else float(held)
-        if node.op != "call_function" or _name(node) not in ARITHMETIC | COPIES:
+        row = row_of(node)
+        if node.op != "call_function" or row is None or not (row.arithmetic or row is IDENTITY):
             return None
         if any(isinstance(self._values[arg], fx.Node) for arg in node.all_input_nodes):
             return None
@@ -209,8 +202,7 @@ class NormalForm:
                 return self.reduction(ATEN.mean, given, maker)
             variance = self.reduction(ATEN.var, given, maker)
             return variance if name == "var_mean" else self.emit(ATEN.sqrt, variance)
-        row = row_of(maker)
-        if row is None or row.kind != "split" or not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        if row_of(maker) is not SPLIT or not isinstance(parts, (list, tuple)) or len(parts) != 2:
             return None
         x, axis = given["self"], given.get("dim", 0)
         if name == "unbind":
@@ -351,7 +343,8 @@ RULES: dict[str, Rule] = {
     "select": _select,
     "stack": _stack,
 }
-"""Name of an op → how it reads in normal form; ``None`` from a rule: as it is."""
+"""Name of an op → how it reads in normal form; ``None`` from a rule: as it is. Not in the op table: the normal form is
+the pattern matcher's own language."""
 
 
 def _name(node: fx.Node) -> str:

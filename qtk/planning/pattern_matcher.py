@@ -33,6 +33,8 @@ TOLERANCE = 1e-3
 Pair: TypeAlias = tuple[Value | None, Value | None, bool]
 """What the pattern has, what the graph has, and whether an elementwise op reads it."""
 
+# Not in the op table: these say how the normal form writes the few ops it uses, not what the ops do.
+
 COMMUTATIVE = (ATEN.add, ATEN.mul)
 NUMERIC = (*COMMUTATIVE, ATEN.sub, ATEN.clamp, ATEN.softplus)
 """Ops whose numbers are part of what they compute; those of others are axes and shapes."""

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qtk.graph.sites import EXCLUDED, note
+from qtk.graph.sites import EXCLUDED, label
 from qtk.planning.normal_form import NormalForm
 from qtk.planning.pattern_matcher import NUMBERS, PARAMETERS, TABLES, PatternMatcher, inner_ops
 
@@ -293,7 +293,7 @@ def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
         for match in matcher.matches(form):
             nodes = inner_ops(match, form)
             assert nodes is not None
-            if taken.isdisjoint(nodes) and not any(note(node, EXCLUDED) for node in nodes):
+            if taken.isdisjoint(nodes) and not any(label(node, EXCLUDED) for node in nodes):
                 taken.update(nodes)
                 weight, bias = (form.original(match.arguments.get(name)) for name in ("weight", "bias"))
                 found.append(PatternMatch(kind, tuple(sorted(nodes, key=place.__getitem__)), weight, bias))

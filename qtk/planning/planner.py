@@ -35,8 +35,9 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import nested_graphs, roots
-from qtk.graph.op_table import OP_NAMES, Role, op_name
-from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, note, ports, value_site
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import OP_NAMES, op_name
+from qtk.graph.sites import EXCLUDED, Port, edge_site, is_float, label, ports, value_site
 from qtk.planning.patterns import PATTERNS, PatternMatch, match_patterns
 from qtk.planning.rules import Decision, Rules, to_spec
 from qtk.planning.supergroups import match_supergroups
@@ -81,7 +82,7 @@ class _Planner:
     Args:
         graph: the graph.
         rules: the configuration.
-        scheme: method where no rule names one.
+        scheme: where no rule names one.
         io: what happens at the graph's inputs and outputs; ``None``: the graph is the inside of an op, whose inputs are
             quantized outside and whose every value is a site: nothing in it is a formula somebody spelled out.
     """
@@ -125,7 +126,7 @@ class _Planner:
     # Rule 10: composites, before the values around them.
 
     def _plan_inside(self, node: fx.Node) -> None:
-        if note(node, EXCLUDED):
+        if label(node, EXCLUDED):
             return
         nested = nested_graphs(node).items()
         parts = {path: _Planner(part.graph, self.rules, self.scheme, None) for path, part in nested}
@@ -160,7 +161,7 @@ class _Planner:
         decided = self.rules.decisions(_op_of(node), flow, kind=formula.kind if formula else None).output
         readers = list(flow.readers(node))
         operands = [port for port in readers if self._takes_data(port)]
-        if note(node, EXCLUDED):
+        if label(node, EXCLUDED):
             self.floats[node] = "excluded by modules_to_exclude"
         elif _is_empty(node):
             self.floats[node] = "has no elements"
@@ -203,7 +204,7 @@ class _Planner:
         known = None if static else decided.setting.range
         return SitePlan(
             spec,
-            decided.setting.method or self.scheme,
+            decided.setting.scheme or self.scheme,
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
             bounds=decided.setting.bounds,
@@ -232,7 +233,7 @@ class _Planner:
 
     def _plan_constant(self, port: Port, why: str) -> None:
         node = self.flow.root(port.value)
-        if not self.rules.activation.setting.takes_own_range:
+        if not self.rules.activation.setting.is_dynamic:
             self._plan_parameter(port, self.rules.activation, None, why)
         elif node not in self.values:
             self.floats.setdefault(node, "constant; ranges are taken at run time")
@@ -312,7 +313,7 @@ class _Planner:
         if not decided.enabled or decided.reason == self.rules.activation.reason:
             return
         for port in self.flow.data_ports(node):
-            if decided.setting.takes_own_range and self.flow.is_static(port.value):
+            if decided.setting.is_dynamic and self.flow.is_static(port.value):
                 continue  # rule 4
             present = self.values.get(self.flow.root(port.value))
             spec = to_spec(decided.setting, None, port.value.meta["val"].ndim)

@@ -15,7 +15,7 @@ from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTe
 from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
-from qtk.graph.sites import OWNER, WITHIN, note, value_site
+from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 
 DEFAULT_BITS = 8
 """What a constructor that was given no width says; a config that names one is right against it."""
@@ -93,8 +93,8 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
 
     Raises: SpecError on contradictory settings.
     """
-    if setting.takes_own_range and setting.granularity in ("per_channel", "per_block"):
-        raise SpecError(f"ranges taken at run time are per_tensor or per_token, the rules add up to "
+    if setting.is_dynamic and setting.granularity in ("per_channel", "per_block"):
+        raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
                         f"{setting.granularity}; say dynamic: false with it, or another granularity")
     symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
@@ -115,7 +115,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     elif setting.granularity == "per_token":
         granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.takes_own_range,
+    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
                      scale_format=stored)
 
 
@@ -142,12 +142,12 @@ def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, 
 
 def _matches(rule: Rule, node: fx.Node, flow: Flow, kind: str | None) -> bool:
     names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
-    names = (*((kind,) if kind else names), note(node, WITHIN) or "")
+    names = (*((kind,) if kind else names), label(node, COMPOSITE) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
         return False
     if not rule.match.path:
         return True
-    owner = re.sub(r"@\d+", "", note(node, OWNER) or "")
+    owner = re.sub(r"@\d+", "", label(node, OWNER) or "")
     paths = (owner, value_site(node).name.partition(":")[0])
     return any(fnmatchcase(path, glob) for path in paths for glob in rule.match.path)
 

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qtk.graph.flow import Flow
-from qtk.graph.op_table import ROWS
 from qtk.planning.patterns import PatternMatch
-
-MASKS = (ROWS["masked_fill"], ROWS["where"])
-"""Ops that may merely move their input and still have a name in patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,8 @@ def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -
             return None
         if flow.carried(reader) is not node:
             return reader
-        if flow.row(reader) in MASKS:
+        row = flow.row(reader)
+        if row is not None and row.mask:
             return reader
         node = reader
     return None

@@ -54,5 +54,5 @@ def _source(decided: SitePlan) -> str:
         return "{:g} … {:g}".format(*decided.range)
     if decided.bounds is not None:
         low, high = ("" if bound is None else f"{bound:g}" for bound in decided.bounds)
-        return f"{decided.method}, within {low} … {high}"
-    return decided.method
+        return f"{decided.scheme}, within {low} … {high}"
+    return decided.scheme

@@ -104,7 +104,7 @@ def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progre
     )
     for site, value in values:
         decided = sites[site]
-        scheme = calibrator(decided.method)
+        scheme = calibrator(decided.scheme)
         observer = scheme.observer(decided.spec.granularity, static=True)
         try:
             observer.observe(value)
@@ -169,7 +169,7 @@ def _masked_in(
 def _observer(decided: SitePlan) -> Observer:
     if decided.spec.dynamic:
         return MinMax().observer(PER_TENSOR)
-    return calibrator(decided.method).observer(decided.spec.granularity)
+    return calibrator(decided.scheme).observer(decided.spec.granularity)
 
 
 def _decided(
@@ -191,15 +191,15 @@ def _decided(
         elif observer.count == 0 and not decided.spec.dynamic:
             starved.append(site.name)
         elif not decided.spec.dynamic:
-            ready.setdefault(decided.method, []).append(site)
+            ready.setdefault(decided.scheme, []).append(site)
     if starved:
         raise CalibrationError(
             f"no data reached {len(starved)} sites: {', '.join(starved[:5])}; calibrate with data that runs "
             "them, or set them to float in the config"
         )
     encodings: dict[Site, Encoding] = {}
-    for method, members in ready.items():
-        found = calibrator(method).encodings(
+    for scheme, members in ready.items():
+        found = calibrator(scheme).encodings(
             [observers[site.name] for site in members], [sites[site].spec for site in members]
         )
         encodings |= dict(zip(members, found, strict=True))

@@ -21,7 +21,7 @@ from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import EXCLUDED, PLACE, annotate, join, note
+from qtk.graph.sites import EXCLUDED, GRAPH_PATH, add_labels, join, label
 from qtk.nn.fast_path import fast_path_off
 from qtk.registry import nearest
 
@@ -201,7 +201,7 @@ def _names(model: nn.Module, module: nn.Module | str) -> set[str]:
 def _exclude(graph: fx.Graph, paths: set[str]) -> None:
     for node in graph.nodes:
         if not paths.isdisjoint(_stack(node)):
-            annotate(node, **{EXCLUDED: "1"})
+            add_labels(node, **{EXCLUDED: "1"})
 
 
 def _owners(model: PreparedModel) -> set[str]:
@@ -213,7 +213,7 @@ def _owners(model: PreparedModel) -> set[str]:
 def _stack(node: fx.Node) -> Iterator[str]:
     """The paths of the modules around ``node``; those a symbolic trace has dissolved are prefixes of what is left."""
     for value in (node.meta.get("nn_module_stack") or {}).values():
-        parts = join(note(node, PLACE) or "", value[0].partition("@")[0]).split(".")
+        parts = join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]).split(".")
         yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
 
 

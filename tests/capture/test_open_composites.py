@@ -10,7 +10,7 @@ from torch import fx, nn
 from qtk.capture.open_composites import open_composites
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs, nested_graphs
-from qtk.graph.sites import WITHIN, note, value_site
+from qtk.graph.sites import COMPOSITE, label, value_site
 from qtk.nn.tap import Tap
 from qtk.workflow.prepare import prepare_model
 
@@ -81,7 +81,7 @@ def test_no_two_values_inside_share_a_name(prepared):
 
 
 def test_rules_know_what_op_a_value_is_inside_of(prepared):
-    within = {str(target).partition(".")[0]: {note(node, WITHIN) for graph in nested_graphs(call).values()
+    within = {str(target).partition(".")[0]: {label(node, COMPOSITE) for graph in nested_graphs(call).values()
                                               for node in graph.graph.nodes}
               for target, call in calls(prepared).items()}
     assert within == {"first": {"lstm_cell"}, "second": {"lstm_cell"}, "lstm": {"lstm_cell"}, "cell": {"gru_cell"},

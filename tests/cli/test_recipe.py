@@ -78,7 +78,7 @@ SETTING = {"name": "a", "weight_bits": 8, "activation_bits": 8}
         ({"scheme": "min-max"}, r"recipe\.yaml: unknown scheme 'min-max'; did you mean 'min_max'"),
         ({"config": "defalt"}, "config 'defalt' is neither a file nor shipped with qtk; did you mean 'default'"),
         ({"config": {"version": 1, "rules": [{"match": {"op": "conv4d"}}]}}, r"rules\[0\]\.match\.op: .* 'conv4d'"),
-        ({"config": {"version": 1, "defaults": {"weight": {"method": "msee"}}}}, "method: unknown scheme 'msee'"),
+        ({"config": {"version": 1, "defaults": {"weight": {"scheme": "msee"}}}}, "scheme: unknown scheme 'msee'"),
         ({"exports": ["onx"]}, "unknown export format 'onx'; did you mean 'onnx'"),
         ({"onnx_for": ["w8a9"]}, "onnx_for: no setting is called 'w8a9'; did you mean 'w8a8'"),
         ({"seed": "x"}, "seed: got 'x'; must be a valid integer"),

@@ -6,7 +6,7 @@ import pytest
 
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, TensorSetting, check_methods, check_op_names
+from qtk.config.schema import QuantConfig, TensorSetting, check_op_names, check_schemes
 from qtk.core.dtypes import BITS, dtype
 from qtk.errors import ConfigError
 
@@ -133,7 +133,7 @@ def test_a_bias_takes_its_width_from_the_defaults():
         ({"granularity": "per_block", "block_size": 32}, {"bits": 4},
          {"granularity": "per_block", "block_size": 32, "bits": 4}),
         ({"range": (0.0, 1.0)}, {"range": (-1.0, 1.0)}, {"range": (-1.0, 1.0)}),
-        ({"method": "mse"}, {}, {"method": "mse"}),
+        ({"scheme": "mse"}, {}, {"scheme": "mse"}),
     ],
 )
 def test_overlaying_replaces_what_the_later_setting_gives_and_what_it_contradicts(below, above, expected):
@@ -164,17 +164,17 @@ def test_unknown_op_names_are_listed_with_path_and_nearest():
     check_op_names(config, {"conv", "rleu", "sotfmax", "relu"})
 
 
-def test_unknown_methods_are_listed_with_path_and_nearest():
+def test_unknown_schemes_are_listed_with_path_and_nearest():
     config = load_config({
         "version": 1,
-        "defaults": {"weight": {"method": "min_mx"}},
-        "rules": [{"match": {"op": "conv"}, "output": {"method": "msee"}}],
+        "defaults": {"weight": {"scheme": "min_mx"}},
+        "rules": [{"match": {"op": "conv"}, "output": {"scheme": "msee"}}],
     })
     with pytest.raises(ConfigError) as caught:
-        check_methods(config, calibrator)
-    assert "defaults.weight.method: unknown scheme 'min_mx'; did you mean 'min_max'?" in str(caught.value)
-    assert "rules[0].output.method: unknown scheme 'msee'" in str(caught.value)
-    check_methods(load_config({"version": 1, "defaults": {"weight": {"method": "mse(norm=1)"}}}), calibrator)
+        check_schemes(config, calibrator)
+    assert "defaults.weight.scheme: unknown scheme 'min_mx'; did you mean 'min_max'?" in str(caught.value)
+    assert "rules[0].output.scheme: unknown scheme 'msee'" in str(caught.value)
+    check_schemes(load_config({"version": 1, "defaults": {"weight": {"scheme": "mse(norm=1)"}}}), calibrator)
 
 
 @pytest.mark.parametrize("bounds", [[0.0, 0.0], [1.0, None], [None, -0.5], [2.0, 1.0]])

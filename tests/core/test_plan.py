@@ -59,4 +59,4 @@ def test_it_prints_one_line_a_site_with_the_deciding_rule():
 
 def test_a_decision_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        EIGHT.method = "mse"
+        EIGHT.scheme = "mse"

@@ -39,7 +39,7 @@ def test_round_trip_through_text(plan):
         ({"sites": None}, "not a plan"),
         ({"site": ["a", "b"]}, "not a site"),
         ({"spec": {"dtype": "int4"}}, "not a quantization spec"),
-        ({"method": 3}, "not a plan for a site"),
+        ({"scheme": 3}, "not a plan for a site"),
         ({"range": [0.0]}, "not a plan for a site"),
         ({"range": ["low", "high"]}, "not a plan for a site"),
         ({"leader": [1, 2, 3]}, "not a site"),

@@ -1,9 +1,8 @@
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.graph.flow import Flow, _axis_through_reshape
+from qtk.graph.flow import Flow
 from qtk.graph.sites import is_float, value_site
 from qtk.workflow.prepare import prepare_model
 
@@ -15,28 +14,6 @@ def flow_of(model, *inputs):
         if is_float(node):
             by_name.setdefault(value_site(node).name, node)
     return Flow(prepared.graph), by_name
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "axis", "expected"),
-    [
-        ([6, 4], [6, 4], 0, 0),
-        ([6, 3, 3], [6, 9], 0, 0),
-        ([6, 3, 3], [18, 3], 0, None),
-        ([6, 3, 3], [18, 3], 1, 2),
-        ([1, 6, 4], [6, 4], 0, 1),
-        ([6, 4], [1, 6, 4], 1, 0),
-        ([4, 6], [24], 0, None),
-        ([2, 3, 4], [2, 12], 1, None),
-    ],
-)
-def test_an_axis_survives_a_reshape_when_its_neighbours_do(old, new, axis, expected):
-    found = _axis_through_reshape(old, new, axis)
-    assert found == expected
-    if found is not None:  # independent: elements that agree in the old axis agree in the new one
-        index = torch.arange(old[found]).reshape([-1 if i == found else 1 for i in range(len(old))]).expand(old)
-        moved = index.reshape(new).movedim(axis, 0).flatten(1)
-        assert torch.equal(moved, torch.arange(new[axis])[:, None].expand_as(moved))
 
 
 def test_roots_look_through_movement():

@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.graph.op_table import ROWS, Role, row_of
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import ROWS, row_of
 from qtk.workflow.prepare import prepare_model
 
 

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.graph.sites import OP, OWNER, annotate, edge_site, is_float, note, ports, value_site
+from qtk.graph.sites import OP, OWNER, add_labels, edge_site, is_float, label, ports, value_site
 from qtk.workflow.prepare import prepare_model
 
 
@@ -74,7 +74,7 @@ def test_edges_are_numbered_over_the_tensors_of_lists():
             return torch.cat([x, y, x], dim=1)
 
     prepared = prepare_model(Net(), (torch.randn(2, 3), torch.randn(2, 3)))
-    cat = next(node for node in prepared.graph.nodes if note(node, OP) == "concat")
+    cat = next(node for node in prepared.graph.nodes if label(node, OP) == "concat")
     assert [edge_site(port).name for port in ports(cat)] == ["concat:in[0]", "concat:in[1]", "concat:in[2]"]
 
 
@@ -83,7 +83,7 @@ def test_annotating_a_node_leaves_shared_dicts_alone():
     node = next(node for node in prepared.graph.nodes if node.op == "call_function")
     before = node.meta["custom"]
     snapshot = dict(before)
-    annotate(node, mark="yes")
+    add_labels(node, mark="yes")
     assert before == snapshot
-    assert note(node, "mark") == "yes"
-    assert note(node, OWNER) == "0"
+    assert label(node, "mark") == "yes"
+    assert label(node, OWNER) == "0"

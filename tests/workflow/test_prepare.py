@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import qtk
 from qtk.capture import ladder
 from qtk.errors import CaptureError
-from qtk.graph.sites import EXCLUDED, note, value_site
+from qtk.graph.sites import EXCLUDED, label, value_site
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
 
@@ -147,7 +147,7 @@ def test_excluded_modules_are_marked_under_every_name():
     block = ZOO["reused_block"].model()
     for name in ("first", "second", block.first):
         prepared = prepare_model(block, ZOO["reused_block"].inputs(), modules_to_exclude=[name], verify=False)
-        marks = {str(node.target): note(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op}
+        marks = {str(node.target): label(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op}
         assert marks.pop("aten.add.Tensor") is None
         assert set(marks.values()) == {"1"}
 
@@ -157,7 +157,7 @@ def test_an_excluded_block_takes_what_is_inside():
     for node in prepared.graph.nodes:
         if node.op.startswith("call"):
             inside = value_site(node).owner.startswith("blocks.1")
-            assert (note(node, EXCLUDED) == "1") == inside, node
+            assert (label(node, EXCLUDED) == "1") == inside, node
 
 
 def test_an_excluded_block_is_found_in_a_symbolic_trace():
@@ -173,7 +173,7 @@ def test_an_excluded_block_is_found_in_a_symbolic_trace():
 
     prepared = prepare_model(Traced(), X, modules_to_exclude=["body"])
     assert prepared.report.rung == "fx + export"
-    marks = [note(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op]
+    marks = [label(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op]
     assert marks == ["1", "1", None]
 
 

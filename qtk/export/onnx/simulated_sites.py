@@ -13,7 +13,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 from qtk.graph.graphs import with_nested
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.sites import SITE, note
+from qtk.graph.sites import SITE, label
 from qtk.nn.eval_mode import evaluating
 from qtk.quantizers.quantizer import Mode, Quantizer
 
@@ -58,7 +58,7 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
         assert isinstance(quantizer, Quantizer)
         if quantizer.mode is not Mode.SIMULATE or not node.users:
             continue
-        name = note(node, SITE)
+        name = label(node, SITE)
         assert name is not None, f"{node} does not tell its site"
         if not quantizer.ready:
             raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")

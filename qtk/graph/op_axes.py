@@ -1,0 +1,96 @@
+"""Which axes of an operator's tensors belong together: the functions that rows of the op table name."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+# WeightAxes: the output-channel and the input-channel axis of a weight.
+
+
+def out_in(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """``[out, in, …]``."""
+    return 0, 1
+
+
+def in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """``[in, out, …]``."""
+    return 1, 0
+
+
+def one_per_channel(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """A vector of one number a channel: its only axis is both."""
+    return (0, 0) if weight.meta["val"].ndim == 1 else None
+
+
+def factor(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """A right factor is ``[…, in, out]``, a left one ``[…, out, in]``; a vector has no output channel."""
+    rank = weight.meta["val"].ndim
+    if rank < 2:
+        return None
+    *_, left, right = (arg for arg in op.args if isinstance(arg, fx.Node))
+    return (rank - 2, rank - 1) if weight is left and weight is not right else (rank - 1, rank - 2)
+
+
+def einsum_operand(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """Out: the first index of the weight that the output keeps and no other operand has; in: the first it sums."""
+    equation, operands = op.args[0], op.args[1]
+    assert isinstance(equation, str)
+    assert isinstance(operands, (list, tuple))
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        return None
+    pairs = zip(terms.split(","), operands, strict=True)
+    (indices, _), *others = sorted(pairs, key=lambda pair: pair[1] is not weight)
+    kept = [axis for axis, index in enumerate(indices) if index in output and not any(index in o for o, _ in others)]
+    summed = [axis for axis, index in enumerate(indices) if index not in output]
+    return (kept[0], summed[0]) if kept and summed else None
+
+
+# InputAxis: an axis of a moved value, in the source it was moved from.
+
+
+def same_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """Axes keep their order."""
+    return axis
+
+
+def permuted_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """The op is run on a tensor whose axes have different lengths."""
+    lengths = torch.empty(tuple(range(2, 2 + source.meta["val"].ndim)), device="meta")
+    permuted = moved.target(lengths, *moved.args[1:], **moved.kwargs)  # type: ignore[operator]
+    return int(permuted.shape[axis]) - 2
+
+
+def same_axis_of_equal_rank(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """Axes keep their order unless one is dropped (select, unbind)."""
+    return axis if source.meta["val"].ndim == moved.meta["val"].ndim else None
+
+
+def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """An axis that was repeated is none of the source's."""
+    old, new = source.meta["val"].shape, moved.meta["val"].shape
+    return axis if len(old) == len(new) and old[axis] == new[axis] else None
+
+
+def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """See ``axis_before_reshape``."""
+    old, new = ([int(length) for length in node.meta["val"].shape] for node in (source, moved))
+    return axis_before_reshape(old, new, axis)
+
+
+def axis_before_reshape(old: list[int], new: list[int], axis: int) -> int | None:
+    """The input axis with the same length and the same number of elements before it.
+
+    >>> axis_before_reshape([6, 3, 3], [6, 9], 0), axis_before_reshape([6, 3, 3], [18, 3], 0)
+    (0, None)
+    """
+    elements_before = 1
+    for length in new[:axis]:
+        elements_before *= length
+    passed = 1
+    for index, length in enumerate(old):
+        if passed == elements_before and length == new[axis] and (length > 1 or index == axis):
+            return index
+        passed *= length
+    return None
