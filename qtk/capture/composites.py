@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from qtk.graph.schema import schema_arguments
+from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
 
@@ -67,8 +68,7 @@ def sequence_composite(module: nn.RNNBase) -> tuple[Recurrent, list[str], list[s
 
 def composite_called(node: fx.Node) -> Composite | None:
     """The composite that ``node`` calls."""
-    owner = node.graph.owning_module
-    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    module = called_module(node)
     return module if isinstance(module, Composite) else None
 
 

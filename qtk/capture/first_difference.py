@@ -6,14 +6,15 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qtk.capture.calls import Call, record_calls
-from qtk.capture.signature import input_leaves
+from qtk.capture.inputs import input_leaves
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import VerificationError
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.evaluate import evaluate_node
 from qtk.graph.sites import GRAPH_PATH, join, label
 
 
@@ -41,22 +42,13 @@ def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> s
 
 def _values(graph: CapturedGraph, call: Call) -> dict[str, Any]:
     """What the last op of every module computes, at its first call."""
-    interpreter = _Recorder(graph)
-    interpreter.run(*input_leaves(graph, call.args, call.kwargs))
-    return interpreter.values
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        stack = [(key, entry[0]) for key, entry in (n.meta.get("nn_module_stack") or {}).items()]
-        if stack and not re.search(r"@\d", "".join(stack[-1])):  # the mark of a later call, in the key or in the path
-            self.values[stack[-1][1]] = value
-        return value
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return next(self.args_iter)
+    inputs = input_leaves(graph.graph, call.args, call.kwargs)
+    values = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    of_modules: dict[str, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            values[node] = evaluate_node(node, values.__getitem__)
+            stack = [(key, entry[0]) for key, entry in (node.meta.get("nn_module_stack") or {}).items()]
+            if stack and not re.search(r"@\d", "".join(stack[-1])):  # marks a later call, in the key or in the path
+                of_modules[stack[-1][1]] = values[node]
+    return of_modules

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 from qtk.errors import CaptureError
+from qtk.graph.targets import attribute
 
 RESERVED = {*dir(fx.GraphModule), "meta", "report", "_graph", "_code", "_in_spec", "_out_spec"} - {*dir(nn.Module)}
 """Attributes of a prepared model that a child of the same name would hide, or be hidden by."""
@@ -65,12 +66,6 @@ def holder(root: nn.Module, path: str) -> nn.Module:
             root.add_module(name, child)
         root = child
     return root
-
-
-def attribute(root: nn.Module, path: str) -> object:
-    """The tensor or module at ``path``."""
-    owner, _, leaf = path.rpartition(".")
-    return getattr(root.get_submodule(owner), leaf)
 
 
 def free_name(root: nn.Module, path: str) -> str:

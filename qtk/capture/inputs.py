@@ -1,9 +1,10 @@
-"""What a prepared model may be called with: the shapes and constants it was captured for."""
+"""The inputs of a model: how a batch becomes arguments, and which arguments a captured graph accepts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -11,9 +12,30 @@ from torch.fx import _pytree as fx_pytree
 from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from qtk.capture.calls import Call
 from qtk.errors import CaptureError
 
+ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def split_inputs(batch: ExampleInputs | Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: of a tensor, a tuple or list, any mapping.
+
+    Raises: CaptureError for any other type.
+    """
+    match batch:
+        case Call(args, kwargs):
+            return args, kwargs
+        case Tensor():
+            return (batch,), {}
+        case tuple() | list():
+            return tuple(batch), {}
+        case Mapping():
+            return (), dict(batch)
+    raise CaptureError(f"example_inputs must be a tensor, a tuple or a dict, got {type(batch).__name__}")
 
 
 def as_captured(
@@ -60,7 +82,7 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
 
     Raises: CaptureError naming the input, what it is and what it must be.
     """
-    leaves = input_leaves(graph, args, kwargs)
+    leaves = _leaves_by_name(graph, args, kwargs)
     placeholders = graph.find_nodes(op="placeholder")
     if leaves is None or len(leaves) != len(placeholders):
         return
@@ -86,7 +108,26 @@ def is_free(size: object) -> bool:
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
-def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object] | None:
+def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """The arguments of a call, flat, in the order of the placeholders of ``graph``.
+
+    Raises: CaptureError if they are nested otherwise, or more or fewer than the model was prepared with.
+    """
+    names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    given = pytree.tree_leaves((args, dict(kwargs)))
+    nested = isinstance(getattr(graph._codegen, "pytree_info", None), _PyTreeInfo)
+    leaves = _leaves_by_name(graph, args, kwargs) if nested else given
+    if leaves is None or not len(given) == len(leaves) == len(names):
+        raise CaptureError(
+            f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(given)}, or nested "
+            "otherwise; pass inputs like those"
+        )
+    return leaves
+
+
+def _leaves_by_name(
+    graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[object] | None:
     """The arguments in the order of the placeholders, as the generated ``forward`` binds them, if it can."""
     info = getattr(graph._codegen, "pytree_info", None)
     if not isinstance(info, _PyTreeInfo):

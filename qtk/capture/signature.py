@@ -1,33 +1,10 @@
-"""How a prepared model is called: its flat tensors, their names, and the nesting around them."""
+"""The names of a prepared model's inputs and outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, fx
-from torch.fx import _pytree as fx_pytree
 from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
-
-from qtk.errors import ExportError
-
-
-def input_leaves(model: fx.GraphModule, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """The arguments of a call, flat, in the order of the graph's placeholders.
-
-    Raises: ExportError if they are nested otherwise, or more or fewer than the model was prepared with.
-    """
-    structure = _structure(model)
-    names = input_names(model)
-    try:
-        leaves = fx_pytree.tree_flatten_spec((args, dict(kwargs)), structure.in_spec) if structure else list(args)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ExportError(f"the inputs are not nested as those the model was prepared with ({', '.join(names)}): "
-                          f"{error}") from error
-    given = len(pytree.tree_leaves((args, dict(kwargs))))
-    if not given == len(leaves) == len(names):
-        raise ExportError(f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {given}")
-    return leaves
 
 
 def input_names(model: fx.GraphModule) -> list[str]:

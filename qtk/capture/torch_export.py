@@ -16,13 +16,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from qtk.capture.calls import Call
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.errors import CaptureError
-
-ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 DynamicShapes: TypeAlias = Any
 """``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
@@ -51,20 +47,6 @@ class Capture:
     reasons: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def split_inputs(example_inputs: ExampleInputs | Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments. Raises: CaptureError for any other type."""
-    match example_inputs:
-        case Call(args, kwargs):
-            return args, kwargs
-        case Tensor():
-            return (example_inputs,), {}
-        case tuple() | list():
-            return tuple(example_inputs), {}
-        case Mapping():
-            return (), dict(example_inputs)
-    raise CaptureError(f"example_inputs must be a tensor, a tuple or a dict, got {type(example_inputs).__name__}")
 
 
 def capture(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from qtk.capture.signature import input_leaves, input_names
+from qtk.capture.inputs import input_leaves
+from qtk.capture.signature import input_names
 from qtk.errors import ExportError
 from qtk.export.onnx.session import open_session
 
@@ -33,7 +34,7 @@ class OnnxFile(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """The outputs, flat. Raises: ExportError if the file does not run on these inputs."""
         model = self.signature[0]
-        given = dict(zip(input_names(model), input_leaves(model, args, kwargs), strict=True))
+        given = dict(zip(input_names(model), input_leaves(model.graph, args, kwargs), strict=True))
         tensors = {name: leaf for name, leaf in given.items() if isinstance(leaf, Tensor)}
         try:
             feed = {name: tensors[name].detach().cpu().numpy() for name in self.names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.targets import called_module
 
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
@@ -30,8 +31,8 @@ def with_nested(graph: nn.Module) -> list[CapturedGraph]:
 
 def nested_graphs(node: fx.Node) -> dict[str, CapturedGraph]:
     """The graphs inside the module that ``node`` calls, by their path in it, in order."""
-    owner = node.graph.owning_module
-    return graphs(owner.get_submodule(str(node.target))) if node.op == "call_module" and owner is not None else {}
+    module = called_module(node)
+    return {} if module is None else graphs(module)
 
 
 def _is_below(path: str, other: str) -> bool:

@@ -12,6 +12,7 @@ from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
+from qtk.graph.targets import called_module
 from qtk.quantizers.quantizer import Quantizer
 
 QUANTIZERS = "qtk_quantizers"
@@ -69,12 +70,15 @@ def remove(model: nn.Module) -> None:
             module.delete_submodule(QUANTIZERS)
 
 
-def quantizer_nodes(model: fx.GraphModule) -> list[fx.Node]:
-    """The calls of quantizers in one graph, in order."""
-    return [
-        node for node in model.graph.nodes
-        if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), Quantizer)
-    ]
+def quantizer_called(node: fx.Node) -> Quantizer | None:
+    """The quantizer that ``node`` calls."""
+    module = called_module(node)
+    return module if isinstance(module, Quantizer) else None
+
+
+def quantizer_nodes(model: fx.GraphModule) -> dict[fx.Node, Quantizer]:
+    """The calls of quantizers in one graph, in order, each with the quantizer."""
+    return {node: called for node in model.graph.nodes if (called := quantizer_called(node)) is not None}
 
 
 def _locations(graph: fx.Graph) -> tuple[Mapping[Site, fx.Node], Mapping[Site, Port]]:

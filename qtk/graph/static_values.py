@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from qtk.core.site import Site
+from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
@@ -26,42 +26,15 @@ def static_values(model: nn.Module, sites: Collection[Site]) -> Iterator[tuple[S
 
 def _values(model: fx.GraphModule, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
     flow = Flow(model.graph)
-    bypassed = set(quantizer_nodes(model))
+    quantizers = quantizer_nodes(model)
     known: dict[fx.Node, object] = {}
-
-    def value(node: fx.Node) -> Any:
-        if node not in known:
-            args: Any = fx.node.map_arg(node.args, value)
-            kwargs: Any = fx.node.map_arg(node.kwargs, value)
-            known[node] = _call(model, node, args, kwargs, bypass=node in bypassed)
-        return known[node]
-
     for node in model.graph.nodes:
-        if node in bypassed:
+        if node in quantizers:
             continue
-        found = [(edge_site(port), port.value) for port in ports(node)] + [(value_site(node), node)]
-        for site, source in found:
+        sources = [(edge_site(port), port.value) for port in ports(node)] + [(value_site(node), node)]
+        for site, source in sources:
             if site in sites and flow.is_static(source):
                 with torch.no_grad():
-                    tensor = value(source)
+                    tensor = evaluate(source, known, bypass_quantizers=True)
                 assert isinstance(tensor, Tensor)
                 yield site, tensor.detach()
-
-
-def _call(
-    model: fx.GraphModule, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object], *, bypass: bool
-) -> object:
-    match node.op:
-        case "get_attr":
-            return _attribute(model, str(node.target))
-        case "call_function":
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
-        case "call_module":
-            return args[0] if bypass else model.get_submodule(str(node.target))(*args, **kwargs)
-    raise AssertionError(f"{node.op} cannot be static")
-
-
-def _attribute(model: fx.GraphModule, name: str) -> object:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(owner), leaf)

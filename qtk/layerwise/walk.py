@@ -24,11 +24,12 @@ from qtk.capture.inputs import input_leaves
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
+from qtk.graph.insert import quantizer_called
 from qtk.graph.op_table import row_of
 from qtk.layerwise.inside import Inside, quantizers_in
 from qtk.layerwise.live_values import LiveValues, Offload, Values
 from qtk.layerwise.second_moments import SecondMoments, Wanted
-from qtk.layerwise.weighted_layers import WeightedLayer, quantizer_called
+from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, matrix_of
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode

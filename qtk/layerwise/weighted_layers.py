@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx, nn
 
 from qtk.core.plan import QuantPlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
+from qtk.graph.insert import quantizer_called
 from qtk.graph.op_row import OpRow, Product
 from qtk.graph.op_table import op_name, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
+from qtk.graph.targets import attribute
 from qtk.numerics.im2col import Geometry
 from qtk.quantizers.quantizer import Quantizer
 
@@ -65,11 +66,6 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
     return [layer for name, layer in found.items() if name not in skipped], skipped
 
 
-def quantizer_called(node: fx.Node) -> Quantizer | None:
-    """The quantizer that ``node`` calls."""
-    owner = node.graph.owning_module
-    module = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
-    return module if isinstance(module, Quantizer) else None
 
 
 class _NotALayer(Exception):  # noqa: N818 - it is a reason
@@ -92,7 +88,7 @@ def _layer(
         raise _NotALayer("is computed from parameters, not one itself")
     if quantizer.site in shared:
         raise _NotALayer("shares its encoding with other sites")
-    weight = _attribute(graph, source)
+    weight = attribute(graph, str(source.target))
     return WeightedLayer(
         quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
         _activation(port.user),
@@ -161,11 +157,4 @@ def _bias(graph: fx.GraphModule, row: OpRow, port: Port) -> Tensor | None:
         given = given[port.item] if port.item is not None and len(given) == len(weights) else None
     while isinstance(given, fx.Node) and quantizer_called(given) is not None:
         (given,) = given.all_input_nodes
-    return _attribute(graph, given) if isinstance(given, fx.Node) and given.op == "get_attr" else None
-
-
-def _attribute(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    owner, _, leaf = str(node.target).rpartition(".")
-    value = getattr(graph.get_submodule(owner), leaf)
-    assert isinstance(value, torch.Tensor)
-    return value
+    return attribute(graph, str(given.target)) if isinstance(given, fx.Node) and given.op == "get_attr" else None

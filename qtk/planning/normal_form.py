@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.graph.op_table import IDENTITY, SPLIT, row_of
+from qtk.graph.schema import named_arguments
 from qtk.graph.sites import is_float
 
 ATEN = torch.ops.aten
@@ -157,7 +158,7 @@ class NormalForm:
                 self.passed.add(node)
                 value = args[0]
             elif name in RULES:
-                given = _given(node, args, kwargs)
+                given = named_arguments(node, args, kwargs)
                 if not (row is not None and row.arithmetic) and not isinstance(given.get("self", node), fx.Node):
                     given["self"] = self._copies[node.all_input_nodes[0]]
                 value = RULES[name](self, given)
@@ -194,7 +195,7 @@ class NormalForm:
         source, name, parts = self._values[maker], _name(maker), maker.meta.get("val")
         if not isinstance(source, fx.Node) or source.op != "call_function":
             return None
-        given = _given(maker, source.args, source.kwargs)
+        given = named_arguments(maker, source.args, source.kwargs)
         if name == "max" and index == 0:
             return self.reduction(ATEN.amax, given, maker)
         if name in ("var_mean", "std_mean"):
@@ -350,12 +351,6 @@ the pattern matcher's own language."""
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else schema.name.removeprefix("aten::")
-
-
-def _given(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return {**given, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
 
 
 def sizes_of(value: Tensor) -> Sizes:

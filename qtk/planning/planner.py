@@ -21,7 +21,6 @@ The rules, numbered as the code cites them:
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 
 from torch import fx
@@ -33,7 +32,7 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
-from qtk.graph.flow import Flow
+from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import nested_graphs, roots
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import OP_NAMES, op_name
@@ -158,7 +157,7 @@ class _Planner:
     def _plan_value(self, node: fx.Node, inner: dict[fx.Node, str]) -> None:
         flow, row = self.flow, self.flow.row(node)
         formula = self.formulas.get(node)
-        decided = self.rules.decisions(_op_of(node), flow, kind=formula.kind if formula else None).output
+        decided = self.rules.decisions(maker(node), flow, kind=formula.kind if formula else None).output
         readers = list(flow.readers(node))
         operands = [port for port in readers if self._takes_data(port)]
         if label(node, EXCLUDED):
@@ -169,7 +168,7 @@ class _Planner:
             self.floats[node] = "computed from parameters"  # rule 4 decides where it is read
         elif node in inner:
             self.floats[node] = inner[node]
-        elif self._made_inside(_op_of(node)):
+        elif self._made_inside(maker(node)):
             pass
         elif node.op == "placeholder":
             if self.io is None:
@@ -182,10 +181,10 @@ class _Planner:
                 self.floats[node] = self._read_by_unknown(readers) or "no op computes with it"
         elif row is None or flow.is_constant(node):
             if operands:
-                source = "constant" if row else f"op {op_name(_op_of(node))} is not in the op table"
+                source = "constant" if row else f"op {op_name(maker(node))} is not in the op table"
                 self._decide(node, decided, f"{source}; read by {operands[0].user.name}")
             elif row is None:
-                self.floats[node] = f"op {op_name(_op_of(node))} is not in the op table"
+                self.floats[node] = f"op {op_name(maker(node))} is not in the op table"
         elif readers and all(self._divides(port) for port in readers):
             self.floats[node] = "only divides: a value that rounds to 0 would make the result infinite"
         elif self.io is not None and self.io.outputs == "float" and all(port.user.op == "output" for port in readers):
@@ -366,13 +365,6 @@ class _Planner:
             if node in self.floats:
                 found[value_site(node)] = self.floats[node]
         return found
-
-
-def _op_of(node: fx.Node) -> fx.Node:
-    """The op that makes the value of ``node``: itself, or the op whose tuple it is taken from."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _is_empty(node: fx.Node) -> bool:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 from torch import fx, nn
 
 from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.packed import PackedRecurrent
-from qtk.capture.torch_export import ExampleInputs, split_inputs
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError

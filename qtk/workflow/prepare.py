@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call, detached, raised_in
+from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedModel
-from qtk.capture.torch_export import DynamicShapes, ExampleInputs, first_line, split_inputs, with_batch_of_two
+from qtk.capture.torch_export import DynamicShapes, first_line, with_batch_of_two
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
 from qtk.errors import CaptureError, VerificationError

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from qtk.capture.signature import input_leaves, input_names, output_nodes
+from qtk.capture.inputs import input_leaves
+from qtk.capture.signature import input_names, output_nodes
 from qtk.errors import ExportError
 from qtk.export.onnx.session import open_session
 from qtk.graph.graphs import roots
+from qtk.graph.insert import quantizer_called
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.export import onnx_name
@@ -185,7 +187,7 @@ class _Witness:
         self.path = path
         self.graph = graph
         self.comparisons = [_Comparison(path, graph, optimized=optimized) for optimized in (False, True)]
-        self.quantizers = [_quantizer(graph, node) for node in output_nodes(graph).values()]
+        self.quantizers = [quantizer_called(node) for node in output_nodes(graph).values()]
         self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
 
     def verification(self) -> ExportVerification:
@@ -195,16 +197,11 @@ class _Witness:
     def _compare(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object
     ) -> None:
-        leaves = zip(input_names(self.graph), input_leaves(self.graph, args, kwargs), strict=True)
+        leaves = zip(input_names(self.graph), input_leaves(self.graph.graph, args, kwargs), strict=True)
         inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         for comparison in self.comparisons:
             comparison.add(simulated, self.quantizers, comparison.run(inputs))
-
-
-def _quantizer(model: fx.GraphModule, node: fx.Node) -> Quantizer | None:
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if isinstance(module, Quantizer) else None
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from qtk.capture.holders import attribute, free_name, hold, hold_constants, holder
+from qtk.capture.holders import free_name, hold, hold_constants, holder
 from qtk.errors import CaptureError
+from qtk.graph.targets import attribute
 
 
 class Net(nn.Module):

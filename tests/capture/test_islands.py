@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.capture.calls import Call, record_calls
-from qtk.capture.torch_export import split_inputs
+from qtk.capture.inputs import split_inputs
 from qtk.core.granularity import PerChannel
 from qtk.errors import CheckError, NotCalibratedError
 from qtk.graph.graphs import graphs, roots

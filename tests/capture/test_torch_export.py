@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from qtk.capture.torch_export import capture, split_inputs
+from qtk.capture.inputs import split_inputs
+from qtk.capture.torch_export import capture
 from qtk.errors import CaptureError
 
 

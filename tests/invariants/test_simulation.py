@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.torch_export import split_inputs
+from qtk.capture.inputs import split_inputs
 from qtk.config.load import load_config
 from qtk.core.granularity import PerChannel
 from qtk.errors import NotCalibratedError

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from qtk.capture.calls import Call
-from qtk.capture.torch_export import ExampleInputs
+from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.spec import QuantSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
+from qtk.graph.evaluate import evaluate
 from qtk.graph.graphs import with_nested
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
@@ -53,9 +54,7 @@ def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
 
 def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
     nodes = quantizer_nodes(module)
-    for node in nodes:
-        quantizer = module.get_submodule(str(node.target))
-        assert isinstance(quantizer, Quantizer)
+    for node, quantizer in nodes.items():
         if quantizer.mode is not Mode.SIMULATE or not node.users:
             continue
         name = label(node, SITE)
@@ -64,11 +63,11 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
             raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
         (source,) = node.args
         assert isinstance(source, fx.Node)
-        constant = None if quantizer.spec.dynamic else _constant(module, source, nodes)
+        constant = None if quantizer.spec.dynamic else _constant(source, nodes)
         yield SimulatedSite(name, node, quantizer.spec, quantizer.encoding, constant)
 
 
-def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.Node]) -> Tensor | None:
+def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor | None:
     """The value of a node made from parameters alone, ``None`` for others and behind another quantizer."""
     cone: set[fx.Node] = set()
     pending = [node]
@@ -79,10 +78,6 @@ def _constant(model: fx.GraphModule, node: fx.Node, quantizers: Collection[fx.No
         if current not in cone:
             cone.add(current)
             pending.extend(current.all_input_nodes)
-    interpreter = fx.Interpreter(model, garbage_collect_values=False)
-    for current in model.graph.nodes:
-        if current in cone:
-            interpreter.env[current] = interpreter.run_node(current)
-    value = interpreter.env[node]
+    value = evaluate(node, {})
     assert isinstance(value, Tensor)
     return value.detach()

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
-from qtk.capture.signature import input_leaves, input_names, output_nodes
-from qtk.capture.torch_export import ExampleInputs, first_line, silent_torch, split_inputs
+from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
+from qtk.capture.signature import input_names, output_nodes
+from qtk.capture.torch_export import first_line, silent_torch
 from qtk.errors import ExportError
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
@@ -70,11 +71,12 @@ def trace(
 
     Dimensions that are symbolic in the prepared graph stay dynamic.
 
-    Raises: ExportError if torch cannot export the graph, or not to this opset.
+    Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
+        nested as those the model was prepared with.
     """
     with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site.name for site in sites})
-        program = _export(flat, input_leaves(model, *split_inputs(example_inputs)))
+        program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)))
         graph = _translate(program, opset)
     return Traced(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
 

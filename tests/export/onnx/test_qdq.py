@@ -11,7 +11,7 @@ import qtk
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
-from qtk.errors import ExportError
+from qtk.errors import CaptureError, ExportError
 from qtk.export.onnx.qdq import export, read
 from qtk.export.onnx.session import open_session
 from qtk.graph.insert import quantizer_nodes
@@ -560,7 +560,7 @@ def test_a_quantizer_without_encoding_is_named(linear, tmp_path):
 
 @pytest.mark.parametrize("inputs", [(torch.randn(2, 8), torch.randn(2, 8)), {"y": torch.randn(2, 8)}])
 def test_other_inputs_than_prepared_with(inputs, linear, tmp_path):
-    with pytest.raises(ExportError, match="the model was prepared with"):
+    with pytest.raises(CaptureError, match="the model was prepared with"):
         export(linear, inputs, tmp_path / "model.onnx")
 
 

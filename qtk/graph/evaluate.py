@@ -1,0 +1,53 @@
+"""Evaluation of a captured graph, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from qtk.graph.insert import quantizer_called
+from qtk.graph.targets import attribute
+
+
+def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quantizer: bool = False) -> Any:
+    """Evaluates one ``get_attr``, ``call_function`` or ``call_module`` node.
+
+    Args:
+        node: a node of a graph that a module owns.
+        read: the value of a node that is an argument.
+        bypass_quantizer: a quantizer that is called returns its input.
+    """
+    owner = node.graph.owning_module
+    assert owner is not None
+    if node.op == "get_attr":
+        return attribute(owner, str(node.target))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
+    if node.op == "call_module":
+        if bypass_quantizer and quantizer_called(node) is not None:
+            return args[0]
+        return owner.get_submodule(str(node.target))(*args, **kwargs)
+    assert node.op == "call_function", f"{node.op} {node} is an input or the output of its graph"
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def evaluate(node: fx.Node, values: dict[fx.Node, Any], *, bypass_quantizers: bool = False) -> Any:
+    """Evaluates ``node`` and what it depends on, but for the nodes whose values are known.
+
+    Args:
+        node: a node.
+        values: the known values, those of the inputs among them; every value that is computed is added.
+        bypass_quantizers: all quantizers return their input.
+    """
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        missing = [] if current in values else [read for read in current.all_input_nodes if read not in values]
+        if not missing:
+            pending.pop()
+            if current not in values:
+                values[current] = evaluate_node(current, values.__getitem__, bypass_quantizer=bypass_quantizers)
+        pending.extend(missing)
+    return values[node]
