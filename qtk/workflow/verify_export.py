@@ -19,7 +19,7 @@ from qtk.graph.graphs import roots
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.export import onnx_name
-from qtk.workflow.feed import Data, Forward, run_all
+from qtk.workflow.forward_pass import Data, Forward, run_all
 
 
 @dataclass(frozen=True, slots=True)

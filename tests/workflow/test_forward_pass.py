@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from qtk.errors import CalibrationError
-from qtk.workflow.feed import outputs, run_all, run_batch
+from qtk.workflow.forward_pass import outputs, run_all, run_batch
 
 
 class Add(nn.Module):
