@@ -7,7 +7,6 @@ what the model has besides: buffers that are not persistent, and tensors that it
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from qtk.export.encodings_json import load_object
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
+from qtk.registry import did_you_mean
 
 FORMAT, VERSION = "qtk.sim", 1
 STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
@@ -175,9 +175,9 @@ def _fingerprint(tensor: Tensor) -> list[object]:
 def _site_findings(stored: QuantPlan, expected: Mapping[Site, SitePlan]) -> Iterator[str]:
     stored_names, names = {site.name for site in stored}, {site.name for site in expected}
     for name in sorted(stored_names - names):
-        yield f"{name} is stored, the model has no such site{_nearest(name, names)}"
+        yield f"{name} is stored, the model has no such site{_hint(name, names)}"
     for name in sorted(names - stored_names):
-        yield f"{name} is quantized in the model, but not stored{_nearest(name, stored_names)}"
+        yield f"{name} is quantized in the model, but not stored{_hint(name, stored_names)}"
     for site, decided in expected.items():
         if site in stored and (stored[site].spec, stored[site].leader) != (decided.spec, decided.leader):
             yield f"{site} is stored as {_how(stored[site])}, planned here as {_how(decided)}"
@@ -192,9 +192,9 @@ def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     stored_float = {name: tensor for name, tensor in stored.items() if name not in _quantizer_state(stored)}
     own_float = {name: tensor for name, tensor in own.items() if name not in _quantizer_state(own)}
     for name in sorted(stored_float.keys() - own_float.keys()):
-        yield f"tensor {name} is stored, the model has none{_nearest(name, own_float)}"
+        yield f"tensor {name} is stored, the model has none{_hint(name, own_float)}"
     for name in sorted(own_float.keys() - stored_float.keys()):
-        yield f"tensor {name} of the model is not stored{_nearest(name, stored_float)}"
+        yield f"tensor {name} of the model is not stored{_hint(name, stored_float)}"
     for name in sorted(stored_float.keys() & own_float.keys()):
         if _fingerprint(stored_float[name]) != _fingerprint(own_float[name]):
             yield f"tensor {name} is stored as {_text(stored_float[name])}, the model's is {_text(own_float[name])}"
@@ -204,6 +204,6 @@ def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _hint(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"; {hint}" if hint else ""
