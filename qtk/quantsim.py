@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 from torch import nn
 
@@ -21,14 +23,14 @@ from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.workflow.calibrate import calibrate
+from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
 from qtk.workflow.export import export
-from qtk.workflow.feed import Batch, Data, Forward
+from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.ranges import forget, freeze, set_range
-from qtk.workflow.store import load, restore, save, whole_state
+from qtk.workflow.store import load, restore, save
 from qtk.workflow.verify_export import ExportVerification, verify_export
 
 
@@ -83,28 +85,37 @@ class QuantSim:
         prepared = model
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
             prepared = prepare_model(model, example_inputs)
-        self.model: PreparedModel = prepared if in_place else copy.deepcopy(prepared)
-        self._plan = plan(
-            self.model, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
+        prepared = prepared if in_place else copy.deepcopy(prepared)
+        decided = plan(
+            prepared, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
         )
-        self._quantizers = insert(self.model, self._plan)
-        for quantizer in self._quantizers.values():
+        self._simulation = Simulation(prepared, decided, insert(prepared, decided))
+        for quantizer in self._simulation.quantizers.values():
             quantizer.mode = Mode.SIMULATE
-
-    @property
-    def plan(self) -> QuantPlan:
-        """Every site, how it is quantized and why, and what is left in float; printable."""
-        return self._plan
-
-    @property
-    def quantizers(self) -> Mapping[str, Quantizer]:
-        """Site name → its quantizer, in graph order; sites that share an encoding share the quantizer."""
-        return MappingProxyType({site.name: self._quantizers[site] for site in self._plan})
 
     @property
     def simulation(self) -> Simulation:
         """Model, plan and quantizers as they are now: what the verbs take."""
-        return Simulation(self.model, self._plan, {site: self._quantizers[site] for site in self._plan})
+        return self._simulation
+
+    @property
+    def model(self) -> PreparedModel:
+        """The fake-quantized model: evaluate it, train it."""
+        return cast(PreparedModel, self._simulation.model)
+
+    @model.setter
+    def model(self, model: PreparedModel) -> None:
+        self._simulation = replace(self._simulation, model=model)
+
+    @property
+    def plan(self) -> QuantPlan:
+        """Every site, how it is quantized and why, and what is left in float; printable."""
+        return self._simulation.plan
+
+    @property
+    def quantizers(self) -> Mapping[str, Quantizer]:
+        """Site name → its quantizer, in graph order; sites that share an encoding share the quantizer."""
+        return MappingProxyType({site.name: quantizer for site, quantizer in self._simulation.quantizers.items()})
 
     def encodings(self) -> dict[str, Encoding]:
         """Site name → encoding, for every site that has one; a range taken at run time is none."""
@@ -137,10 +148,9 @@ class QuantSim:
         Raises: CalibrationError naming site and batch for NaN or +inf, for no data; CheckError if anything in the
             plan is left without a sound encoding.
         """
-        self._plan = calibrate(
-            self.model, self._plan, self.quantizers, data, example=self.example_inputs, sites=sites,
-            only_missing=only_missing, forward=forward, num_batches=num_batches, progress=progress,
-        )
+        chosen = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
+        seen = CalibrationData(data, self.example_inputs, forward, num_batches, progress)
+        self._simulation = calibrate(self._simulation, chosen, seen)
         if sites is None:
             self.check()
 
@@ -149,26 +159,26 @@ class QuantSim:
 
         Raises: CalibrationError if there is no such site or low < high does not hold.
         """
-        set_range(self.model, self._plan, self.quantizers, sites, low, high)
+        set_range(self._simulation, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
         """Keeps the encodings of the named sites, or of all, as they are."""
-        freeze(self._plan, self.quantizers, sites, frozen=True)
+        freeze(self._simulation, sites, frozen=True)
 
     def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
         """Lets encodings change again."""
-        freeze(self._plan, self.quantizers, sites, frozen=False)
+        freeze(self._simulation, sites, frozen=False)
 
     def forget(self, sites: Iterable[str] | str | None = None) -> None:
         """Drops encodings, e.g. after weights changed; ``compute_encodings(data, only_missing=True)`` finds new ones.
 
         Raises: EncodingError if one is frozen.
         """
-        forget(self._plan, self.quantizers, sites)
+        forget(self._simulation, sites)
 
     def check(self) -> None:
         """Compares the simulation with its plan. Raises: CheckError listing every finding."""
-        check(self.model, self._plan, self.quantizers)
+        check(self._simulation)
 
     def compare(
         self,
@@ -179,9 +189,7 @@ class QuantSim:
         progress: bool = True,
     ) -> list[SiteError]:
         """SQNR in dB and largest error in scale units at every site, against float, worst first."""
-        return compare(
-            self.model, self._plan, self.quantizers, data, forward=forward, num_batches=num_batches, progress=progress
-        )
+        return compare(self._simulation, data, forward=forward, num_batches=num_batches, progress=progress)
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False
@@ -219,7 +227,7 @@ class QuantSim:
             "activation_bits": self.activation_bits,
             "config": self.config.model_dump(mode="json", exclude_none=True),
         }
-        save(directory, state=whole_state(self.model), plan=self._plan, arguments=arguments, force=force)
+        save(directory, self._simulation, arguments=arguments, force=force)
 
     @classmethod
     def load(
@@ -242,5 +250,5 @@ class QuantSim:
         """
         stored = load(directory)
         sim = cls(model, example_inputs, in_place=in_place, **stored.arguments)  # type: ignore[arg-type]
-        sim._plan = restore(stored, sim.model, sim._plan)
+        sim._simulation = restore(stored, sim._simulation)
         return sim

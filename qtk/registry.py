@@ -12,17 +12,33 @@ from qtk.errors import ConfigError, QtkError
 
 T = TypeVar("T")
 
+LISTED = 400
+"""Characters of names that a message lists."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
+    """The names closest to an unknown one, at most so many; empty if none is close.
+
+    >>> did_you_mean("min_mx", ["min_max", "mse"])
+    "did you mean 'min_max'?"
+    """
+    close = difflib.get_close_matches(name, known, n=most)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint naming the closest known name, or all of them: ``did you mean 'min_max'?``.
+    """The known names an unknown one may stand for: the closest and all, or the three closest of very many.
 
     >>> nearest("min_mx", ["min_max", "mse"])
     "did you mean 'min_max'? known: min_max, mse"
+    >>> nearest("rleu", ["relu", "relu6", *map(str, range(1000))])
+    "did you mean 'relu' or 'relu6'?"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(names)}"
+    listed = ", ".join(names)
+    if len(listed) > LISTED:
+        return did_you_mean(name, names, most=3) or f"there are {len(names)}, none of them close"
+    return f"{did_you_mean(name, names)} known: {listed}".lstrip()
 
 
 class Registry(Mapping[str, T], Generic[T]):

@@ -1,7 +1,7 @@
 import pytest
 
 from qtk.errors import ConfigError
-from qtk.registry import Registry, nearest
+from qtk.registry import Registry, did_you_mean, nearest
 
 
 @pytest.fixture
@@ -40,6 +40,15 @@ def test_a_name_is_given_once(schemes, name):
         schemes.add("new", 3, aliases=(name,))
 
 
+MANY = [f"name{index}" for index in range(80)] + ["relu", "relu6"]
+
+
+def test_of_many_names_only_the_closest_are_named():
+    assert nearest("rleu", MANY) == "did you mean 'relu' or 'relu6'?"
+    assert nearest("zzz", MANY) == "there are 82, none of them close"
+
+
 def test_nearest_hints_only_at_what_is_close():
+    assert did_you_mean("zzz", ["mse", "min_max"]) == ""
     assert nearest("mse_", ["mse", "min_max"]).startswith("did you mean 'mse'?")
     assert nearest("zzz", ["mse", "min_max"]) == "known: min_max, mse"

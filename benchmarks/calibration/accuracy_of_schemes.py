@@ -16,6 +16,7 @@ from tqdm import tqdm
 import qtk
 from qtk.demo.digits import calibration_batches, evaluation_batches
 from qtk.demo.models import DEMO_MODELS, build
+from qtk.numerics.top1 import Top1
 
 SCHEMES = (*qtk.SCHEMES, "tf_enhanced(variant='v1')")
 WIDTHS = ((8, 8), (4, 8), (4, 4))
@@ -24,11 +25,10 @@ WIDTHS = ((8, 8), (4, 8), (4, 4))
 @torch.no_grad()
 def top1(model: nn.Module) -> float:
     """In percent."""
-    hits = total = 0
+    counted = Top1()
     for images, labels in evaluation_batches():
-        hits += int((model(images).argmax(1) == labels).sum())
-        total += len(labels)
-    return 100 * hits / total
+        counted.add(model(images), labels)
+    return 100 * (counted.share or 0.0)
 
 
 def main() -> None:

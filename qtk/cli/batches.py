@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qtk.cli.imported import called
 from qtk.errors import ConfigError
-from qtk.workflow.feed import Batch
+from qtk.workflow.forward_pass import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from qtk.cli.imported import imported
 from qtk.errors import ConfigError
 from qtk.numerics.error import sqnr_db
+from qtk.numerics.top1 import Top1
 
 Pairs: TypeAlias = Iterable[tuple[object, object]]
 """Output and label, batch by batch."""
@@ -56,25 +57,24 @@ def top1(pairs: Pairs) -> float:
     >>> top1([(torch.eye(4), torch.tensor([0, 1, 2, 0]))])
     0.75
     """
-    hits = total = 0
+    counted = Top1()
     for output, label in pairs:
-        predicted = predictions(output)
-        if not isinstance(label, Tensor) or label.shape != predicted.shape:
+        scores = _scores(output)
+        samples = tuple(scores.shape[:-1])
+        if not isinstance(label, Tensor) or label.shape != samples:
             given = tuple(label.shape) if isinstance(label, Tensor) else type(label).__name__
-            raise ConfigError(f"top1 needs a label for each of {tuple(predicted.shape)} predictions, got {given}; "
+            raise ConfigError(f"top1 needs a label for each of {samples} predictions, got {given}; "
                               "name another evaluation: module:callable")
-        hits += int((predicted == label.to(predicted.device)).sum())
-        total += predicted.numel()
-    return hits / total if total else 0.0
+        counted.add(scores, label)
+    return counted.share or 0.0
 
 
 def agreement(outputs: Iterable[object], others: Iterable[object]) -> float:
     """Share of equal predictions, 0…1."""
-    hits = total = 0
+    counted = Top1()
     for output, other in zip(outputs, others, strict=True):
-        equal = predictions(output) == predictions(other)
-        hits, total = hits + int(equal.sum()), total + equal.numel()
-    return hits / total if total else 1.0
+        counted.add(_scores(output), _scores(other).argmax(-1))
+    return 1.0 if counted.share is None else counted.share
 
 
 def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float:
@@ -85,13 +85,13 @@ def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> 
     return sqnr_db(reference, value)
 
 
-def predictions(output: object) -> Tensor:
-    """Index of the highest score along the last axis of the first tensor. Raises: ConfigError if there is none."""
+def _scores(output: object) -> Tensor:
+    """The first tensor, [..., classes]. Raises: ConfigError if there is none."""
     leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
     if leaf is None or leaf.ndim < 2:
         shown = "no tensor" if leaf is None else f"a tensor of shape {tuple(leaf.shape)}"
         raise ConfigError(f"predictions are read from scores [samples, …, classes], the model returns {shown}")
-    return leaf.argmax(-1)
+    return leaf
 
 
 def _reals(output: object) -> list[Tensor]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qtk.config.closest import closest
 from qtk.errors import ConfigError
+from qtk.registry import nearest
 
 
 def imported(locator: str, *, where: str) -> Callable[..., object]:
@@ -34,7 +34,7 @@ def imported(locator: str, *, where: str) -> Callable[..., object]:
                           "recipe are searched besides the installed packages") from error
     for part in name.split("."):
         if not hasattr(value, part):
-            raise ConfigError(f"{where}: {module_name} has no {name!r}; {closest(part, vars(value))}")
+            raise ConfigError(f"{where}: {module_name} has no {name!r}; {nearest(part, vars(value))}")
         value = getattr(value, part)
     if not callable(value):
         raise ConfigError(f"{where}: {locator} is a {type(value).__name__}; it must be callable")

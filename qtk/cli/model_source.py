@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qtk.cli.imported import called
-from qtk.config.closest import closest
 from qtk.errors import ConfigError
+from qtk.registry import nearest
 
 PRETRAINED = "pretrained"
 """In place of a file of weights: those the library downloads."""
@@ -122,7 +122,7 @@ def _library(name: str, extra: str, where: str) -> ModuleType:
 def _timm(name: str, pretrained: bool, where: str) -> nn.Module:
     timm = _library("timm", "vision", where)
     if not timm.is_model(name):
-        raise ConfigError(f"{where}: timm has no model {name!r}; {closest(name, timm.list_models())}")
+        raise ConfigError(f"{where}: timm has no model {name!r}; {nearest(name, timm.list_models())}")
     model = timm.create_model(name, pretrained=pretrained)
     assert isinstance(model, nn.Module)
     return model
@@ -137,7 +137,7 @@ def _timm_shape(name: str, model: nn.Module) -> Shape | None:
 def _torchvision(name: str, pretrained: bool, where: str) -> nn.Module:
     models = _library("torchvision.models", "vision", where)
     if name not in models.list_models():
-        raise ConfigError(f"{where}: torchvision has no model {name!r}; {closest(name, models.list_models())}")
+        raise ConfigError(f"{where}: torchvision has no model {name!r}; {nearest(name, models.list_models())}")
     model = models.get_model(name, weights="DEFAULT" if pretrained else None)
     assert isinstance(model, nn.Module)
     return model

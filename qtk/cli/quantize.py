@@ -28,7 +28,7 @@ from qtk.quantsim import QuantSim
 from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.workflow.export import onnx_name
-from qtk.workflow.feed import Batch, outputs
+from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 

@@ -22,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-from qtk.config.closest import closest
 from qtk.config.validate import UNION_TAGS
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import BITS, DTYPES, dtype
@@ -286,11 +285,11 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
     """
     problems = [
-        f"rules[{index}].match.op: unknown op {name!r}; {closest(name, known)}"
+        f"rules[{index}].match.op: unknown op {name!r}; {nearest(name, known)}"
         for index, rule in enumerate(config.rules) for name in rule.match.op if name not in known
     ]
     problems += [
-        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {closest(name, known)}"
+        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {nearest(name, known)}"
         for pattern in config.supergroups for name in pattern if name not in known
     ]
     _raise_all(problems)

@@ -31,6 +31,20 @@ class SitePlan:
     leader: Site | None = None
     reason: str = ""
 
+    @property
+    def source(self) -> str:
+        """Where the encoding comes from: run time, another site, a range known beforehand, or a scheme.
+
+        >>> from qtk.core.dtypes import dtype
+        >>> SitePlan(QuantSpec(dtype("uint8")), "mse").source
+        'mse'
+        """
+        if self.spec.dynamic:
+            return "at run time"
+        if self.leader is not None:
+            return f"as {self.leader}"
+        return self.scheme if self.range is None else f"range {self.range}"
+
 
 @dataclass(frozen=True)
 class QuantPlan(Mapping[Site, SitePlan]):
@@ -61,10 +75,6 @@ class QuantPlan(Mapping[Site, SitePlan]):
         return lines
 
     def __str__(self) -> str:
-        rows = []
-        for site, plan in self.sites.items():
-            how = f"as {plan.leader}" if plan.leader else f"range {plan.range}" if plan.range else plan.scheme
-            how = "at run time" if plan.spec.dynamic else how
-            rows.append(f"{site}  {plan.spec}  {how}  ({plan.reason})")
+        rows = [f"{site}  {plan.spec}  {plan.source}  ({plan.reason})" for site, plan in self.sites.items()]
         rows += [f"{site}  float  ({reason})" for site, reason in self.unquantized.items()]
         return "\n".join(rows)

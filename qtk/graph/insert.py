@@ -11,6 +11,7 @@ from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
+from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
 from qtk.graph.targets import called_module
 from qtk.quantizers.quantizer import Quantizer
@@ -122,11 +123,12 @@ def _on_edge(port: Port, target: str, site: Site) -> None:
         port.user.update_arg(port.arg, listed)
 
 
-def drop_sites(model: nn.Module, plan: QuantPlan, reasons: Mapping[Site, str]) -> QuantPlan:
-    """Takes the quantizers of some sites, and of all sites they share with, out of model and plan.
+def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulation:
+    """Removes the quantizers of some sites, and of all sites that share an encoding with them.
 
-    Changes ``model``. Returns: the plan without them, each listed as unquantized with its reason.
+    Changes the model. Returns: the simulation without them, each listed in its plan as unquantized with its reason.
     """
+    model, plan = simulation.model, simulation.plan
     leaders = {plan[site].leader or site: reason for site, reason in reasons.items()}
     gone = {site: leaders[leader] for site in plan if (leader := plan[site].leader or site) in leaders}
     targets = {quantizer_target(leader) for leader in leaders}
@@ -141,7 +143,8 @@ def drop_sites(model: nn.Module, plan: QuantPlan, reasons: Mapping[Site, str]) -
             if _has(module, target):
                 module.delete_submodule(target)
     kept = {site: decided for site, decided in plan.items() if site not in gone}
-    return replace(plan, sites=kept, unquantized={**plan.unquantized, **gone})
+    smaller = replace(plan, sites=kept, unquantized={**plan.unquantized, **gone})
+    return Simulation(model, smaller, {site: simulation.quantizers[site] for site in kept})
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
+from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.observers.observer import Observer
 
@@ -17,8 +18,8 @@ T = TypeVar("T")
 
 
 def joined(
-    observers: Mapping[str, Observer], device: torch.device, problem: Exception | None = None
-) -> Mapping[str, Observer]:
+    observers: Mapping[Site, Observer], device: torch.device, problem: Exception | None = None
+) -> Mapping[Site, Observer]:
     """What the observers of all ranks have seen, joined in the order of the ranks; what is given, if there is one rank.
 
     Every rank of the default process group must call it; one exchange in all.
@@ -34,15 +35,15 @@ def joined(
         if problem is not None:
             raise problem
         return observers
-    own = {name: _moved(observer, torch.device("cpu")) for name, observer in observers.items()}
+    own = {site: _moved(observer, torch.device("cpu")) for site, observer in observers.items()}
     shares = exchanged(own, problem)
     merged = shares[0]
     for rank, share in enumerate(shares[1:], start=1):
         if share.keys() != merged.keys():
             raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
-        for name, observer in merged.items():
-            observer.merge(share[name])
-    return {name: _moved(observer, device) for name, observer in merged.items()}
+        for site, observer in merged.items():
+            observer.merge(share[site])
+    return {site: _moved(observer, device) for site, observer in merged.items()}
 
 
 def agree(problem: Exception | None) -> None:

@@ -25,11 +25,7 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
         glob = name.replace("[", "[[]")  # ports are numbered in brackets
         found = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
         if not found:
-            known = [site.name for site in plan]
-            raise CalibrationError(f"no site is called {name!r}; {_hint(name, known)}")
+            hint = nearest(name, [site.name for site in plan])
+            raise CalibrationError(f"no site is called {name!r}; {hint}; print(sim.plan) shows all")
         wanted |= {plan[site].leader or site for site in found}
     return dict.fromkeys(site for site in plan if site in wanted)
-
-
-def _hint(name: str, known: list[str]) -> str:
-    return nearest(name, known) if len(known) <= 20 else nearest(name, known).split("known:")[0] + "print(sim.plan)"

@@ -11,7 +11,7 @@ from qtk.report.table import Column, Table
 def plan_table(plan: QuantPlan) -> Table:
     """Every quantized site in graph order."""
     rows = tuple(
-        (site.name, decided.spec.dtype.name, _shape_of(decided), _source(decided), decided.reason)
+        (site.name, *str(decided.spec).split(" ", 1), decided.source + _bounds(decided), decided.reason)
         for site, decided in plan.items()
     )
     columns = ("site", "dtype", "granularity", "range", "reason")
@@ -39,20 +39,8 @@ def plan_summary(plan: QuantPlan) -> str:
             + (f"; {shared} values share one" if shared else ""))
 
 
-def _shape_of(decided: SitePlan) -> str:
-    spec = decided.spec
-    words = [str(spec.granularity), "symmetric" if spec.symmetric else "asymmetric"]
-    return " ".join(words + ["narrow"] * spec.narrow_range)
-
-
-def _source(decided: SitePlan) -> str:
-    if decided.spec.dynamic:
-        return "at run time"
-    if decided.leader is not None:
-        return f"as {decided.leader}"
-    if decided.range is not None:
-        return "{:g} … {:g}".format(*decided.range)
-    if decided.bounds is not None:
-        low, high = ("" if bound is None else f"{bound:g}" for bound in decided.bounds)
-        return f"{decided.scheme}, within {low} … {high}"
-    return decided.scheme
+def _bounds(decided: SitePlan) -> str:
+    if decided.bounds is None:
+        return ""
+    low, high = ("" if bound is None else f"{bound:g}" for bound in decided.bounds)
+    return f", within {low} … {high}"

@@ -70,7 +70,7 @@ class Summary:
             for setting, score in scores.items():
                 rows.append((
                     model, setting.upper() if self._is_code(setting) else setting,
-                    self._value(score.value), _decibels(score.sqnr_db), f"{score.size_bytes:,}",
+                    self._value(score.value), _shown_db(score.sqnr_db), f"{score.size_bytes:,}",
                     self._value(score.onnxruntime_value), _share(score.onnxruntime_agreement),
                 ))
         return Table("accuracy, error and size", columns, tuple(rows), tuple(sections[1:]))
@@ -103,5 +103,5 @@ def _share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2%}"
 
 
-def _decibels(value: float | None) -> str:
+def _shown_db(value: float | None) -> str:
     return NOTHING if value is None else "∞" if value == math.inf else f"{value:.1f}"

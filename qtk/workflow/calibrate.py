@@ -1,9 +1,11 @@
-"""Gives every quantizer of a plan its encoding: parameters from their values, activations from data in one pass."""
+"""Computes every encoding of a simulation: parameters from their values, activations from data in one pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,11 +14,12 @@ from tqdm import tqdm
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.core.encoding import Encoding
-from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import PER_TENSOR, QuantSpec
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
+from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
@@ -24,58 +27,75 @@ from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
-from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.workflow.feed import Batch, Data, Forward, run_all
+from qtk.quantizers.quantizer import Mode
+from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 
 
-def calibrate(
-    model: nn.Module,
-    plan: QuantPlan,
-    quantizers: Mapping[str, Quantizer],
-    data: Data | None,
-    *,
-    example: Batch | None = None,
-    sites: Iterable[str] | str | None = None,
-    only_missing: bool = False,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    progress: bool = True,
-) -> QuantPlan:
-    """Computes the encodings of all sites that are not frozen, or of the named ones, then loads them all at once.
+@dataclass(frozen=True, slots=True, eq=False)
+class CalibrationData:
+    """What activations are observed on.
 
-    The model runs in float while activations are observed. A site that carried mask sentinels (−inf and the like)
-    cannot be quantized without unmasking: its quantizer is taken out of ``model`` and of the plan. Sites that take
-    their ranges at run time need no data; for sentinels they are watched on the data, or without on ``example``. Where
-    a process group is initialized, every rank observes its own data and all get the same encodings. ``sites`` are names
-    or globs; ``only_missing`` leaves the encodings that there are.
-
-    Changes ``model``. Returns: the plan as it now holds.
-
-    Raises: CalibrationError naming the site, and on the CPU the batch, for NaN or +inf, for a name of no site, if there
-        is no data, or a site saw none; nothing has changed then.
+    Args:
+        batches: batches, or a function that runs the model over its own; ``None`` if there are none.
+        example: inputs whose numbers mean nothing; without ``batches`` they still show which values carry a mask.
+        forward: how to run the model on a batch, where the default does not fit.
+        num_batches: stop after so many.
+        progress: show bars.
     """
-    pending = {
-        site: plan[site] for site in leaders(plan, sites)
-        if not quantizers[site.name].frozen and not (only_missing and quantizers[site.name].scale is not None)
-    }
-    device = device_of(model)
-    encodings = {site: known_encoding(d.spec, d.range, device) for site, d in pending.items() if d.range is not None}
-    encodings |= parameter_encodings(model, {s: d for s, d in pending.items() if d.static}, progress)
-    observed = {
-        site: decided for site, decided in pending.items()
-        if not decided.static and decided.range is None and not (decided.spec.dynamic and data is None)
-    }
-    masked: dict[Site, str] = {}
-    if observed:
-        seen = _from_data(model, observed, quantizers, data, forward, num_batches, progress)
-        found, masked = _decided(observed, seen)
-        encodings |= found
-    if data is None and example is not None:
-        masked |= _masked_in(model, {s: d for s, d in pending.items() if d.spec.dynamic}, quantizers, example)
+
+    batches: Data | None
+    example: Batch | None = None
+    forward: Forward | None = None
+    num_batches: int | None = None
+    progress: bool = True
+
+
+def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData) -> Simulation:
+    """Computes the encodings of ``sites``, then loads them all at once.
+
+    The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
+    like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Sites that are
+    quantized dynamically need no data; they are only watched for sentinels. Where a process group is initialized, every
+    rank observes its own data and all get the same encodings.
+
+    Args:
+        simulation: its model is changed.
+        sites: as ``sites_to_calibrate`` selects them.
+        data: what activations are observed on.
+
+    Returns: the simulation without the sites that carry a mask.
+
+    Raises: CalibrationError naming the site, and on the CPU the batch, for NaN or +inf, if there is no data, or a site
+        saw none; nothing has changed then.
+    """
+    device = device_of(simulation.model)
+    encodings = {site: known_encoding(d.spec, d.range, device) for site, d in sites.items() if d.range is not None}
+    static = {site: decided for site, decided in sites.items() if decided.static}
+    encodings |= parameter_encodings(simulation.model, static, data.progress)
+    observers = _observed_on_data(simulation, sites, data)
+    masked = _masked(observers)
+    encodings |= _activation_encodings({site: sites[site] for site in observers if site not in masked}, observers)
+    if data.batches is None and data.example is not None:
+        masked |= _masked_in_example(simulation, sites, data.example)
     for site, encoding in encodings.items():
-        bounds = plan[site].bounds
-        quantizers[site.name].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
-    return drop_sites(model, plan, masked) if masked else plan
+        bounds = simulation.plan[site].bounds
+        simulation.quantizers[site].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
+    return drop_sites(simulation, masked) if masked else simulation
+
+
+def sites_to_calibrate(
+    simulation: Simulation, names: Iterable[str] | str | None = None, *, only_missing: bool = False
+) -> dict[Site, SitePlan]:
+    """The sites that own an encoding and are not frozen: all, those behind names or globs, or those without one yet.
+
+    Raises: CalibrationError for a name or glob that is that of no site.
+    """
+    chosen = {}
+    for site in leaders(simulation.plan, names):
+        quantizer = simulation.quantizers[site]
+        if not quantizer.frozen and not (only_missing and quantizer.scale is not None):
+            chosen[site] = simulation.plan[site]
+    return chosen
 
 
 def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.device) -> Encoding:
@@ -115,55 +135,41 @@ def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progre
     return encodings
 
 
-def _from_data(
-    model: nn.Module,
-    sites: Mapping[Site, SitePlan],
-    quantizers: Mapping[str, Quantizer],
-    data: Data | None,
-    forward: Forward | None,
-    num_batches: int | None,
-    progress: bool,
-) -> Mapping[str, Observer]:
-    """What was seen at every site, by all ranks."""
-    watched = {site.name: quantizers[site.name] for site in sites}
+def _observed_on_data(
+    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData
+) -> Mapping[Site, Observer]:
+    """What all ranks saw at each site whose range depends on data."""
+    observers = {
+        site: _observer(decided) for site, decided in sites.items()
+        if not decided.static and decided.range is None and not (decided.spec.dynamic and data.batches is None)
+    }
+    if not observers:
+        return observers
     problem: Exception | None = None
     try:
-        for site, decided in sites.items():
-            watched[site.name].observer = _observer(decided)
-        try:
-            if data is None:
-                names = ", ".join(site.name for site in list(sites)[:3])
-                raise CalibrationError(
-                    f"{len(sites)} activation sites need calibration data, the first of them {names}; "
-                    "pass batches, or make a weight-only sim with activation_bits=None"
-                )
-            with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
-                run_all(model, data, forward=forward, num_batches=num_batches, label="calibrating", progress=progress)
-        except Exception as error:  # the other ranks are waiting
-            problem = error
-        observers = {name: q.observer for name, q in watched.items() if q.observer is not None}
-        return joined(observers, device_of(model), problem)
-    finally:
-        for quantizer in watched.values():
-            quantizer.observer = None
+        if data.batches is None:
+            names = ", ".join(site.name for site in list(observers)[:3])
+            raise CalibrationError(
+                f"{len(observers)} activation sites need calibration data, the first of them {names}; "
+                "pass batches, or make a weight-only sim with activation_bits=None"
+            )
+        with _observing(simulation, observers):
+            run_all(simulation.model, data.batches, forward=data.forward, num_batches=data.num_batches,
+                    label="calibrating", progress=data.progress)
+    except Exception as error:  # the other ranks are waiting
+        problem = error
+    return joined(observers, device_of(simulation.model), problem)
 
 
-def _masked_in(
-    model: nn.Module, sites: Mapping[Site, SitePlan], quantizers: Mapping[str, Quantizer], example: Batch
-) -> dict[Site, str]:
-    """Which of the sites carry a mask in ``example``; whose other numbers mean nothing, and may be none."""
-    watched = {site.name: quantizers[site.name] for site in sites}
+def _masked_in_example(simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch) -> dict[Site, str]:
+    """The dynamically quantized sites that carry a mask in ``example``; none if its numbers are not finite."""
+    observers = {site: _observer(decided) for site, decided in sites.items() if decided.spec.dynamic}
     try:
-        for quantizer in watched.values():
-            quantizer.observer = MinMax().observer(PER_TENSOR)
-        with in_mode(quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
-            run_all(model, [example] if watched else [])
-        return _decided(sites, {name: q.observer for name, q in watched.items() if q.observer is not None})[1]
+        with _observing(simulation, observers):
+            run_all(simulation.model, [example] if observers else [])
+        return _masked(observers)
     except CalibrationError:
         return {}
-    finally:
-        for quantizer in watched.values():
-            quantizer.observer = None
 
 
 def _observer(decided: SitePlan) -> Observer:
@@ -172,35 +178,57 @@ def _observer(decided: SitePlan) -> Observer:
     return calibrator(decided.scheme).observer(decided.spec.granularity)
 
 
-def _decided(
-    sites: Mapping[Site, SitePlan], observers: Mapping[str, Observer]
-) -> tuple[dict[Site, Encoding], dict[Site, str]]:
-    """Encodings of what was observed, those of one scheme all at once, and why other sites cannot have one."""
-    masked: dict[Site, str] = {}
-    ready: dict[str, list[Site]] = {}
-    starved = []
-    for site, decided in sites.items():
-        observer = observers[site.name]
+@contextmanager
+def _observing(simulation: Simulation, observers: Mapping[Site, Observer]) -> Iterator[None]:
+    """While the body runs, the model computes in float and ``observers`` see the values at their sites."""
+    watched = {site: simulation.quantizers[site] for site in observers}
+    try:
+        for site, quantizer in watched.items():
+            quantizer.observer = observers[site]
+        with in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
+            yield
+    finally:
+        for quantizer in watched.values():
+            quantizer.observer = None
+
+
+def _masked(observers: Mapping[Site, Observer]) -> dict[Site, str]:
+    """The sites that saw sentinels, each with the reason why it cannot be quantized.
+
+    Raises: CalibrationError if one saw NaN or +inf.
+    """
+    reasons = {}
+    for site, observer in observers.items():
         try:
             observer.check()
         except CalibrationError as error:
             raise CalibrationError(f"{site}: {error}") from None
         if observer.sentinels:
             total = observer.count + observer.sentinels
-            masked[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
-        elif observer.count == 0 and not decided.spec.dynamic:
+            reasons[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"
+    return reasons
+
+
+def _activation_encodings(
+    sites: Mapping[Site, SitePlan], observers: Mapping[Site, Observer]
+) -> dict[Site, Encoding]:
+    """Encodings of what was observed, those of one scheme all at once. Raises: CalibrationError if a site saw none."""
+    by_scheme: dict[str, list[Site]] = {}
+    starved = []
+    for site, decided in sites.items():
+        if decided.spec.dynamic:
+            continue
+        if observers[site].count == 0:
             starved.append(site.name)
-        elif not decided.spec.dynamic:
-            ready.setdefault(decided.scheme, []).append(site)
+        by_scheme.setdefault(decided.scheme, []).append(site)
     if starved:
         raise CalibrationError(
             f"no data reached {len(starved)} sites: {', '.join(starved[:5])}; calibrate with data that runs "
             "them, or set them to float in the config"
         )
     encodings: dict[Site, Encoding] = {}
-    for scheme, members in ready.items():
-        found = calibrator(scheme).encodings(
-            [observers[site.name] for site in members], [sites[site].spec for site in members]
-        )
+    for scheme, members in by_scheme.items():
+        specs = [sites[site].spec for site in members]
+        found = calibrator(scheme).encodings([observers[site] for site in members], specs)
         encodings |= dict(zip(members, found, strict=True))
-    return encodings, masked
+    return encodings

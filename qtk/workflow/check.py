@@ -1,32 +1,29 @@
-"""Makes silence impossible: is the simulation in the state its plan promises?"""
+"""Checks that every planned quantizer is inserted, enabled, calibrated and finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
-from qtk.core.plan import QuantPlan
 from qtk.errors import CheckError, EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
+from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode, Quantizer
 
 
-def check(model: nn.Module, plan: QuantPlan, quantizers: Mapping[str, Quantizer]) -> None:
-    """Looks for every way in which the simulation could do something else than the plan says.
+def check(simulation: Simulation) -> None:
+    """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
 
-    Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is switched off, has
-        no encoding or a broken one; a range that does not hold the bounds the plan fixed; a rule that matched nothing.
+    Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is disabled, has no
+        encoding or a malformed one, or a range that is not finite; a rule that matched nothing.
     """
-    called = {str(node.target) for module in graphs(model).values() for node in quantizer_nodes(module)}
+    plan = simulation.plan
+    called = {str(node.target) for module in graphs(simulation.model).values() for node in quantizer_nodes(module)}
     findings = [f"{rule} matched nothing; correct it, or mark it `optional: true`" for rule in plan.unmatched_rules]
     for site, decided in plan.items():
         if decided.leader is not None:
             continue
-        quantizer = quantizers[site.name]
-        problem = _problem(quantizer)
+        problem = _problem(simulation.quantizers[site])
         if quantizer_target(site) not in called:
             problem = "its quantizer is never executed"
         if problem:

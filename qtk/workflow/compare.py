@@ -1,18 +1,20 @@
-"""Which site loses the most? Simulation against float, tensor by tensor, in one pass over the data."""
+"""Compares the simulation with float at every site, in one pass over the data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.graph.simulation import Simulation
 from qtk.numerics.error import decibels
+from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
-from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.workflow.feed import Batch, Forward, outputs, run_batch
+from qtk.quantizers.quantizer import Mode
+from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,7 @@ class _Sums:
 
 
 def compare(
-    model: nn.Module,
-    plan: QuantPlan,
-    quantizers: Mapping[str, Quantizer],
+    simulation: Simulation,
     data: Iterable[Batch],
     *,
     forward: Forward | None = None,
@@ -67,21 +67,21 @@ def compare(
     Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
     that site; the float values of one batch are held in memory at a time.
     """
-    watched = {site.name: quantizers[site.name] for site, decided in plan.items() if decided.leader is None}
-    sums = {name: _Sums() for name in watched}
-    kept: dict[str, list[Tensor]] = {name: [] for name in watched}
+    quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
+    sums = {site: _Sums() for site in quantizers}
+    references: dict[Site, list[Tensor]] = {site: [] for site in quantizers}
     simulating = False
 
-    def hook(name: str) -> object:
+    def hook(site: Site) -> object:
         def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if not simulating:
-                kept[name].append(inputs[0].detach())
+                references[site].append(inputs[0].detach())
             else:
-                reference = kept[name].pop(0) if kept[name] else None
+                reference = references[site].pop(0) if references[site] else None
                 if reference is None or reference.shape != output.shape:
-                    sums[name].unpaired += 1
+                    sums[site].unpaired += 1
                 else:
-                    sums[name].add(reference, output.detach(), watched[name].scale)
+                    sums[site].add(reference, output.detach(), quantizers[site].scale)
 
         return record
 
@@ -89,23 +89,25 @@ def compare(
         nonlocal simulating
         run = forward or run_batch
         simulating = False
-        for values in kept.values():
+        for values in references.values():
             values.clear()
-        with in_mode(quantizers.values(), Mode.BYPASS):
+        with in_mode(simulation.quantizers.values(), Mode.BYPASS):
             run(module, batch)
         simulating = True
         return run(module, batch)
 
-    handles = [watched[name].register_forward_hook(hook(name)) for name in watched]  # type: ignore[arg-type]
+    handles = [each.register_forward_hook(hook(site)) for site, each in quantizers.items()]  # type: ignore[arg-type]
     try:
-        for _ in outputs(model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress):
+        for _ in outputs(
+            simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
+        ):
             pass
     finally:
         for handle in handles:
             handle.remove()
     errors = [
-        SiteError(name, total.sqnr_db, math.nan if watched[name].spec.dynamic else total.worst, total.unpaired)
-        for name, total in sums.items()
+        SiteError(site.name, total.sqnr_db, math.nan if quantizers[site].spec.dynamic else total.worst, total.unpaired)
+        for site, total in sums.items()
     ]
     return sorted(errors, key=lambda error: (math.isnan(error.sqnr_db), error.sqnr_db))
 

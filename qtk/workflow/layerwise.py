@@ -40,7 +40,7 @@ from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import parameter_encodings
-from qtk.workflow.feed import Data, Forward, run_all
+from qtk.workflow.forward_pass import Data, Forward, run_all
 
 
 class Simulation(Protocol):

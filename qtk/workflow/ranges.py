@@ -1,25 +1,22 @@
-"""Ranges by hand: set, kept from changing, or forgotten."""
+"""Ranges by hand: ``set_range``, ``freeze``, ``forget``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
-from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
 from qtk.errors import CalibrationError
+from qtk.graph.simulation import Simulation
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.planning.selection import leaders
-from qtk.quantizers.quantizer import Quantizer
 
 
-def set_range(
-    model: nn.Module, plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: str, low: float, high: float
-) -> None:
+def set_range(simulation: Simulation, names: str, low: float, high: float) -> None:
     """Gives the sites an encoding that just holds [low, high], and freezes them.
 
     All scales of a site get the same range.
@@ -29,36 +26,35 @@ def set_range(
     """
     if not low < high:
         raise CalibrationError(f"a range must be low < high, got [{low}, {high}]")
-    encodings: dict[str, Encoding] = {}
-    for site in leaders(plan, names):
-        spec, scale = plan[site].spec, quantizers[site.name].scale
+    encodings: dict[Site, Encoding] = {}
+    for site in leaders(simulation.plan, names):
+        spec, scale = simulation.plan[site].spec, simulation.quantizers[site].scale
         if spec.dynamic:
             raise CalibrationError(f"{site} takes its range from each tensor at run time; plan it without dynamic, or "
                                    "name other sites")
         if scale is None and not isinstance(spec.granularity, PerTensor):
             raise CalibrationError(f"{site} has a scale for each {spec.granularity}, how many is not known yet; "
                                    "run sim.compute_encodings(data) first")
-        like = torch.empty(1, device=device_of(model)) if scale is None else scale.detach()
+        like = torch.empty(1, device=device_of(simulation.model)) if scale is None else scale.detach()
         chosen = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)
-        encodings[site.name] = Encoding(spec, *chosen)
-    for name, encoding in encodings.items():
-        quantizers[name].frozen = False
-        quantizers[name].load_encoding(encoding)
-        quantizers[name].frozen = True
+        encodings[site] = Encoding(spec, *chosen)
+    for site, encoding in encodings.items():
+        quantizer = simulation.quantizers[site]
+        quantizer.frozen = False
+        quantizer.load_encoding(encoding)
+        quantizer.frozen = True
 
 
-def freeze(
-    plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: Iterable[str] | str | None, *, frozen: bool
-) -> None:
+def freeze(simulation: Simulation, names: Iterable[str] | str | None, *, frozen: bool) -> None:
     """Keeps encodings from changing, or lets them change again. Raises: CalibrationError if there is no such site."""
-    for site in leaders(plan, names):
-        quantizers[site.name].frozen = frozen
+    for site in leaders(simulation.plan, names):
+        simulation.quantizers[site].frozen = frozen
 
 
-def forget(plan: QuantPlan, quantizers: Mapping[str, Quantizer], names: Iterable[str] | str | None) -> None:
+def forget(simulation: Simulation, names: Iterable[str] | str | None) -> None:
     """Drops encodings. Raises: CalibrationError if there is no such site; EncodingError if one is frozen."""
-    chosen = leaders(plan, names)
-    for site in chosen:
-        quantizers[site.name].refuse_if_frozen()
-    for site in chosen:
-        quantizers[site.name].drop_encoding()
+    quantizers = [simulation.quantizers[site] for site in leaders(simulation.plan, names)]
+    for quantizer in quantizers:
+        quantizer.refuse_if_frozen()
+    for quantizer in quantizers:
+        quantizer.drop_encoding()

@@ -7,7 +7,6 @@ what the model has besides: buffers that are not persistent, and tensors that it
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +25,8 @@ from qtk.export.atomic import staged_directory
 from qtk.export.encodings_json import load_object
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.insert import QUANTIZERS, drop_sites
+from qtk.graph.simulation import Simulation
+from qtk.registry import did_you_mean
 
 FORMAT, VERSION = "qtk.sim", 1
 STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
@@ -57,9 +58,8 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 def save(
     directory: str | os.PathLike[str],
+    simulation: Simulation,
     *,
-    state: Mapping[str, Tensor],
-    plan: QuantPlan,
     arguments: Mapping[str, object],
     force: bool = False,
 ) -> None:
@@ -67,20 +67,20 @@ def save(
 
     Args:
         directory: where the files will be.
-        state: ``whole_state`` of the model with its quantizers; any layout, tensors may share memory.
-        plan: the plan.
+        simulation: its tensors may have any layout, and share memory.
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
         force: replace an existing directory.
 
     Raises: ExportError if the directory exists or cannot be written.
     """
+    state = whole_state(simulation.model)
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
     record = {
         "format": FORMAT,
         "version": VERSION,
         "arguments": dict(arguments),
-        "plan": plan_to_json(plan),
+        "plan": plan_to_json(simulation.plan),
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
         "tied": {name: original for name, original in originals.items() if original != name},
     }
@@ -115,15 +115,16 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     return Stored(arguments, plan_from_json(plan), {name: state[name] for name in tensors})
 
 
-def restore(stored: Stored, model: nn.Module, plan: QuantPlan) -> QuantPlan:
+def restore(stored: Stored, simulation: Simulation) -> Simulation:
     """Loads a stored state into a simulation made anew with the stored arguments.
 
-    Sites that calibration had taken out of the stored plan are taken out here too. Changes ``model``, only if all fits.
+    Changes its model, only if all fits.
 
-    Returns: the plan as it now holds.
+    Returns: the simulation without the sites that calibration had taken out of the stored one.
 
     Raises: EncodingError listing the sites and tensors that are missing, extra or different.
     """
+    model, plan = simulation.model, simulation.plan
     masked = {site: why for site, why in stored.plan.unquantized.items() if site in plan and site not in stored.plan}
     expected = {site: decided for site, decided in plan.items() if site not in masked}
     findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, whole_state(model))]
@@ -131,7 +132,7 @@ def restore(stored: Stored, model: nn.Module, plan: QuantPlan) -> QuantPlan:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
     if masked:
-        plan = drop_sites(model, plan, masked)
+        simulation = drop_sites(simulation, masked)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     registered = model.state_dict().keys() | _quantizer_state(stored.state)
     model.load_state_dict({name: tensor.to(device) for name, tensor in stored.state.items() if name in registered})
@@ -139,7 +140,7 @@ def restore(stored: Stored, model: nn.Module, plan: QuantPlan) -> QuantPlan:
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name not in registered:
                 buffer.copy_(stored.state[name])
-    return plan
+    return simulation
 
 
 def _quantizer_state(state: Mapping[str, Tensor]) -> set[str]:
@@ -174,9 +175,9 @@ def _fingerprint(tensor: Tensor) -> list[object]:
 def _site_findings(stored: QuantPlan, expected: Mapping[Site, SitePlan]) -> Iterator[str]:
     stored_names, names = {site.name for site in stored}, {site.name for site in expected}
     for name in sorted(stored_names - names):
-        yield f"{name} is stored, the model has no such site{_nearest(name, names)}"
+        yield f"{name} is stored, the model has no such site{_hint(name, names)}"
     for name in sorted(names - stored_names):
-        yield f"{name} is quantized in the model, but not stored{_nearest(name, stored_names)}"
+        yield f"{name} is quantized in the model, but not stored{_hint(name, stored_names)}"
     for site, decided in expected.items():
         if site in stored and (stored[site].spec, stored[site].leader) != (decided.spec, decided.leader):
             yield f"{site} is stored as {_how(stored[site])}, planned here as {_how(decided)}"
@@ -191,9 +192,9 @@ def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     stored_float = {name: tensor for name, tensor in stored.items() if name not in _quantizer_state(stored)}
     own_float = {name: tensor for name, tensor in own.items() if name not in _quantizer_state(own)}
     for name in sorted(stored_float.keys() - own_float.keys()):
-        yield f"tensor {name} is stored, the model has none{_nearest(name, own_float)}"
+        yield f"tensor {name} is stored, the model has none{_hint(name, own_float)}"
     for name in sorted(own_float.keys() - stored_float.keys()):
-        yield f"tensor {name} of the model is not stored{_nearest(name, stored_float)}"
+        yield f"tensor {name} of the model is not stored{_hint(name, stored_float)}"
     for name in sorted(stored_float.keys() & own_float.keys()):
         if _fingerprint(stored_float[name]) != _fingerprint(own_float[name]):
             yield f"tensor {name} is stored as {_text(stored_float[name])}, the model's is {_text(own_float[name])}"
@@ -203,6 +204,6 @@ def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _hint(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"; {hint}" if hint else ""

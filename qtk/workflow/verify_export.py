@@ -19,9 +19,10 @@ from qtk.export.onnx.session import open_session
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.numerics.affine import expand
+from qtk.numerics.top1 import Top1
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.export import onnx_name
-from qtk.workflow.feed import Data, Forward, run_all
+from qtk.workflow.forward_pass import Data, Forward, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ class _Comparison:
     def __init__(self, path: Path, graph: fx.GraphModule, *, optimized: bool) -> None:
         self.session, self.runtime = open_session(path, graph, optimized=optimized)
         self.names = [value.name for value in self.session.get_inputs()]
-        self.hits = self.rows = self.differing = self.elements = 0
+        self.top1 = Top1()
+        self.differing = self.elements = 0
         self.max_difference = 0.0
         self.max_scales: float | None = None
 
@@ -131,7 +133,7 @@ class _Comparison:
     def sum_of(cls, comparisons: Sequence[_Comparison]) -> _Comparison:
         """What all of them found together; top-1 is for single files."""
         total = copy.copy(comparisons[0])
-        total.hits = total.rows = 0
+        total.top1 = Top1()
         total.differing = sum(comparison.differing for comparison in comparisons)
         total.elements = sum(comparison.elements for comparison in comparisons)
         total.max_difference = max(comparison.max_difference for comparison in comparisons)
@@ -167,13 +169,12 @@ class _Comparison:
                 scales = difference / expand(quantizer.scale.detach().cpu(), ours.shape, sizes)
                 self.max_scales = max(self.max_scales or 0.0, _largest(scales))
             if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
-                hits = ours.argmax(-1) == theirs.argmax(-1)
-                self.hits, self.rows = self.hits + int(hits.sum()), self.rows + hits.numel()
+                self.top1.add(ours, theirs.argmax(-1))
 
     def agreement(self) -> Agreement:
         return Agreement(
             self.runtime,
-            self.hits / self.rows if self.rows else None,
+            self.top1.share,
             self.differing / max(self.elements, 1),
             self.max_difference,
             self.max_scales,

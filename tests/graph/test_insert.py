@@ -9,6 +9,7 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.insert import drop_sites, insert, quantizer_nodes, remove
+from qtk.graph.simulation import Simulation
 from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -88,9 +89,11 @@ def test_a_foreign_plan_is_refused_and_changes_nothing():
 
 def test_dropping_a_site_takes_its_followers_along():
     model, quant_plan = planned()
-    insert(model, quant_plan)
+    simulation = Simulation(model, quant_plan, insert(model, quant_plan))
     site = next(site for site in quant_plan if site.name == "a:out")
-    smaller = drop_sites(model, quant_plan, {site: "for the test"})
+    dropped = drop_sites(simulation, {site: "for the test"})
+    smaller = dropped.plan
+    assert list(dropped.quantizers) == list(smaller)
     gone = set(quant_plan) - set(smaller)
     assert {site.name for site in gone} == {"a:out", "concat:in[1]", "concat:in[2]", "concat:out"}
     assert all(smaller.unquantized[site] == "for the test" for site in gone)

@@ -28,7 +28,7 @@ def test_each_site_has_its_row_in_order():
         ("fc.weight", "int4", "per_channel(axis=0) symmetric narrow", "mse", "why"),
         ("add:out", "uint8", "per_tensor asymmetric", "as concat:out", ""),
         ("concat:out", "uint8", "per_tensor asymmetric", "min_max", ""),
-        ("s:out", "uint8", "per_tensor asymmetric", "0 … 1", ""),
+        ("s:out", "uint8", "per_tensor asymmetric", "range (0.0, 1.0)", ""),
     )
 
 

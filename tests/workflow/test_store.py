@@ -14,6 +14,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export.atomic import MARKER
 from qtk.graph.insert import drop_sites, insert
+from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.store import load, restore, save
 from tests.export.onnx.simulated import activations, planned, symmetric
@@ -48,120 +49,121 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
 def fresh(model=None, **choices):
+    """A simulation without encodings, and encodings for it."""
     choices = {"weight": symmetric(), "activation": activations()} | choices
     prepared, plan, encodings = planned(model or Tied(), IDS, **choices)
-    quantizers = {site.name: quantizer for site, quantizer in insert(prepared, plan).items()}
-    for quantizer in quantizers.values():
+    simulation = Simulation(prepared, plan, insert(prepared, plan))
+    for quantizer in simulation.quantizers.values():
         quantizer.mode = Mode.SIMULATE
-    return prepared, plan, quantizers, encodings
+    return simulation, encodings
 
 
 def calibrated(**choices):
-    prepared, plan, quantizers, encodings = fresh(**choices)
-    for name, quantizer in quantizers.items():
-        quantizer.load_encoding(encodings[name])
-    return prepared, plan
+    simulation, encodings = fresh(**choices)
+    for site, quantizer in simulation.quantizers.items():
+        quantizer.load_encoding(encodings[site.name])
+    return simulation
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    prepared, plan = calibrated()
+    simulation = calibrated()
     directory = tmp_path_factory.mktemp("saved") / "sim"
-    save(directory, state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
-    return directory, prepared, plan
+    save(directory, simulation, arguments=ARGUMENTS)
+    return directory, simulation
 
 
 def test_a_fresh_simulation_becomes_the_stored_one(saved):
-    directory, prepared, plan = saved
+    directory, simulation = saved
     stored = load(directory)
     assert stored.arguments == ARGUMENTS
-    other, other_plan, _, _ = fresh(Tied(seed=1))
-    restored = restore(stored, other, other_plan)
-    assert restored is other_plan
-    state, expected = other.state_dict(), prepared.state_dict()
+    other, _ = fresh(Tied(seed=1))
+    assert restore(stored, other) is other
+    state, expected = other.model.state_dict(), simulation.model.state_dict()
     assert state.keys() == expected.keys()
     for name, tensor in expected.items():
         assert state[name].dtype == tensor.dtype
         assert torch.equal(state[name], tensor), name
     with torch.no_grad():
-        assert torch.equal(other(IDS), prepared(IDS))
-    assert dict(stored.plan.sites) == dict(plan.sites)
+        assert torch.equal(other.model(IDS), simulation.model(IDS))
+    assert dict(stored.plan.sites) == dict(simulation.plan.sites)
 
 
 def test_layout_of_the_loading_model_is_kept(saved):
-    other, plan, _, _ = fresh(Tied(seed=1))
-    strides = other.get_parameter("conv.weight").stride()
-    restore(load(saved[0]), other, plan)
-    assert other.get_parameter("conv.weight").stride() == strides
+    other, _ = fresh(Tied(seed=1))
+    strides = other.model.get_parameter("conv.weight").stride()
+    restore(load(saved[0]), other)
+    assert other.model.get_parameter("conv.weight").stride() == strides
 
 
 def test_a_tied_tensor_is_written_once_and_stays_tied(saved):
-    directory, _, _ = saved
+    directory, _ = saved
     tensors = load_file(directory / "model.safetensors")
     assert ("embed.weight" in tensors) != ("head.weight" in tensors)
-    other, plan, _, _ = fresh(Tied(seed=1))
-    restore(load(directory), other, plan)
-    assert other.get_parameter("embed.weight") is other.get_parameter("head.weight")
+    other, _ = fresh(Tied(seed=1))
+    restore(load(directory), other)
+    assert other.model.get_parameter("embed.weight") is other.model.get_parameter("head.weight")
 
 
 def test_nothing_on_disk_is_a_pickle(saved):
-    directory, _, _ = saved
+    directory, _ = saved
     assert {path.name for path in directory.iterdir()} == {MARKER, "model.safetensors", "sim.json"}
     json.loads((directory / "sim.json").read_text())
     assert b"\x80\x04" not in (directory / "model.safetensors").read_bytes()[:16]
 
 
 def test_uncalibrated_simulations_can_be_stored(tmp_path):
-    prepared, plan, _, _ = fresh()
-    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
-    other, other_plan, quantizers, _ = fresh(Tied(seed=1))
-    restore(load(tmp_path / "sim"), other, other_plan)
-    assert all(quantizer.encoding is None for quantizer in quantizers.values())
+    simulation, _ = fresh()
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
+    other, _ = fresh(Tied(seed=1))
+    restore(load(tmp_path / "sim"), other)
+    assert all(quantizer.encoding is None for quantizer in other.quantizers.values())
 
 
 def test_learned_ranges_come_back_as_what_is_exported(tmp_path):
-    prepared, plan, quantizers, encodings = fresh()
-    for name, quantizer in quantizers.items():
-        quantizer.load_encoding(encodings[name])
+    simulation, encodings = fresh()
+    for site, quantizer in simulation.quantizers.items():
+        quantizer.load_encoding(encodings[site.name])
         quantizer.learn_range()
-    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
-    other, other_plan, others, _ = fresh(Tied(seed=1))
-    restore(load(tmp_path / "sim"), other, other_plan)
-    for name, quantizer in others.items():
-        assert quantizer.encoding.equals(encodings[name]), name
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
+    other, _ = fresh(Tied(seed=1))
+    restore(load(tmp_path / "sim"), other)
+    for site, quantizer in other.quantizers.items():
+        assert quantizer.encoding.equals(encodings[site.name]), site
 
 
 def test_sites_that_calibration_took_out_are_taken_out_again(tmp_path):
-    prepared, plan = calibrated()
-    masked = next(site for site in plan if site.name == "conv:out")
-    plan = drop_sites(prepared, plan, {masked: "carries a mask"})
-    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
-    other, other_plan, _, _ = fresh(Tied(seed=1))
-    restored = restore(load(tmp_path / "sim"), other, other_plan)
-    assert masked not in restored
-    assert restored.unquantized[masked] == "carries a mask"
+    simulation = calibrated()
+    masked = next(site for site in simulation.plan if site.name == "conv:out")
+    simulation = drop_sites(simulation, {masked: "carries a mask"})
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
+    other, _ = fresh(Tied(seed=1))
+    restored = restore(load(tmp_path / "sim"), other)
+    assert masked not in restored.plan
+    assert masked not in restored.quantizers
+    assert restored.plan.unquantized[masked] == "carries a mask"
     with torch.no_grad():
-        assert torch.equal(other(IDS), prepared(IDS))
+        assert torch.equal(restored.model(IDS), simulation.model(IDS))
 
 
 def test_another_model_is_refused_and_left_as_it_was(saved):
-    other, plan, _, _ = fresh(Tied(width=16, seed=1))
-    before = other.get_parameter("conv.weight").clone()
+    other, _ = fresh(Tied(width=16, seed=1))
+    before = other.model.get_parameter("conv.weight").clone()
     with pytest.raises(EncodingError, match=r"tensor embed.weight is stored as float32 \(20, 8\), the model's is .*16"):
-        restore(load(saved[0]), other, plan)
-    assert torch.equal(other.get_parameter("conv.weight"), before)
+        restore(load(saved[0]), other)
+    assert torch.equal(other.model.get_parameter("conv.weight"), before)
 
 
 def test_missing_extra_and_different_sites_are_named(saved):
     stored = load(saved[0])
-    other, plan, _, _ = fresh(Tied(seed=1))
-    sites = dict(plan.sites)
+    other, _ = fresh(Tied(seed=1))
+    sites = dict(other.plan.sites)
     renamed = sites.pop(next(site for site in sites if site.name == "conv:out"))
     changed = next(site for site in sites if site.name == "relu:out")
     sites[Site("conv_1", "", "out")] = renamed
     sites[changed] = replace(sites[changed], spec=QuantSpec(dtype("uint4")))
     with pytest.raises(EncodingError) as caught:
-        restore(stored, other, QuantPlan(sites))
+        restore(stored, replace(other, plan=QuantPlan(sites)))
     message = str(caught.value)
     assert "conv:out is stored, the model has no such site; did you mean 'conv_1:out'?" in message
     assert "conv_1:out is quantized in the model, but not stored; did you mean 'conv:out'?" in message
@@ -170,42 +172,42 @@ def test_missing_extra_and_different_sites_are_named(saved):
 
 def test_missing_and_extra_tensors_are_named(saved):
     stored = load(saved[0])
-    other, plan, _, _ = fresh(Tied(seed=1))
+    other, _ = fresh(Tied(seed=1))
     state = dict(stored.state)
     state["conv.weights"] = state.pop("conv.weight")
     with pytest.raises(EncodingError, match=r"conv.weights is stored, .* did you mean 'conv.weight'") as caught:
-        restore(replace(stored, state=state), other, plan)
+        restore(replace(stored, state=state), other)
     assert "tensor conv.weight of the model is not stored; did you mean 'conv.weights'?" in str(caught.value)
 
 
 def test_another_float_type_is_named(saved):
-    other, plan, _, _ = fresh(Tied(seed=1))
-    other.half()
+    other, _ = fresh(Tied(seed=1))
+    other.model.half()
     with pytest.raises(EncodingError, match=r"conv.bias is stored as float32 \(4,\), the model's is float16"):
-        restore(load(saved[0]), other, plan)
+        restore(load(saved[0]), other)
 
 
 def test_long_lists_are_cut(saved):
-    other, plan, _, _ = fresh(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4)))
+    other, _ = fresh(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4)))
     with pytest.raises(EncodingError, match=r"and \d+ more$"):
-        restore(load(saved[0]), other, plan)
+        restore(load(saved[0]), other)
 
 
 def test_existing_directory_needs_force(saved, tmp_path):
-    _, prepared, plan = saved
+    _, simulation = saved
     (tmp_path / "sim").mkdir()
     with pytest.raises(ExportError, match="exists already"):
-        save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+        save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
     assert list((tmp_path / "sim").iterdir()) == []
-    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS, force=True)
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS, force=True)
     assert load(tmp_path / "sim").arguments == ARGUMENTS
 
 
 def test_missing_and_broken_files(saved, tmp_path):
-    _, prepared, plan = saved
+    _, simulation = saved
     with pytest.raises(EncodingError, match="cannot read"):
         load(tmp_path / "nowhere")
-    save(tmp_path / "sim", state=prepared.state_dict(), plan=plan, arguments=ARGUMENTS)
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
     save_file({"other": torch.zeros(2)}, tmp_path / "sim" / "model.safetensors")
     with pytest.raises(EncodingError, match="the files are of two simulations"):
         load(tmp_path / "sim")

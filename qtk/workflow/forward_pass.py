@@ -1,9 +1,9 @@
-"""Running a model over a user's data: the one place that knows what a batch is."""
+"""Runs a model over a user's data, batch by batch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TypeAlias
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from qtk.errors import CalibrationError, QtkError
+from qtk.capture.torch_export import split_inputs
+from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
 
 Batch: TypeAlias = object
-"""What a loader yields: a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
+"""What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], object]
 """How to run a model on a batch, where the default does not fit."""
@@ -25,20 +26,18 @@ Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 
 
 def run_batch(model: nn.Module, batch: Batch) -> object:
-    """``model(batch)``, ``model(*batch)`` or ``model(**batch)``, by the type of ``batch``.
+    """``model(batch)`` for a tensor, ``model(*batch)`` for a tuple or list, ``model(**batch)`` for a mapping.
 
     Raises: CalibrationError for any other type.
     """
-    match batch:
-        case Tensor():
-            return model(batch)
-        case tuple() | list():
-            return model(*batch)
-        case dict():
-            return model(**batch)
-    raise CalibrationError(
-        f"a batch must be a tensor, a tuple or a dict, got {type(batch).__name__}; pass forward=lambda model, batch: …"
-    )
+    try:
+        args, kwargs = split_inputs(batch)  # type: ignore[arg-type]  # it refuses other types
+    except CaptureError:
+        raise CalibrationError(
+            f"a batch must be a tensor, a tuple or a dict, got {type(batch).__name__}; "
+            "pass forward=lambda model, batch: …"
+        ) from None
+    return model(*args, **kwargs)
 
 
 def outputs(
@@ -114,9 +113,10 @@ def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None
     """What to say when the model does not run on a batch."""
     shown = [
         f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-        for leaf in pytree.tree_leaves(batch)
+        for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     ]
-    passed = {Tensor: "model(batch)", dict: "model(**batch)"}.get(type(batch), "model(*batch)")
+    stars = "" if isinstance(batch, Tensor) else "**" if isinstance(batch, Mapping) else "*"
+    passed = f"model({stars}batch)"
     how = "your forward(model, batch)" if forward else passed
     advice = "" if forward else "; for (image, label) loaders pass forward=lambda model, batch: model(batch[0])"
     return (

@@ -1,9 +1,12 @@
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
 
+import qtk
 from qtk.errors import CalibrationError
-from qtk.workflow.feed import outputs, run_all, run_batch
+from qtk.workflow.forward_pass import outputs, run_all, run_batch
 
 
 class Add(nn.Module):
@@ -15,7 +18,11 @@ ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
 @pytest.mark.parametrize(
-    ("batch", "expected"), [(ONE, 2.0), ((ONE, TWO), 3.0), ([ONE, TWO], 3.0), ({"a": TWO, "b": TWO}, 4.0)]
+    ("batch", "expected"),
+    [
+        (ONE, 2.0), ((ONE, TWO), 3.0), ([ONE, TWO], 3.0), ({"a": TWO, "b": TWO}, 4.0),
+        (UserDict(a=TWO, b=TWO), 4.0),  # as Hugging Face's BatchEncoding is
+    ],
 )
 def test_the_type_of_a_batch_decides_how_it_is_passed(batch, expected):
     assert torch.equal(run_batch(Add(), batch), torch.full((2,), expected))
@@ -24,6 +31,13 @@ def test_the_type_of_a_batch_decides_how_it_is_passed(batch, expected):
 def test_other_batches_need_a_forward():
     with pytest.raises(CalibrationError, match=r"got str; pass forward="):
         run_batch(Add(), "batch")
+
+
+def test_any_mapping_calibrates_a_simulation():
+    batch = UserDict(a=torch.randn(4, 2), b=torch.randn(4, 2))
+    sim = qtk.QuantSim(Add(), batch)
+    sim.compute_encodings([batch], progress=False)
+    assert sim.encodings().keys() == {"a:input", "b:input", "add:out"}
 
 
 def test_a_forward_unpacks_what_the_loader_yields():
@@ -46,7 +60,8 @@ def test_no_batches_is_an_error():
         (7, {}, "data must be an iterable of batches.*got int"),
         ([ONE], {"num_batches": 0}, "num_batches must be at least 1"),
         ([(ONE, TWO, ONE)], {}, r"batch 0 \(tuple of float32 \[2\], .*as model\(\*batch\): TypeError.*pass forward="),
-        ([{"b": ONE}], {}, r"batch 0 \(dict of .*model\(\*\*batch\).*pass forward="),
+        ([{"b": ONE}], {}, r"batch 0 \(dict of float32 \[2\]\).*model\(\*\*batch\).*pass forward="),
+        ([UserDict(b=ONE)], {}, r"batch 0 \(UserDict of float32 \[2\]\).*model\(\*\*batch\).*pass forward="),
         ([ONE], {"forward": lambda model, batch: model(*[batch] * 3)}, r"batch 0 .*your forward\(model, batch\)"),
         ([ONE, torch.ones(3)], {"forward": lambda model, batch: model(batch, TWO)}, r"batch 1 \(Tensor of float32"),
     ],
