@@ -1,6 +1,5 @@
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -8,6 +7,7 @@ from onnx import TensorProto, helper
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
+from qtk.export.onnx.session import create_session
 from qtk.numerics import affine, blocks
 
 ONNX_TYPES = {
@@ -127,7 +127,7 @@ def test_it_is_onnx_quantize_linear_bit_for_bit(name, kind):
         ],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session, _ = create_session(model.SerializeToString())
     codes, reals = session.run(None, {"x": x.numpy()})
     block_size = granularity.block_size(2)
     ours = affine.quantize(x, scale, zero_point, block_size, spec.minimum, spec.maximum)

@@ -1,12 +1,12 @@
 """Fake-quantization with ranges taken at run time: against the formulas in numpy's float32, and ONNX Runtime."""
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
 
 from qtk.core.granularity import PerTensor, PerToken
+from qtk.export.onnx.session import create_session
 from qtk.kernels.backends import backends
 from qtk.numerics import dynamic
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
@@ -115,7 +115,7 @@ def test_uint8_is_what_onnx_runtime_computes(offset):
         [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString())
+    session, _ = create_session(model.SerializeToString())
     for seed in range(20):
         x = torch.randn(1000, generator=torch.Generator().manual_seed(seed)) * 10 ** (seed % 5 - 2) + offset
         theirs, scale, zero = session.run(None, {"x": x.numpy()})

@@ -10,6 +10,7 @@ from torch import nn
 
 from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.qdq import export
+from qtk.export.onnx.session import integer_sums_saturate
 from qtk.workflow.verify_export import verify_export, verify_onnx
 from tests.export.onnx.simulated import nothing, simulate
 
@@ -73,6 +74,7 @@ def test_one_session_runs_as_written_and_one_as_it_comes(written, monkeypatch):
             levels.append(options.graph_optimization_level)
             super().__init__(path, options, **rest)
 
+    integer_sums_saturate()  # opens a session of its own, once
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     verify_export(*written, batches(1))
     level = onnxruntime.GraphOptimizationLevel

@@ -1,10 +1,12 @@
-"""ONNX Runtime on an exported file."""
+"""ONNX Runtime sessions on the CPU: the one place where they are opened."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import nn
 
 from qtk.core.dtypes import FloatDtype
@@ -13,6 +15,9 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 
 if TYPE_CHECKING:
     import onnxruntime
+
+EXACT_MODE = "session.x64quantprecision"
+"""ONNX Runtime's setting that stores constant int8 weights as uint8, whose products with uint8 never saturate."""
 
 
 def require_onnxruntime() -> None:
@@ -24,7 +29,7 @@ def require_onnxruntime() -> None:
 
 
 def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tuple[onnxruntime.InferenceSession, str]:
-    """Loads a file on the CPU, with all of the runtime's optimizations or none.
+    """Loads the file of a simulation, with all of the runtime's optimizations or none.
 
     Models with small floats run without: the optimizations of ONNX Runtime (seen in 1.31) take float8 for integers.
     They fuse it into integer operators, and drop a ReLU before a QuantizeLinear whose zero point is 0.
@@ -39,21 +44,87 @@ def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tup
     Raises: ExportError if onnxruntime is not installed or cannot load the file.
     """
     require_onnxruntime()
-    import onnxruntime
-
     floats = any(
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
         for module in model.modules()
     )
-    optimized = optimized and not floats
+    try:
+        session, description = create_session(path, optimized=optimized and not floats)
+    except Exception as error:
+        raise ExportError(f"{path}: ONNX Runtime {_version()} cannot load it: {error}") from error
+    return session, description + (" (they take float8 for integers)" if floats else "")
+
+
+def create_session(
+    file: Path | bytes, *, optimized: bool = True, threads: int = 0
+) -> tuple[onnxruntime.InferenceSession, str]:
+    """A session whose integer sums are exact on every CPU.
+
+    Where the optimized kernels saturate (x86 without VNNI), the session runs in ONNX Runtime's exact mode. That mode
+    refuses a file in which several operators share a weight (seen in 1.31: loops over time that are unrolled); such a
+    file runs with the optimizations off, in float. Sums over two activations, one uint8 and one int8, still saturate.
+
+    Args:
+        file: an ONNX file, or its content.
+        optimized: whether to take the runtime's optimizations.
+        threads: of one operator; 0 leaves the number to ONNX Runtime.
+
+    Returns: the session, and a description of how the file runs.
+
+    Raises: whatever ONNX Runtime raises for a file that it cannot load.
+    """
+    switched = f"ONNX Runtime {_version()}, optimizations"
+    if not optimized:
+        return _session(file, threads, optimized=False), f"{switched} off"
+    if not integer_sums_saturate():
+        return _session(file, threads), f"{switched} on"
+    try:
+        session = _session(file, threads, exact=True)
+    except Exception:  # the file may be at fault too: then the second attempt says so
+        session = _session(file, threads, optimized=False)
+        return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
+    return session, f"{switched} on, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
+
+
+@functools.cache
+def integer_sums_saturate() -> bool:
+    """Whether ONNX Runtime's uint8 × int8 kernels saturate on this CPU; found by running one.
+
+    x86 without VNNI adds products in pairs in int16: 2 · 255 · 127 = 64,770 becomes 32,767.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    inputs, weight = np.full((1, 4), 255, np.uint8), np.full((4, 1), 127, np.int8)
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "sum",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, inputs.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, (1, 1))],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    (result,) = _session(model.SerializeToString(), threads=1).run(None, {"x": inputs})
+    return int(result.item()) != 4 * 255 * 127
+
+
+def _session(
+    file: Path | bytes, threads: int, *, optimized: bool = True, exact: bool = False
+) -> onnxruntime.InferenceSession:
+    import onnxruntime
+
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
-    described = f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}"
-    described += " (they take float8 for integers)" if floats else ""
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise ExportError(f"{path}: {described} cannot load it: {error}") from error
-    return session, described
+    if exact:
+        options.add_session_config_entry(EXACT_MODE, "1")
+        options.log_severity_level = 4  # nothing: a file that the mode refuses is opened in another way
+    source = file if isinstance(file, bytes) else str(file)
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def _version() -> str:
+    import onnxruntime
+
+    return str(onnxruntime.__version__)

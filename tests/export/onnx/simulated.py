@@ -1,9 +1,9 @@
 """Simulating models for the tests of export: any site quantized as the test says, encodings from one run."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -13,6 +13,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerChannel, PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.spec import QuantSpec
+from qtk.export.onnx.session import create_session
 from qtk.graph.flow import Flow
 from qtk.graph.insert import insert
 from qtk.graph.sites import is_float, name_sites, value_site
@@ -112,12 +113,7 @@ def encodings_of(model: fx.GraphModule) -> dict[str, Encoding]:
 
 def run_onnx(path, *inputs: Tensor, optimized: bool = False) -> list[np.ndarray]:
     """The outputs of the file in ONNX Runtime, its graph optimizations on or off."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session, _ = create_session(Path(path), optimized=optimized, threads=1)
     names = [value.name for value in session.get_inputs()]
     return session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
 

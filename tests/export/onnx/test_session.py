@@ -1,12 +1,18 @@
+import platform
+import re
+from pathlib import Path
+
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from qtk.errors import ExportError
+from qtk.export.onnx import session as sessions
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.session import open_session
+from qtk.export.onnx.session import EXACT_MODE, create_session, integer_sums_saturate, open_session
 from tests.export.onnx.simulated import activations, simulate, symmetric
 
 INPUTS = torch.randn(3, 8)
@@ -28,7 +34,8 @@ def test_a_file_of_integers_runs_as_asked(integers, optimized):
     levels = onnxruntime.GraphOptimizationLevel
     wanted = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     assert session.get_session_options().graph_optimization_level == wanted
-    assert described == f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}"
+    assert described.startswith(f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}")
+    assert (EXACT_MODE in described) == (optimized and integer_sums_saturate())
 
 
 def test_a_file_of_small_floats_runs_without_optimizations(tmp_path):
@@ -49,3 +56,82 @@ def test_a_file_of_small_floats_runs_without_optimizations(tmp_path):
 def test_what_is_no_file_is_refused_with_its_name(tmp_path, integers):
     with pytest.raises(ExportError, match=r"absent\.onnx: ONNX Runtime .* cannot load it"):
         open_session(tmp_path / "absent.onnx", integers[0])
+
+
+LEVELS = onnxruntime.GraphOptimizationLevel
+
+
+def sums(*columns):
+    """A file that multiplies its uint8 input with int8 matrices, one operator for each name given."""
+    weight = np.full((4, 1), 127, np.int8)
+    nodes = [helper.make_node("MatMulInteger", ["x", name], [f"y{index}"]) for index, name in enumerate(columns)]
+    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.INT32, [1, 1]) for node in nodes]
+    graph = helper.make_graph(
+        nodes, "sums", [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 4])], outputs,
+        [numpy_helper.from_array(weight, name) for name in dict.fromkeys(columns)],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10).SerializeToString()
+
+
+def as_on(monkeypatch, *, saturating):
+    """Sessions are opened as on a CPU whose sums saturate, or do not."""
+    monkeypatch.setattr(sessions, "integer_sums_saturate", lambda: saturating)
+
+
+def is_exact(session):
+    try:
+        return session.get_session_options().get_session_config_entry(EXACT_MODE) == "1"
+    except RuntimeError:  # not set
+        return False
+
+
+def test_largest_codes_are_summed_exactly_on_every_cpu():
+    session, _ = create_session(sums("w"))
+    (result,) = session.run(None, {"x": np.full((1, 4), 255, np.uint8)})
+    assert result.item() == 4 * 255 * 127
+    assert is_exact(session) == integer_sums_saturate()
+
+
+def test_the_kernels_saturate_only_on_x86_without_vnni():
+    flags = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not flags.is_file():
+        pytest.skip("the flags of an x86 CPU are read from /proc/cpuinfo")
+    assert integer_sums_saturate() != bool({"avx512_vnni", "avx_vnni"} & set(flags.read_text().split()))
+
+
+def test_a_cpu_that_saturates_gets_the_exact_mode_and_is_told(monkeypatch):
+    as_on(monkeypatch, saturating=True)
+    session, described = create_session(sums("w"))
+    assert is_exact(session)
+    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_ENABLE_ALL
+    assert described.endswith(
+        "optimizations on, session.x64quantprecision=1 (u8 × s8 sums saturate on this CPU without it)"
+    )
+
+
+def test_a_file_that_the_exact_mode_refuses_runs_without_optimizations(monkeypatch, capfd):
+    """Two operators that share a weight."""
+    as_on(monkeypatch, saturating=True)
+    session, described = create_session(sums("w", "w"))
+    assert not is_exact(session)
+    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_DISABLE_ALL
+    assert "optimizations off (u8 × s8 sums saturate on this CPU" in described
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("saturating", "optimized"), [(False, True), (False, False), (True, False)])
+def test_otherwise_the_exact_mode_is_off(saturating, optimized, monkeypatch):
+    as_on(monkeypatch, saturating=saturating)
+    session, described = create_session(sums("w", "w"), optimized=optimized)
+    assert not is_exact(session)
+    assert described.endswith(f"optimizations {'on' if optimized else 'off'}")
+
+
+def test_sessions_are_opened_in_one_place():
+    root = Path(__file__).resolve().parents[3]
+    opened = [
+        str(path.relative_to(root))
+        for folder in ("qtk", "tests", "benchmarks") for path in (root / folder).rglob("*.py")
+        if re.search(r"onnxruntime\.InferenceSession\(\w", path.read_text(encoding="utf-8"))
+    ]
+    assert opened == ["qtk/export/onnx/session.py"]
