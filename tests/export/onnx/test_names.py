@@ -69,7 +69,7 @@ def test_the_dynamic_first_dimension_is_called_batch_everywhere():
 def test_symbols_that_are_numbers_become_numbers():
     graph = graph_of(shape=("16", "s77"))
     fix_lengths(graph)
-    assert list(graph.inputs[0].shape)[0] == 16
+    assert graph.inputs[0].shape[0] == 16
     assert isinstance(graph.inputs[0].shape[1], ir.SymbolicDim)
     fixed = graph_of(shape=(3, 4))
     name_batch(fixed)
