@@ -1,0 +1,76 @@
+"""Every name in an ONNX graph belongs to one value, in subgraphs too."""
+
+import onnx
+import onnx_ir as ir
+from onnx import TensorProto, helper
+
+from qtk.export.onnx.names import Names, fix_lengths, name_batch, name_inputs_and_outputs
+
+
+def graph_of(nodes=None, shape=("s77", 4)):
+    nodes = nodes or [helper.make_node("Relu", ["a"], ["b"]), helper.make_node("Neg", ["b"], ["c"])]
+    graph = helper.make_graph(
+        nodes, "graph", [helper.make_tensor_value_info("a", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("c", TensorProto.FLOAT, shape)],
+    )
+    return ir.from_proto(helper.make_model(graph)).graph
+
+
+def value(graph, name):
+    return next(output for node in graph.all_nodes() for output in node.outputs if output.name == name)
+
+
+def test_whoever_had_a_name_gets_another():
+    graph = graph_of()
+    names = Names(graph)
+    names.give(value(graph, "b"), "a")
+    assert [graph.inputs[0].name, *(node.outputs[0].name for node in graph)] == ["a_1", "a", "c"]
+    names.give(graph.inputs[0], "b")  # which is free now
+    assert graph.inputs[0].name == "b"
+    assert names.free("c") == "c_1"
+    assert names.free("d") == "d"
+
+
+def test_names_inside_subgraphs_are_taken():
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node(op, ["a"], [f"inside_{name}"])], name, [],
+            [helper.make_tensor_value_info(f"inside_{name}", TensorProto.FLOAT, ["s77", 4])],
+        )
+        for name, op in (("then", "Relu"), ("else", "Neg"))
+    }
+    graph = graph_of([
+        helper.make_node("Constant", [], ["yes"], value=helper.make_tensor("", TensorProto.BOOL, (), [True])),
+        helper.make_node("If", ["yes"], ["c"], **branches),
+    ])
+    names = Names(graph)
+    assert names.free("inside_then") == "inside_then_1"
+    names.give(graph.inputs[0], "inside_else")
+    assert graph.inputs[0].name == "inside_else"
+    assert value(graph, "inside_else_1").producer().op_type == "Neg"
+    name_batch(graph)
+    assert str(value(graph, "inside_then").shape) == "[batch,4]"
+
+
+def test_inputs_and_outputs_have_the_names_of_the_signature_and_inputs_go_first():
+    graph = graph_of()
+    name_inputs_and_outputs(graph, Names(graph), ["x"], ["x"])
+    assert (graph.inputs[0].name, graph.outputs[0].name) == ("x", "x_1")
+    onnx.checker.check_model(ir.to_proto(ir.Model(graph, ir_version=10)))
+
+
+def test_the_dynamic_first_dimension_is_called_batch_everywhere():
+    graph = graph_of(shape=("s77", "2*s77", "s770", 4))
+    name_batch(graph)
+    assert str(graph.inputs[0].shape) == "[batch,2*batch,s770,4]"
+    assert str(graph.outputs[0].shape) == "[batch,2*batch,s770,4]"
+
+
+def test_symbols_that_are_numbers_become_numbers():
+    graph = graph_of(shape=("16", "s77"))
+    fix_lengths(graph)
+    assert graph.inputs[0].shape[0] == 16
+    assert isinstance(graph.inputs[0].shape[1], ir.SymbolicDim)
+    fixed = graph_of(shape=(3, 4))
+    name_batch(fixed)
+    assert list(fixed.inputs[0].shape) == [3, 4]

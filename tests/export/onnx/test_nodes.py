@@ -1,0 +1,47 @@
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from qtk.export.onnx.nodes import NodeWriter, array_of, value_of
+
+FLOAT = ir.DataType.FLOAT
+
+
+def writer():
+    x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape([2, 3]))
+    last = ir.node("Relu", [x])
+    graph = ir.Graph([x], last.outputs, nodes=[last], opset_imports={"": 21})
+    return NodeWriter(graph, last, "site", x.shape), x
+
+
+def test_nodes_stand_in_order_before_the_place_with_names_of_their_own():
+    write, x = writer()
+    first = write.node("Neg", [x], FLOAT).outputs[0]
+    second = write.node("Neg", [first], FLOAT, shape=ir.Shape([1])).outputs[0]
+    other = write.node("Neg", [second], ir.DataType.DOUBLE)
+    assert [node.op_type for node in write.graph] == ["Neg", "Neg", "Neg", "Relu"]
+    assert len({node.name for node in (first.producer(), second.producer(), other)}) == 3
+    assert first.name == "site/Neg.float"
+    assert (list(first.shape), list(second.shape)) == ([2, 3], [1])
+    assert other.outputs[0].dtype is ir.DataType.DOUBLE
+
+
+def test_a_cast_to_the_dtype_it_has_is_none():
+    write, x = writer()
+    assert write.cast(x, FLOAT) is x
+    cast = write.cast(x, ir.DataType.FLOAT16)
+    assert (cast.dtype, cast.producer().attributes["to"].as_int()) == (ir.DataType.FLOAT16, 10)
+
+
+def test_an_initializer_is_written_once():
+    write, _ = writer()
+    first = write.initializer("scale", np.float32([1, 2]))
+    assert write.initializer("scale", np.float32([3])) is first
+    assert write.graph.initializers["scale"].const_value.numpy().tolist() == [1, 2]
+    assert list(first.shape) == [2]
+
+
+def test_values_and_arrays():
+    assert value_of(None, None).type is None
+    assert value_of(FLOAT, ir.Shape([4])).dtype is FLOAT
+    assert array_of(torch.arange(6.0, requires_grad=True).reshape(2, 3).t()).tolist() == [[0, 3], [1, 4], [2, 5]]

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import ExportError
+from qtk.export.onnx.simulated_sites import simulated_sites
+
+
+class Net(nn.Module):
+    """A weight made from a parameter, a table that is read as it is, and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.raw = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x) @ (self.raw - self.raw.mean())))
+
+
+def simulated(calibrate=True, **options):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(Net().eval(), torch.randn(3, 4), **options)
+    if calibrate:
+        sim.compute_encodings([torch.randn(8, 4)], progress=False)
+    return sim
+
+
+def test_every_site_with_its_encoding_and_the_value_of_those_made_from_parameters():
+    sim = simulated()
+    sites = {site.name: site for site in simulated_sites(sim.model)}
+    assert set(sites) == set(sim.encodings())
+    for name, encoding in sim.encodings().items():
+        assert sites[name].encoding.equals(encoding)
+        assert sites[name].spec == encoding.spec
+    constants = {name: site.constant for name, site in sites.items() if site.constant is not None}
+    raw = sim.model.raw.detach()
+    expected = {"a.weight": sim.model.a.weight, "b.weight": sim.model.b.weight, "sub:out": raw - raw.mean()}
+    assert set(constants) == set(expected)
+    assert all(torch.equal(constants[name], value) for name, value in expected.items())
+
+
+def test_values_are_those_that_parameters_have_now():
+    sim = simulated()
+    with torch.no_grad():
+        sim.model.a.weight.fill_(0.5)
+    site = next(site for site in simulated_sites(sim.model) if site.name == "a.weight")
+    assert torch.equal(site.constant, torch.full((4, 4), 0.5))
+
+
+def test_a_quantizer_that_is_switched_off_is_left_out():
+    sim = simulated()
+    sim.quantizers["a.weight"].mode = qtk.Mode.BYPASS
+    assert "a.weight" not in {site.name for site in simulated_sites(sim.model)}
+
+
+def test_ranges_of_run_time_have_no_encoding():
+    sim = simulated(config={"version": 1, "defaults": {"activation": {"dynamic": True}}})
+    dynamic = {site.name: site for site in simulated_sites(sim.model) if site.spec.dynamic}
+    assert "a:out" in dynamic
+    assert all(site.encoding is None and site.constant is None for site in dynamic.values())
+
+
+def test_a_site_without_an_encoding_is_named():
+    with pytest.raises(ExportError, match=r"a.weight has no encoding; run sim\.compute_encodings"):
+        simulated_sites(simulated(calibrate=False).model)
