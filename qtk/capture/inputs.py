@@ -21,7 +21,7 @@ ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def split_inputs(batch: ExampleInputs | Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments: of a tensor, a tuple or list, any mapping.
 
     Raises: CaptureError for any other type.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from qtk.capture.torch_export import split_inputs
+from qtk.capture.inputs import split_inputs
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
 
@@ -31,7 +31,7 @@ def run_batch(model: nn.Module, batch: Batch) -> object:
     Raises: CalibrationError for any other type.
     """
     try:
-        args, kwargs = split_inputs(batch)  # type: ignore[arg-type]  # it refuses other types
+        args, kwargs = split_inputs(batch)
     except CaptureError:
         raise CalibrationError(
             f"a batch must be a tensor, a tuple or a dict, got {type(batch).__name__}; "
