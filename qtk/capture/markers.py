@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.in_place import purify
+from qtk.graph.schema import aten_name
 
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
 torch.library.define(
@@ -63,8 +64,7 @@ def mark(module: fx.GraphModule) -> None:
     """Points the nodes in question at the stand-ins, in nested graphs too; their names, which signatures use, stay."""
     purify(module.graph)
     for node in list(module.graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        name = schema.name.removeprefix("aten::").removesuffix("_") if schema is not None else ""
+        name = (aten_name(node.target) or "").removesuffix("_")
         if name in DROPOUT_KINDS:
             node.target = DROPOUT
             node.args = (*node.args, name)

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from qtk.errors import CalibrationError
 from qtk.observers.observer import Observer
+from qtk.torch_private import pytree
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names, output_nodes
@@ -20,6 +19,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import pytree
 from qtk.workflow.export import onnx_name
 from qtk.workflow.feed import Data, Forward, run_all
 
