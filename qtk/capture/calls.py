@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from qtk.torch_private import pytree
 
 Tree = TypeVar("Tree")
 

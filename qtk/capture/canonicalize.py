@@ -14,6 +14,7 @@ from qtk.capture.holders import hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.sites import name_sites
+from qtk.torch_private import OpOverload
 
 Captured = TypeVar("Captured", bound=CapturedGraph)
 
@@ -92,7 +93,7 @@ def _replace_copy(node: fx.Node) -> None:
 
 
 def _call(
-    like: fx.Node, op: torch._ops.OpOverload, args: tuple[fx.Node, ...], kwargs: dict[str, torch.dtype]
+    like: fx.Node, op: OpOverload, args: tuple[fx.Node, ...], kwargs: dict[str, torch.dtype]
 ) -> fx.Node:
     node = like.graph.create_node("call_function", op, args, dict(kwargs))
     node.meta = {**like.meta, "val": op(*(arg.meta["val"] for arg in args), **kwargs)}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import fx, nn
 
-from qtk.graph.schema import schema_arguments
+from qtk.graph.schema import aten_name, schema_arguments
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Kind, Recurrent, RecurrentCell
+from qtk.torch_private import OpOverload, rnn_parameter_names
 
 Composite: TypeAlias = Attention | Recurrent | RecurrentCell
 
@@ -39,9 +39,10 @@ class CompositeCall:
 
 def composite_of(node: fx.Node, owner: nn.Module) -> CompositeCall | None:
     """The composite for the op that ``node`` calls inside ``owner``; ``None`` if it has none."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
-    name = node.target._schema.name.removeprefix("aten::")
+    name = aten_name(node.target)
+    assert name is not None
     given = schema_arguments(node)
     if name == "scaled_dot_product_attention":
         return _attention(given, owner)
@@ -56,7 +57,7 @@ def sequence_composite(module: nn.RNNBase) -> tuple[Recurrent, list[str], list[s
     """The composite of a recurrent net, and the names of its weights and biases in the composite's order."""
     kind = KINDS[module.mode.lower()]
     weights, biases = [], []
-    for names in module._all_weights:
+    for names in rnn_parameter_names(module):
         weights += [name for name in names if name.startswith("weight")]
         biases += [name for name in names if name.startswith("bias")]
     composite = Recurrent(

@@ -7,8 +7,9 @@ from torch import fx, nn
 
 from qtk.errors import CaptureError
 from qtk.graph.targets import attribute
+from qtk.torch_private import GRAPH_MODULE_NAMES
 
-RESERVED = {*dir(fx.GraphModule), "meta", "report", "_graph", "_code", "_in_spec", "_out_spec"} - {*dir(nn.Module)}
+RESERVED = {*dir(fx.GraphModule), "meta", "report", *GRAPH_MODULE_NAMES} - {*dir(nn.Module)}
 """Attributes of a prepared model that a child of the same name would hide, or be hidden by."""
 
 

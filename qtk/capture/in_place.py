@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.graph.op_table import row_of
+from qtk.torch_private import OpOverload, schema_of
 
 
 def purify(graph: fx.Graph) -> None:
@@ -20,18 +21,18 @@ def purify(graph: fx.Graph) -> None:
             node.target = twin
 
 
-def _twin(node: fx.Node) -> torch._ops.OpOverload | None:
+def _twin(node: fx.Node) -> OpOverload | None:
     """``aten.relu_.default`` → ``aten.relu.default``, if the two take the same arguments."""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    name, schema = aten_name(node.target), schema_of(node.target)
+    if name is None or schema is None or not name.endswith("_"):
         return None
-    name = op._schema.name.removeprefix("aten::")
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    twin = getattr(packet, op._overloadname, None)
-    if not isinstance(twin, torch._ops.OpOverload):
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, schema.overload_name or "default", None)
+    pure = schema_of(twin)
+    if not isinstance(twin, OpOverload) or pure is None:
         return None
-    names = ([argument.name for argument in schema.arguments] for schema in (op._schema, twin._schema))
-    return twin if next(names) == next(names) else None
+    same = [argument.name for argument in schema.arguments] == [argument.name for argument in pure.arguments]
+    return twin if same else None
 
 
 def _is_private(node: fx.Node) -> bool:

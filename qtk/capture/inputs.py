@@ -8,12 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.fx import _pytree as fx_pytree
-from torch.fx.graph import _PyTreeInfo
-from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call
 from qtk.errors import CaptureError
+from qtk.torch_private import call_structure, flatten_as, pytree
 
 ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -53,8 +51,8 @@ def as_captured(
 
     Raises: TypeError as ``forward`` would; CaptureError if an argument that was not captured is not its default.
     """
-    info = getattr(graph._codegen, "pytree_info", None)
-    if not isinstance(info, _PyTreeInfo) or signature is None:
+    info = call_structure(graph)
+    if info is None or signature is None:
         return args, dict(kwargs)
     names = [name for name in info.orig_args if name != "self"]
     positional = info.in_spec.child(0).num_children
@@ -115,8 +113,7 @@ def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     """
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     given = pytree.tree_leaves((args, dict(kwargs)))
-    nested = isinstance(getattr(graph._codegen, "pytree_info", None), _PyTreeInfo)
-    leaves = _leaves_by_name(graph, args, kwargs) if nested else given
+    leaves = given if call_structure(graph) is None else _leaves_by_name(graph, args, kwargs)
     if leaves is None or not len(given) == len(leaves) == len(names):
         raise CaptureError(
             f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(given)}, or nested "
@@ -129,8 +126,8 @@ def _leaves_by_name(
     graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[object] | None:
     """The arguments in the order of the placeholders, as the generated ``forward`` binds them, if it can."""
-    info = getattr(graph._codegen, "pytree_info", None)
-    if not isinstance(info, _PyTreeInfo):
+    info = call_structure(graph)
+    if info is None:
         return None
     names = [name for name in info.orig_args if name != "self"]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -144,7 +141,7 @@ def _leaves_by_name(
     for name, spec in specs:
         _check_nesting(name, bound[name], spec)
     try:
-        return list(fx_pytree.tree_flatten_spec(structure, info.in_spec))
+        return flatten_as(structure, info.in_spec)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):
         return None
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from qtk.capture.in_place import purify
 from qtk.graph.op_table import DROPOUT as DROPOUT_ROW
 from qtk.graph.op_table import ROWS
+from qtk.graph.schema import aten_name
 
 torch.library.define("qtk::captured_dropout", "(Tensor x, float p, bool train, str kind) -> Tensor")
 torch.library.define(
@@ -64,8 +65,7 @@ def mark(module: fx.GraphModule) -> None:
     """Points the nodes in question at the stand-ins, in nested graphs too; their names, which signatures use, stay."""
     purify(module.graph)
     for node in list(module.graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        name = schema.name.removeprefix("aten::").removesuffix("_") if schema is not None else ""
+        name = (aten_name(node.target) or "").removesuffix("_")
         if ROWS.get(name) is DROPOUT_ROW:
             node.target = DROPOUT
             node.args = (*node.args, name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
 
 from qtk.capture.calls import Call
@@ -18,6 +17,7 @@ from qtk.capture.composites import sequence_composite
 from qtk.capture.holders import hold
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.graph.sites import name_sites
+from qtk.torch_private import FakeTensorMode
 
 Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 

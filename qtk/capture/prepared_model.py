@@ -10,9 +10,10 @@ from torch import nn
 from qtk.capture.calls import Call
 from qtk.capture.inputs import as_captured, check_inputs
 from qtk.capture.prepare_report import PrepareReport
-from qtk.graph.captured_graph import REGISTRIES, CapturedGraph
+from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
+from qtk.torch_private import MODULE_TABLES
 
 REPORT, SIGNATURE = "report", "qtk_signature"
 """Keys of ``meta``: the account of the capture, the signature of the original's ``forward``."""
@@ -83,7 +84,7 @@ class PreparedTree(PreparedModel):
             self._parameters = dict(parent.named_parameters(recurse=False))
             self._buffers = dict(parent.named_buffers(recurse=False))
         else:
-            self.__dict__.update({name: parent.__dict__[name] for name in REGISTRIES})
+            self.__dict__.update({name: parent.__dict__[name] for name in MODULE_TABLES})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""

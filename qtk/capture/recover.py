@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import free_name, holder
@@ -16,6 +15,7 @@ from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.torch_private import BatchNormBase
 
 
 def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tuple[str, int], ...]:
@@ -55,7 +55,7 @@ def _batch_norm(
 ) -> tuple[nn.Module, Sequence[fx.node.Argument]]:
     x, weight, bias, mean, var, by_batch, momentum, eps, _ = node.args
     owner = _owner(node, original)
-    if isinstance(owner, _BatchNorm) and owner.momentum is None:
+    if isinstance(owner, BatchNormBase) and owner.momentum is None:
         momentum = None  # a cumulative average, of which export shows a weight of 0
     module = BatchNorm(momentum, eps, always_batch_statistics=bool(by_batch))  # type: ignore[arg-type]
     return module, (x, weight, bias, mean, var, _batches_tracked(root, mean))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, fx
-from torch.fx.graph import _PyTreeInfo
-from torch.utils import _pytree as pytree
+
+from qtk.torch_private import call_structure, pytree
 
 
 def input_names(model: fx.GraphModule) -> list[str]:
@@ -17,7 +17,7 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
 
     Equal paths (of the keys ``"a.b"`` and ``"a"`` with ``"b"`` inside) are told apart by ``_1``.
     """
-    structure = _structure(model)
+    structure = call_structure(model.graph)
     values = model.graph.output_node().args[0]
     if structure is not None and structure.out_spec is not None:
         values = pytree.tree_unflatten(pytree.tree_leaves(values), structure.out_spec)
@@ -29,12 +29,6 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
                 ordinal += 1
             nodes[unique] = value
     return nodes
-
-
-def _structure(model: fx.GraphModule) -> _PyTreeInfo | None:
-    info = getattr(model.graph._codegen, "pytree_info", None)
-    assert info is None or isinstance(info, _PyTreeInfo)
-    return info
 
 
 def _path_name(path: pytree.KeyPath) -> str:

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.errors import CaptureError
+from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
 DynamicShapes: TypeAlias = Any
 """``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
@@ -115,7 +115,7 @@ def _export(
     with silent_torch():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
-        program._guards_code = []  # checks on inputs, which torch 2.15 writes wrongly for **kwargs; we have ours
+        drop_input_guards(program)  # ``check_inputs`` is ours
         functional: ExportedProgram = program if _is_functional(program) else program.run_decompositions({})
         return functional
 
@@ -137,8 +137,7 @@ def _is_functional(program: ExportedProgram) -> bool:
     """Whether no op writes into its input and no region is nested, so that functionalizing, which is slow, can rest."""
     ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
     return not any(
-        isinstance(op, torch._ops.HigherOrderOperator)
-        or (isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable)
+        isinstance(op, HigherOrderOperator) or ((schema := schema_of(op)) is not None and schema.is_mutable)
         for op in ops
     )
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import detached
 from qtk.capture.torch_export import first_line
@@ -23,6 +22,7 @@ from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.torch_private import pytree
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest output, that reordered float32 sums may make."""

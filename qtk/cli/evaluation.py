@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from qtk.cli.imported import imported
 from qtk.errors import ConfigError
 from qtk.numerics.error import sqnr_db
 from qtk.numerics.top1 import Top1
+from qtk.torch_private import pytree
 
 Pairs: TypeAlias = Iterable[tuple[object, object]]
 """Output and label, batch by batch."""

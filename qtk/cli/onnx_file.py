@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names
 from qtk.errors import ExportError
 from qtk.export.onnx.session import open_session
+from qtk.torch_private import pytree
 
 
 class OnnxFile(nn.Module):

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
@@ -27,6 +26,7 @@ from qtk.graph.insert import QUANTIZERS
 from qtk.quantsim import QuantSim
 from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
+from qtk.torch_private import pytree
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.errors import CaptureError
+from qtk.torch_private import MODULE_TABLES
 
 HOME, LENT, VARIANTS = "qtk_home", "qtk_lent", "qtk_variants"
 """Keys of ``meta``: where and in which dtype a module without tensors of its own is; attributes taken over; graphs of
 the same module for calls of other kinds, by kind."""
-
-REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -41,7 +40,7 @@ class CapturedGraph(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, CapturedGraph)
-        copied.adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in REGISTRIES})
+        copied.adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in MODULE_TABLES})
         for name in self.meta.get(LENT, ()):
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
@@ -72,7 +71,7 @@ class CapturedGraph(fx.GraphModule):
 
     def adopt(self, registries: Mapping[str, object]) -> None:
         """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""
-        self.__dict__.update({name: registries[name] for name in REGISTRIES})
+        self.__dict__.update({name: registries[name] for name in MODULE_TABLES})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         before = self._home()

@@ -29,6 +29,7 @@ from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
+from qtk.torch_private import schema_of
 
 COMPUTE, MOVEMENT, MERGE, CREATE = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE
 
@@ -193,7 +194,7 @@ def row_of(node: fx.Node) -> OpRow | None:
         return None
     if node.op != "call_function":
         return None
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None:
         return GETITEM if node.target is operator.getitem else None
     name = schema.name.removeprefix("aten::")

@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_update import LayerUpdate
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.torch_private import pytree
 
 FORMAT, VERSION = "qtk.layerwise", 1
 RUN_FILE = "run.json"

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+
+from qtk.torch_private import pytree
 
 Offload: TypeAlias = Literal["none", "cpu", "disk"]
 """Where values wait: where they were made, in the memory of the host, or in files of a temporary directory."""

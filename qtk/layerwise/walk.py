@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
@@ -33,6 +32,7 @@ from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, matrix_of
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
+from qtk.torch_private import pytree
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
 """Which inputs a layer is judged by: those of the float model for its float weight and those of the quantized one for

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import _VF, Tensor, nn
+from torch import Tensor, nn
 
 from qtk.nn.elementwise import Linear
 from qtk.nn.recurrent_cells import GruCell, LstmCell, RnnCell
 from qtk.nn.tap import all_idle
+from qtk.torch_private import rnn_kernels as kernels
 
 Kind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 
@@ -25,9 +26,9 @@ CELLS: Mapping[str, Callable[[], nn.Module]] = {
     "rnn_tanh": lambda: RnnCell(nn.Tanh()),
     "rnn_relu": lambda: RnnCell(nn.ReLU()),
 }
-SEQUENCES = {"lstm": _VF.lstm, "gru": _VF.gru, "rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu}
-SINGLE_STEPS = {"lstm": _VF.lstm_cell, "gru": _VF.gru_cell, "rnn_tanh": _VF.rnn_tanh_cell,
-                "rnn_relu": _VF.rnn_relu_cell}
+SEQUENCES = {"lstm": kernels.lstm, "gru": kernels.gru, "rnn_tanh": kernels.rnn_tanh, "rnn_relu": kernels.rnn_relu}
+SINGLE_STEPS = {"lstm": kernels.lstm_cell, "gru": kernels.gru_cell, "rnn_tanh": kernels.rnn_tanh_cell,
+                "rnn_relu": kernels.rnn_relu_cell}
 
 Part = tuple[nn.Module, tuple[Tensor | None, ...]]
 """A module to be captured by itself, and what it is called with."""

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.utils import _pytree as pytree
 
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.observers.observer import Observer
+from qtk.torch_private import pytree
 
 T = TypeVar("T")
 

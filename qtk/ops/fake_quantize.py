@@ -19,6 +19,7 @@ from qtk.kernels.backends import why_not_native, why_not_triton
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 from qtk.ops.decomposed import FakeQuantize
+from qtk.torch_private import below_autograd
 
 _NATIVE = not why_not_native()
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
@@ -147,7 +148,7 @@ def fake_quantize(
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x, scale, zero_point)):
         result = _OP(x, scale, zero_point, block_size, qmin, qmax)
         return result
-    with torch._C._AutoDispatchBelowAutograd():  # the op's autograd layer is Python: as slow as the math of a small x
+    with below_autograd():  # the op's autograd layer is Python: as slow as the math of a small x
         result = _OP(x, scale, zero_point, block_size, qmin, qmax)
     return result
 

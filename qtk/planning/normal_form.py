@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.graph.op_table import IDENTITY, SPLIT, row_of
-from qtk.graph.schema import named_arguments
+from qtk.graph.schema import aten_name, named_arguments
 from qtk.graph.sites import is_float
 
 ATEN = torch.ops.aten
@@ -349,8 +349,7 @@ the pattern matcher's own language."""
 
 
 def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name.removeprefix("aten::")
+    return aten_name(node.target) or ""
 
 
 def sizes_of(value: Tensor) -> Sizes:

@@ -20,12 +20,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtk.graph.sites import EXCLUDED, label
 from qtk.planning.normal_form import NormalForm
 from qtk.planning.pattern_matcher import NUMBERS, PARAMETERS, TABLES, PatternMatcher, inner_ops
+from qtk.torch_private import TorchDispatchMode, pytree
 
 Spelling: TypeAlias = Callable[..., Tensor]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from qtk.torch_private import is_traced, version_of
+
 
 class WeightCache:
     """One remembered result, by identity and version of the tensors it was made from.
@@ -32,14 +34,14 @@ class WeightCache:
     ) -> Tensor:
         """``simulate(weight)``, from memory if weight, scale and zero point are those of the last call."""
         sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)
-        if not all(_is_plain(source) for source in sources) or _is_traced():
+        if not all(_is_plain(source) for source in sources) or is_traced():  # a tracer must see every call
             return simulate(weight)
         key = tuple(_state(source) for source in sources)
-        if self._result is None or (*key, self._result._version) != self._key:
+        if self._result is None or (*key, version_of(self._result)) != self._key:
             with torch.inference_mode(False), torch.no_grad():
                 self._result = simulate(weight)
             # the weight is held so that no other tensor can come to lie at its address
-            self._key, self._weight = (*key, self._result._version), weight.detach()
+            self._key, self._weight = (*key, version_of(self._result)), weight.detach()
         return self._result
 
     def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
@@ -47,18 +49,9 @@ class WeightCache:
 
 
 def _state(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), version_of(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor has memory and a version: no fake, functional or other subclass, no inference tensor."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_inference()
-
-
-def _is_traced() -> bool:
-    """Whether a tracer or a function transform (make_fx, vmap, jit) watches the calls, so that none may be skipped."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from qtk.capture.inputs import split_inputs
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
+from qtk.torch_private import pytree
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""

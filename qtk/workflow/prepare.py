@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call, detached, raised_in
 from qtk.capture.inputs import ExampleInputs, split_inputs
@@ -25,6 +24,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.sites import EXCLUDED, GRAPH_PATH, add_labels, join, label
 from qtk.nn.fast_path import fast_path_off
 from qtk.registry import nearest
+from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model"]
 
@@ -219,7 +219,7 @@ def _stack(node: fx.Node) -> Iterator[str]:
 
 
 def _is_nested(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def _restore(prepared: PreparedModel, flags: dict[str, bool]) -> None:

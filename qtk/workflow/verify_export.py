@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names, output_nodes
@@ -21,6 +20,7 @@ from qtk.graph.insert import quantizer_called
 from qtk.numerics.affine import expand
 from qtk.numerics.top1 import Top1
 from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import pytree
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
 

@@ -18,7 +18,6 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxscript import optimizer, values
 from torch import Tensor, fx, nn
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
@@ -31,6 +30,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.tap import Tap
+from qtk.torch_private import pytree
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
 

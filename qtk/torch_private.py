@@ -1,0 +1,116 @@
+"""All names that qtk takes from torch's private parts, each with what it is for.
+
+They have no promise of stability: a torch release that moves one breaks this file and its test, and nothing else. The
+file stands beside ``registry``, below everything that uses it; all it imports is loaded by ``import torch`` already.
+
+Not here are the tables of a module (``MODULE_TABLES``), which subclasses of ``nn.Module`` everywhere rely on: they may
+be used by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graphs (``cond``); what an ATen node calls
+from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
+from torch.export import ExportedProgram
+from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
+from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
+from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op that runs
+
+__all__ = [
+    "GRAPH_MODULE_NAMES",
+    "MODULE_TABLES",
+    "BatchNormBase",
+    "CallStructure",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "below_autograd",
+    "call_structure",
+    "custom_functions",
+    "drop_input_guards",
+    "flatten_as",
+    "is_traced",
+    "pytree",
+    "rnn_kernels",
+    "rnn_parameter_names",
+    "schema_of",
+    "version_of",
+]
+
+rnn_kernels = torch._VF
+"""The fused kernels of recurrent nets and cells, on plain tensors: ``rnn_kernels.lstm``."""
+
+MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+"""Attributes in which ``nn.Module`` keeps its members."""
+
+GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
+"""Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Context in which ops skip their autograd layer, where nothing needs a gradient."""
+
+
+def schema_of(target: object) -> torch.FunctionSchema | None:
+    """Name, arguments and mutability of the op that a node calls; ``None`` if ``target`` is no op of torch."""
+    schema = getattr(target, "_schema", None)
+    return schema if isinstance(schema, torch.FunctionSchema) else None
+
+
+def call_structure(graph: fx.Graph) -> CallStructure | None:
+    """How the generated ``forward`` of ``graph`` nests its inputs and outputs; ``None`` if it takes them flat."""
+    structure = getattr(graph._codegen, "pytree_info", None)
+    assert structure is None or isinstance(structure, CallStructure)
+    return structure
+
+
+def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
+    """The leaves of ``value``, nested as ``structure``.
+
+    Raises: TypeError, ValueError, KeyError, IndexError or AttributeError if it is nested otherwise.
+    """
+    return list(fx_pytree.tree_flatten_spec(value, structure))
+
+
+def drop_input_guards(program: ExportedProgram) -> None:
+    """Removes the checks of inputs, which torch 2.15 writes wrongly for ``**kwargs``. Changes ``program``."""
+    program._guards_code = []
+
+
+def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
+    """The names of weights and biases of each layer and direction, in the order of torch's kernels."""
+    return [list(names) for names in net._all_weights]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor`` has been written in place."""
+    return tensor._version
+
+
+def is_traced() -> bool:
+    """Whether a tracer or a function transform (make_fx, vmap, jit) watches the calls that are made."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:
+    """The ``torch.autograd.Function`` classes in the autograd graph behind ``output``."""
+    seen, pending = set(), [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None:
+            yield function

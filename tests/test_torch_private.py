@@ -1,0 +1,229 @@
+"""What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from qtk import torch_private
+from qtk.torch_private import (
+    GRAPH_MODULE_NAMES,
+    MODULE_TABLES,
+    BatchNormBase,
+    CallStructure,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    below_autograd,
+    call_structure,
+    custom_functions,
+    drop_input_guards,
+    flatten_as,
+    is_traced,
+    pytree,
+    rnn_kernels,
+    rnn_parameter_names,
+    schema_of,
+    version_of,
+)
+
+ATEN = torch.ops.aten
+
+
+class Nested(nn.Module):
+    def forward(self, pair, *, options):
+        return {"sum": pair[0] + pair[1] + options["x"]}
+
+
+@pytest.fixture(scope="module")
+def program():
+    x = torch.ones(2, 3)
+    return torch.export.export(Nested(), ((x, x),), {"options": {"x": x}}, strict=False)
+
+
+def test_every_name_has_a_test():
+    assert {name for name in vars(torch_private) if name in torch_private.__all__} == set(torch_private.__all__)
+    tested = " ".join(name for name in globals() if name.startswith("test_")).lower()
+    assert [name for name in torch_private.__all__ if name.lower() not in tested] == []
+
+
+def test_pytree():
+    x = torch.ones(1)
+    nested = {"a": [x, 2], "b": (None,)}
+    leaves, structure = pytree.tree_flatten(nested)
+    assert leaves == pytree.tree_leaves(nested) == [x, 2, None]
+    assert pytree.tree_unflatten(leaves, structure) == nested
+    assert pytree.tree_map(lambda leaf: 0, nested) == {"a": [0, 0], "b": (0,)}
+    assert pytree.tree_map_only(int, lambda leaf: leaf + 1, nested) == {"a": [x, 3], "b": (None,)}
+    paths = [path for path, _ in pytree.tree_flatten_with_path(nested)[0]]
+    assert pytree.keystr(paths[1]) == "['a'][1]"
+    assert isinstance(paths[1][0], pytree.MappingKey)
+    assert isinstance(paths[1][1], pytree.SequenceKey)
+    assert (paths[1][0].key, paths[1][1].idx) == ("a", 1)
+    assert pytree.GetAttrKey("name").name == "name"
+    assert isinstance(structure, pytree.TreeSpec)
+    assert structure.num_children == 2
+    assert structure.context == ["a", "b"]
+    assert [child.is_leaf() for child in structure.child(0).children()] == [True, True]
+
+
+def test_opoverload_and_schema_of():
+    add = ATEN.add_.Tensor
+    assert isinstance(add, OpOverload)
+    assert add.namespace == "aten"
+    schema = schema_of(add)
+    assert (schema.name, schema.overload_name, schema.is_mutable) == ("aten::add_", "Tensor", True)
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[2].default_value == 1
+    assert schema_of(ATEN.relu.default).overload_name == ""
+    assert not schema_of(ATEN.relu.default).is_mutable
+    assert schema_of(len) is None
+
+
+def test_higherorderoperator():
+    assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
+    assert not isinstance(ATEN.relu.default, HigherOrderOperator)
+    assert not isinstance(torch.ops.higher_order.cond, OpOverload)
+
+
+def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
+    graph = program.module().graph
+    structure = call_structure(graph)
+    assert isinstance(structure, CallStructure)
+    assert [name for name in structure.orig_args if name != "self"] == ["pair", "options"]
+    assert structure.in_spec.child(0).num_children == 1
+    by_position, by_name = structure.in_spec.children()
+    assert (by_position.num_children, by_name.context) == (1, ["options"])
+    assert structure.out_spec.context == ["sum"]
+    assert flatten_as((((1, 2),), {"options": {"x": 3}}), structure.in_spec) == [1, 2, 3]
+    with pytest.raises((TypeError, ValueError, KeyError, IndexError, AttributeError)):
+        flatten_as((((1,),), {"options": {"x": 3}}), structure.in_spec)
+    assert call_structure(fx.symbolic_trace(nn.ReLU()).graph) is None
+
+
+class OfFours(nn.Module):
+    def forward(self, x):
+        return 2 * x if x.shape[0] % 4 == 0 else x
+
+
+def test_drop_input_guards():
+    shapes = ({0: torch.export.Dim.AUTO},)
+    x = torch.ones(8, 3)
+    guarded, free = (torch.export.export(OfFours(), (x,), dynamic_shapes=shapes, strict=False) for _ in range(2))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        guarded.module()(x[:6])
+    drop_input_guards(free)
+    assert torch.equal(free.module()(x[:6]), 2 * x[:6])
+
+
+def test_faketensormode():
+    value = FakeTensorMode().from_tensor(torch.ones(2, 3, dtype=torch.float16))
+    assert (tuple(value.shape), value.dtype, value.device.type) == ((2, 3), torch.float16, "cpu")
+    assert value.fake_mode.from_tensor(torch.ones(1)).shape == (1,)
+
+
+def test_torchdispatchmode():
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Names():
+        F.relu(torch.ones(1))
+    assert seen == [ATEN.ones.default, ATEN.relu.default]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batchnormbase(kind):
+    assert isinstance(kind(2), BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), BatchNormBase)
+
+
+def test_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    with below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_rnn_kernels_and_rnn_parameter_names(kind):
+    torch.manual_seed(0)
+    build = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": partial(nn.RNN, nonlinearity="relu")}[kind]
+    net = build(3, 4, num_layers=2, bidirectional=True)
+    names = rnn_parameter_names(net)
+    assert names[1] == ["weight_ih_l0_reverse", "weight_hh_l0_reverse", "bias_ih_l0_reverse", "bias_hh_l0_reverse"]
+    assert [name for step in names for name in step] == [name for name, _ in net.named_parameters()]
+    weights = [net.get_parameter(name) for step in names for name in step]
+    x, state = torch.randn(5, 2, 3), torch.zeros(4, 2, 4)
+    states = [state, state] if kind == "lstm" else state
+    with torch.no_grad():
+        output, *_ = getattr(rnn_kernels, kind)(x, states, weights, True, 2, 0.0, False, True, False)
+        assert torch.equal(output, net(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_rnn_kernels_of_cells(kind):
+    cell = {"lstm": nn.LSTMCell(3, 4), "gru": nn.GRUCell(3, 4), "rnn_tanh": nn.RNNCell(3, 4),
+            "rnn_relu": nn.RNNCell(3, 4, nonlinearity="relu")}[kind]
+    x, state = torch.randn(2, 3), torch.zeros(2, 4)
+    states = (state, state) if kind == "lstm" else state
+    with torch.no_grad():
+        found = getattr(rnn_kernels, f"{kind}_cell")(x, states, *cell.parameters())
+        expected = cell(x, states)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_version_of():
+    x = torch.ones(2)
+    before = version_of(x)
+    x.add_(1)
+    assert version_of(x) == before + 1
+    x.detach().mul_(2)
+    assert version_of(x) == before + 2
+
+
+def test_is_traced():
+    seen = []
+
+    def function(x):
+        seen.append(is_traced())
+        return x + 1
+
+    function(torch.ones(2))
+    torch.fx.experimental.proxy_tensor.make_fx(function)(torch.ones(2))
+    torch.vmap(function)(torch.ones(2))
+    torch.func.grad(lambda x: function(x).sum())(torch.ones(2))
+    assert seen == [False, True, True, True]
+
+
+def test_custom_functions():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(2, requires_grad=True)
+    assert list(custom_functions(Double.apply(x).relu() + Double.apply(x + 1))) == [Double, Double]
+    assert list(custom_functions(x + 1)) == []
+    assert list(custom_functions(torch.ones(2))) == []
+
+
+def test_module_tables():
+    module = nn.Module()
+    assert set(MODULE_TABLES) <= set(vars(module))
+    module.child, module.weight = nn.Module(), nn.Parameter(torch.ones(1))
+    module.register_buffer("kept", torch.ones(1), persistent=False)
+    assert [list(vars(module)[name]) for name in MODULE_TABLES] == [["child"], ["weight"], ["kept"], ["kept"]]
+
+
+def test_graph_module_names(program):
+    assert set(GRAPH_MODULE_NAMES) <= set(vars(program.module(check_guards=False)))
