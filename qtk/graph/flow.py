@@ -24,7 +24,7 @@ class Flow:
             self._static[node] = node.op == "get_attr" or (
                 node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
             )
-            self._rows[node] = None if label(node, EXCLUDED) else row_of(_maker(node))
+            self._rows[node] = None if label(node, EXCLUDED) else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
         """The row of the op that makes the value of ``node``; ``None`` for ops unknown or excluded."""
@@ -52,7 +52,7 @@ class Flow:
     def data_ports(self, node: fx.Node) -> list[Port]:
         """The ports of an op that bring in values: floats, neither weights, biases nor lone numbers."""
         row = self._rows[node]
-        if row is None or _maker(node) is not node:
+        if row is None or maker(node) is not node:
             return []
         weights = {port.index for port in self.weight_ports(node)}
         return [
@@ -66,13 +66,13 @@ class Flow:
 
     def weight_ports(self, node: fx.Node) -> list[Port]:
         row = self._rows[node]
-        if row is None or _maker(node) is not node:
+        if row is None or maker(node) is not node:
             return []
         return [p for p in ports(node) if p.arg in row.weights and is_float(p.value) and self._static[p.value]]
 
     def bias_ports(self, node: fx.Node) -> list[Port]:
         row = self._rows[node]
-        if row is None or row.bias is None or _maker(node) is not node:
+        if row is None or row.bias is None or maker(node) is not node:
             return []
         return [port for port in ports(node) if port.arg == row.bias and is_float(port.value)]
 
@@ -86,8 +86,8 @@ class Flow:
         row = self._rows[node]
         if row is None:
             return None
-        if _maker(node) is not node:  # an element of a tuple
-            return self._first_float(_maker(node)) if row.role is Role.MOVEMENT else None
+        if maker(node) is not node:  # an element of a tuple
+            return self._first_float(maker(node)) if row.role is Role.MOVEMENT else None
         if row.role is Role.MOVEMENT:
             return self._first_float(node)
         if row.role is Role.MERGE:
@@ -138,8 +138,8 @@ class Flow:
         return user.target is operator.getitem or self.carried(user) is node
 
 
-def _maker(node: fx.Node) -> fx.Node:
-    """The op behind an element of a tuple."""
+def maker(node: fx.Node) -> fx.Node:
+    """The op that makes the value of ``node``: itself, or the op whose tuple it is an element of."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
