@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.graph.op_table import row_of
+from qtk.graph.schema import aten_name
 from qtk.torch_private import OpOverload, schema_of
 
 

@@ -1,0 +1,116 @@
+"""The plan of one graph in the making: what the passes of the planner read and write."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from qtk.config.schema import Io
+from qtk.core.plan import SitePlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.graph.flow import Flow
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import op_name
+from qtk.graph.sites import Port, edge_site, ports, value_site
+from qtk.planning.patterns import match_patterns
+from qtk.planning.rules import Decision, Rules, to_spec
+
+
+class Draft:
+    """What is decided so far about the values of one graph, which is only read.
+
+    ``values`` maps nodes to the plan of their value, ``edges`` sites on the edge into one reader to theirs, ``floats``
+    nodes whose value stays in float to the reason. ``nested`` has the drafts of the graphs inside a composite, by its
+    call; ``misfits`` a line for every tensor whose granularity does not fit its shape. ``formulas`` maps every op of a
+    formula spelled out in small ops to the formula.
+
+    Args:
+        graph: the graph.
+        rules: the configuration.
+        scheme: where no rule names one.
+        io: what happens at the graph's inputs and outputs; ``None`` for a graph inside a composite: its inputs are
+            quantized outside, and each of its values is a site, even where it looks like a part of a formula.
+    """
+
+    def __init__(self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None) -> None:
+        self.graph = graph
+        self.rules = rules
+        self.scheme = scheme
+        self.io = io
+        self.flow = Flow(graph)
+        matches = match_patterns(graph) if io is not None else []
+        self.formulas = {node: match for match in matches for node in match.nodes}
+        self.nested: dict[fx.Node, list[Draft]] = {}
+        self.values: dict[fx.Node, SitePlan] = {}
+        self.edges: dict[Site, SitePlan] = {}
+        self.floats: dict[fx.Node, str] = {}
+        self.misfits: list[str] = []
+
+    def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
+        """Quantizes the value of ``node`` as an activation, or leaves it in float, as ``decision`` says."""
+        if decision.enabled:
+            spec = to_spec(decision.setting, None, node.meta["val"].ndim)
+            self.values[node] = self.site_plan(spec, decision, why)
+        else:
+            self.floats[node] = f"float by {decision.reason}"
+
+    def site_plan(self, spec: QuantSpec, decision: Decision, why: str, *, static: bool = False) -> SitePlan:
+        """``spec`` with what else ``decision`` says; a known range is that of activations, not of parameters."""
+        known = None if static else decision.setting.range
+        return SitePlan(
+            spec,
+            decision.setting.scheme or self.scheme,
+            static=static,
+            range=None if known is None else (float(known[0]), float(known[1])),
+            bounds=decision.setting.bounds,
+            reason=f"{why}; {decision.reason}",
+        )
+
+    def divides(self, port: Port) -> bool:
+        """Whether a 0 in the value at ``port`` makes the reader's result infinite."""
+        row = self.flow.row(port.user)
+        return row is not None and port.arg in row.divisors
+
+    def takes_data(self, port: Port) -> bool:
+        """Whether the reader computes with the value at ``port``, or merges it."""
+        row = self.flow.row(port.user)
+        if row is None or row.role not in (Role.COMPUTE, Role.MERGE):
+            return False
+        return any(other.index == port.index for other in self.flow.data_ports(port.user))
+
+    def unknown_readers(self, readers: list[Port]) -> str | None:
+        """The reason of a value that ops without a row read, ``None`` if there are none."""
+        names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
+        return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
+
+    def in_order(self) -> dict[Site, SitePlan]:
+        """The quantized sites in graph order, parameters beside the op that reads them first."""
+        ordered: dict[Site, SitePlan] = {}
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                continue
+            for port in ports(node):
+                if port.value.op == "get_attr" and port.value in self.values:
+                    ordered.setdefault(value_site(port.value), self.values[port.value])
+                if (site := edge_site(port)) in self.edges:
+                    ordered[site] = self.edges[site]
+            for draft in self.nested.get(node, ()):
+                ordered |= draft.in_order()
+            if node in self.values:
+                ordered[value_site(node)] = self.values[node]
+        return ordered
+
+    def left_out(self) -> dict[Site, str]:
+        """The values that stay in float, in graph order, each with the reason."""
+        reasons: dict[Site, str] = {}
+        for node in self.graph.nodes:
+            for draft in self.nested.get(node, ()):
+                reasons |= draft.left_out()
+            if node in self.floats:
+                reasons[value_site(node)] = self.floats[node]
+        return reasons
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Whether the value of ``node`` has no elements."""
+    return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)

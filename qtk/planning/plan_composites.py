@@ -1,0 +1,46 @@
+"""Rule 10 of the planner: graphs inside composites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from qtk.capture.composites import composite_called
+from qtk.graph.graphs import nested_graphs
+from qtk.graph.sites import EXCLUDED, label, value_site
+from qtk.planning.draft import Draft
+
+
+def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
+    """Plans every graph inside a composite (attention, a recurrent net) with the same passes.
+
+    Requires: nothing.
+    Ensures: ``nested`` has a finished draft for each such graph; ``misfits`` has their lines too.
+    """
+    for node in draft.graph.nodes:
+        if not label(node, EXCLUDED):
+            _plan_composite(draft, node, run_passes)
+
+
+def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], None]) -> None:
+    nested = {
+        path: Draft(graph.graph, draft.rules, draft.scheme, None) for path, graph in nested_graphs(node).items()
+    }
+    for inner in nested.values():
+        run_passes(inner)
+        draft.misfits += inner.misfits
+    for first, second in getattr(composite_called(node), "joined_parts", ()):
+        if {first, second} <= nested.keys():
+            _share_result(nested[first], nested[second])
+    if nested:
+        draft.nested[node] = list(nested.values())
+
+
+def _share_result(leading: Draft, following: Draft) -> None:
+    """The first results of two graphs are joined outside: if both are quantized, they share one encoding."""
+    leader, follower = (draft.flow.root(draft.graph.output_node().all_input_nodes[0]) for draft in (leading, following))
+    if follower in following.values and leader in leading.values and not leading.values[leader].spec.dynamic:
+        site = value_site(leader)
+        following.values[follower] = replace(leading.values[leader], leader=site, reason=f"joined with {site}")

@@ -1,0 +1,111 @@
+"""Rule 4 of the planner: parameters, where ops read them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from qtk.errors import SpecError
+from qtk.graph.op_row import Role
+from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
+from qtk.planning.draft import Draft
+from qtk.planning.patterns import PatternMatch
+from qtk.planning.rules import Decision, to_spec
+
+
+def plan_parameters(draft: Draft) -> None:
+    """Decides weights, biases and constant operands of every compute op.
+
+    Requires: values at their producers are decided.
+    Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; where a second
+    reader asks for another spec of a weight, its edge is in ``edges``; a block size that does not divide is a line
+    of ``misfits``.
+    """
+    for node in draft.graph.nodes:
+        row = draft.flow.row(node)
+        if row is None or row.role is not Role.COMPUTE or draft.flow.is_static(node):
+            continue  # what is computed from parameters alone is a parameter to its reader
+        if node in draft.formulas:
+            _plan_formula(draft, node, draft.formulas[node])
+        else:
+            _plan_op(draft, node)
+
+
+def explain_unread_parameters(draft: Draft) -> None:
+    """Says why parameters stay in float that only ops without a row read.
+
+    Requires: all other passes have run.
+    Ensures: every such parameter is in ``floats``.
+    """
+    for node in draft.graph.nodes:
+        if node.op == "get_attr" and is_float(node) and node not in draft.values:
+            reason = draft.unknown_readers(list(draft.flow.readers(node)))
+            if reason is not None:
+                draft.floats.setdefault(node, reason)
+
+
+def _plan_op(draft: Draft, node: fx.Node) -> None:
+    flow, row = draft.flow, draft.flow.row(node)
+    assert row is not None
+    decisions = draft.rules.decisions(node, flow)
+    for port in flow.weight_ports(node):
+        axes = row.weight_axes(node, port.value) if row.weight_axes else None
+        _plan_parameter(draft, port, decisions.weight, axes, f"weight of {row.kind}")
+    for port in flow.bias_ports(node):
+        if flow.is_static(port.value):
+            _plan_parameter(draft, port, decisions.bias, None, f"bias of {row.kind}")
+    for port in flow.data_ports(node):
+        if flow.is_static(port.value) and not draft.divides(port):
+            _plan_constant(draft, port, f"constant operand of {row.kind}")
+
+
+def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
+    """The parameters of a formula are treated as those of the op it spells out; its numbers are left alone."""
+    decisions = draft.rules.decisions(node, draft.flow, kind=formula.kind)
+    parameters = ((formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias"))
+    for port in ports(node):
+        for parameter, decision, role in parameters:
+            if parameter is not None and draft.flow.root(port.value) is draft.flow.root(parameter):
+                _plan_parameter(draft, port, decision, None, f"{role} of {formula.kind}")
+
+
+def _plan_constant(draft: Draft, port: Port, why: str) -> None:
+    """A constant operand gets the activation setting; dynamic quantization leaves it in float."""
+    node = draft.flow.root(port.value)
+    if not draft.rules.activation.setting.is_dynamic:
+        _plan_parameter(draft, port, draft.rules.activation, None, why)
+    elif node not in draft.values:
+        draft.floats.setdefault(node, "constant; ranges are taken at run time")
+
+
+def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, why: str) -> None:
+    """``axes``: output and input channels of the value at ``port``, ``None`` if it has no channels."""
+    node, axes = _quantized_node(draft, port, axes)
+    if not decision.enabled:
+        draft.floats.setdefault(node, f"float by {decision.reason}")
+        return
+    shape = tuple(node.meta["val"].shape)
+    try:
+        spec = to_spec(decision.setting, axes, len(shape))
+        spec.granularity.qparam_shape(shape)
+    except SpecError as error:
+        draft.misfits.append(f"{value_site(node)}: {error}")
+        return
+    wanted = draft.site_plan(spec, decision, why, static=True)
+    draft.floats.pop(node, None)
+    present = draft.values.setdefault(node, wanted)
+    row = draft.flow.row(port.user)
+    if present.spec != spec and row is not None and port.arg in row.weights:
+        draft.edges[edge_site(port)] = wanted  # a constant operand is content with the encoding that is there
+
+
+def _quantized_node(
+    draft: Draft, port: Port, axes: tuple[int, int] | None
+) -> tuple[fx.Node, tuple[int, int] | None]:
+    """The parameter behind ``port`` and its channel axes; if they have no place in it, the value the op reads."""
+    root = draft.flow.root(port.value)
+    if root.op != "get_attr":
+        return port.value, axes
+    if axes is None:
+        return root, None
+    out, into = (draft.flow.axis_at_root(port.value, axis) for axis in axes)
+    return (port.value, axes) if out is None or into is None else (root, (out, into))

@@ -1,0 +1,116 @@
+"""Rules 1, 2, 3, 6 and 9 of the planner: values at their producer."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from qtk.graph.flow import maker
+from qtk.graph.op_table import op_name
+from qtk.graph.sites import EXCLUDED, is_float, label
+from qtk.planning.draft import Draft, is_empty
+from qtk.planning.rules import Decision
+from qtk.planning.supergroups import match_supergroups
+
+
+def plan_values(draft: Draft) -> None:
+    """Decides every float value that an op makes or the model takes in.
+
+    Requires: graphs inside composites are planned.
+    Ensures: every such value is in ``values``, or in ``floats`` with the reason, unless a composite quantizes it
+    inside, it is an input of a nested graph, or a constant that no op computes with.
+    """
+    inner = _inner_values(draft)
+    for node in draft.graph.nodes:
+        if is_float(node) and node.op != "get_attr" and draft.flow.carried(node) is None:
+            _plan_value(draft, node, inner.get(node))
+
+
+def _inner_values(draft: Draft) -> dict[fx.Node, str]:
+    """The values inside supergroups and formulas, each with the reason to leave it in float (rule 3)."""
+    inner = {
+        node: f"inside supergroup {group}"
+        for group in match_supergroups(draft.graph, draft.flow, draft.rules.config.supergroups, draft.formulas)
+        for node in group.nodes[:-1]
+    }
+    inner |= {
+        node: f"inside {formula.kind}, spelled out"
+        for node, formula in draft.formulas.items() if node != formula.nodes[-1]
+    }
+    return inner
+
+
+def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
+    op, formula = maker(node), draft.formulas.get(node)
+    decision = draft.rules.decisions(op, draft.flow, kind=formula.kind if formula else None).output
+    row, reason = draft.flow.row(node), _stays_float(draft, node) or inner
+    if reason is not None:
+        draft.floats[node] = reason
+    elif _is_quantized_inside(draft, op):
+        pass
+    elif node.op == "placeholder":
+        _plan_input(draft, node, decision)
+    elif row is None:
+        _plan_unknown(draft, node, decision)
+    elif draft.flow.is_constant(node):
+        _plan_if_read(draft, node, decision, "constant")
+    else:
+        _plan_computed(draft, node, decision, formula.kind if formula else row.kind)
+
+
+def _stays_float(draft: Draft, node: fx.Node) -> str | None:
+    """Why no configuration can quantize the value, ``None`` if one can."""
+    if label(node, EXCLUDED):
+        return "excluded by modules_to_exclude"
+    if is_empty(node):
+        return "has no elements"
+    if draft.flow.is_static(node):
+        return "computed from parameters"  # rule 4 decides where it is read
+    return None
+
+
+def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
+    """Whether a composite hands out values that are quantized already, by the last graph inside it (rule 10)."""
+    if op not in draft.nested:
+        return False
+    last = draft.nested[op][-1]
+    return all(last.flow.root(value) in last.values for value in last.graph.output_node().all_input_nodes)
+
+
+def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
+    """Rule 2; inputs of nested graphs are quantized outside."""
+    if draft.io is None:
+        return
+    readers = list(draft.flow.readers(node))
+    if draft.io.inputs == "float":
+        draft.floats[node] = "io.inputs is float"
+    elif any(draft.takes_data(port) for port in readers):
+        draft.decide(node, decision, "model input")
+    else:
+        draft.floats[node] = draft.unknown_readers(readers) or "no op computes with it"
+
+
+def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision) -> None:
+    """Rule 6."""
+    reason = f"op {op_name(maker(node))} is not in the op table"
+    if not _plan_if_read(draft, node, decision, reason):
+        draft.floats[node] = reason
+
+
+def _plan_if_read(draft: Draft, node: fx.Node, decision: Decision, source: str) -> bool:
+    """Decides the value if a known op computes with it. Returns: whether one does."""
+    reader = next((port.user for port in draft.flow.readers(node) if draft.takes_data(port)), None)
+    if reader is not None:
+        draft.decide(node, decision, f"{source}; read by {reader.name}")
+    return reader is not None
+
+
+def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -> None:
+    """Rules 1 and 9, and ``io.outputs``."""
+    readers = list(draft.flow.readers(node))
+    is_output = all(port.user.op == "output" for port in readers)
+    if readers and all(draft.divides(port) for port in readers):
+        draft.floats[node] = "only divides: a value that rounds to 0 would make the result infinite"
+    elif is_output and draft.io is not None and draft.io.outputs == "float":
+        draft.floats[node] = "io.outputs is float"
+    else:
+        draft.decide(node, decision, kind)
