@@ -25,16 +25,16 @@ def backends() -> dict[str, str]:
     >>> sorted(backends())
     ['cpu', 'cuda']
     """
-    kernels = {"cpu": ("C++", why_not_native()), "cuda": ("Triton", why_not_triton())}
+    kernels = {"cpu": ("C++", load_native()), "cuda": ("Triton", why_not_triton())}
     return {
-        device: f"reference; {name} kernels {missing}" if missing else f"{name} kernels"
-        for device, (name, missing) in kernels.items()
+        device: f"{name} kernels" if reason is None else f"reference; {name} kernels {reason}"
+        for device, (name, reason) in kernels.items()
     }
 
 
 @functools.cache
-def why_not_native() -> str:
-    """Loads the library. Returns: why it is not in use; empty if it is."""
+def load_native() -> str | None:
+    """Loads the C++ kernels, once a process. Returns: why they are not in use; ``None`` if they are."""
     if _is_set(DISABLE):
         return f"switched off by {DISABLE}"
     if not LIBRARY.exists():
@@ -44,19 +44,19 @@ def why_not_native() -> str:
     except OSError as error:
         first = str(error).strip().splitlines()[0]
         return f"built for another torch than {torch.__version__}, build it again: {first}"
-    return ""
+    return None
 
 
 @functools.cache
-def why_not_triton() -> str:
-    """Why the Triton kernels are not in use; empty if they are. Does not import Triton."""
+def why_not_triton() -> str | None:
+    """Why the Triton kernels are not in use; ``None`` if they are. Does not import Triton."""
     if _is_set(DISABLE_TRITON):
         return f"switched off by {DISABLE_TRITON}"
     if not torch.cuda.is_available():
         return "wait for a GPU"
     if importlib.util.find_spec("triton") is None:
         return "not there; run pip install triton"
-    return ""
+    return None
 
 
 def _is_set(variable: str) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from qtk.core.granularity import WHOLE
 from qtk.errors import SpecError
-from qtk.kernels.backends import why_not_native, why_not_triton
+from qtk.kernels.backends import load_native, why_not_triton
 from qtk.numerics import candidate_errors as reference
 from qtk.numerics.statistics import count_scales
 
-if why_not_native():
+if load_native() is not None:
     torch.library.define(
         "qtk::candidate_errors",
         "(Tensor input, Tensor scales, Tensor? zero_points, int[] block_size, int qmin, int qmax, bool squared, "
@@ -43,7 +43,7 @@ def _on_gpu(
     squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
     spec = scales, zero_points, block_size, qmin, qmax, squared, importance, clipped
-    if why_not_triton():
+    if why_not_triton() is not None:
         return _reference(input, *spec)
     from qtk.kernels.gpu import candidate_errors as kernels
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import why_not_native, why_not_triton
+from qtk.kernels.backends import load_native, why_not_triton
 from qtk.numerics import dynamic
 from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import BACKWARD
 from qtk.ops.statistics import min_max
 
-_NATIVE = not why_not_native()
+_NATIVE = load_native() is None
 
 if not _NATIVE:
     torch.library.define(
@@ -34,7 +34,7 @@ torch.library.impl("qtk::fake_quantize_dynamic", "CompositeExplicitAutograd", dy
 def _on_gpu(
     input: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if why_not_triton():
+    if why_not_triton() is not None:
         return dynamic.fake_quantize(input, block_size, qmin, qmax, symmetric)
     from qtk.kernels.gpu import fake_quantize_dynamic as kernels
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import qtk
-from qtk.kernels.backends import DISABLE, LIBRARY, why_not_native
+from qtk.kernels.backends import DISABLE, LIBRARY, load_native
 from tests.kernels import conformance
 
-pytestmark = pytest.mark.skipif(bool(why_not_native()), reason=f"C++ kernels: {why_not_native()}")
+pytestmark = pytest.mark.skipif(load_native() is not None, reason=f"C++ kernels: {load_native()}")
 
 forward = torch.ops.qtk.fake_quantize.default
 backward = torch.ops.qtk.fake_quantize_backward.default
