@@ -24,7 +24,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
 
 CONFIGS = ("default", "onnxruntime", "dynamic")
-LAYERWISE = ("residual", "all_convolutions", "vit", "gru", "reused_module", "tied")
+LAYERWISE = ("residual", "all_convolutions", "vit", "gru", "reused_module", "two_inputs")
 METHODS = ["seq_mse", "gptq", "bias_correction"]
 
 
@@ -55,7 +55,7 @@ def onnx_bytes(path: Path) -> bytes:
 def of_simulation(entry: Entry, config: str) -> Iterator[tuple[str, str]]:
     sim = qtk.QuantSim(entry.model(), entry.inputs(), config=config, weight_bits=4)
     yield "plan", digest(str(sim.plan).encode())
-    sim.compute_encodings([entry.inputs()] if not isinstance(entry.inputs(), list) else entry.inputs(), progress=False)
+    sim.compute_encodings([entry.inputs()], progress=False)
     encodings = sim.encodings()
     yield "encodings", digest(*(
         part for name, encoding in encodings.items()
