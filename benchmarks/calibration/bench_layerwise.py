@@ -79,7 +79,7 @@ def sim_of(model: nn.Module, batches: list[Tensor], granularity: str) -> qtk.Qua
 def seq_mse(**settings: object) -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
-        step = qtk.STEPS["seq_mse"]
+        step = qtk.METHODS["seq_mse"]
         inputs = settings.get("inputs", "asym")
         own = {name: value for name, value in settings.items() if name != "inputs"}
         start = time.perf_counter()

@@ -22,7 +22,7 @@ def effective_scale(scale: Tensor) -> Tensor:
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 
-def gradient_of_given_scale(of_acting: Tensor, scale: Tensor) -> Tensor:
+def scale_gradient(of_acting: Tensor, scale: Tensor) -> Tensor:
     """Gradient of ``scale`` from that of ``effective_scale(scale)``; none where the bound acts instead."""
     return torch.where(scale.abs() >= SMALLEST_SCALE, of_acting * scale.sign(), 0.0)
 

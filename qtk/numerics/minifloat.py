@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.numerics.blocks import align, split_shape
-from qtk.numerics.effective import effective_scale, gradient_of_given_scale
+from qtk.numerics.effective import effective_scale, scale_gradient
 
 _BIAS, _MANTISSA_BITS = 127, 23
 """Of float32."""
@@ -62,7 +62,7 @@ def fake_quantize_backward(
     axes = split_shape(x.shape, block_size)[1]
     of_acting = slope * error
     summed = of_acting.sum(axes) if axes else of_acting
-    return dx, gradient_of_given_scale(summed.reshape(scale.shape).to(torch.float32), scale)
+    return dx, scale_gradient(summed.reshape(scale.shape).to(torch.float32), scale)
 
 
 def smallest_exponent(format: FloatDtype) -> int:

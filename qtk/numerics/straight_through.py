@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtk.numerics.blocks import pieces, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, gradient_of_given_scale
+from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
 
 
 def fake_quantize_backward(
@@ -65,7 +65,7 @@ def fake_quantize_backward(
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
             of_scale.add_(_sum(real.sub_(steps).mul_(slope), x.shape, block_size))
-    return grad_x, None if grad_scale is None else gradient_of_given_scale(grad_scale, given), grad_zero_point
+    return grad_x, None if grad_scale is None else scale_gradient(grad_scale, given), grad_zero_point
 
 
 def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:
