@@ -35,20 +35,10 @@ from qtk.workflow.feed import Data, Forward, run_all
 
 
 def apply_seq_mse(
-    sim: HasSimulation,
-    data: Data,
-    *,
-    num_candidates: int = 20,
-    refine: bool = False,
-    joint: bool = False,
-    exact: bool = False,
-    loss: str = "mse",
-    inputs: Inputs = "asym",
-    sites: Iterable[str] | str | None = None,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    offload: Offload = "none",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    sim: HasSimulation, data: Data, *,
+    num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
     """Sequential MSE: gives every weight the scales with which the output of its layer changes least.
@@ -81,7 +71,13 @@ def apply_seq_mse(
         joint: for weights quantized in blocks, then block-coordinate descent on the error of the whole output.
         exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
         loss: ``mse``, ``sqnr`` or ``l1``, see ``qtk.layerwise.seq_mse.SeqMse``.
-        inputs, sites, forward, num_batches, offload, checkpoint_dir, progress: as in ``apply_layerwise``.
+        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -94,17 +90,10 @@ def apply_seq_mse(
 
 
 def apply_gptq(
-    sim: HasSimulation,
-    data: Data,
-    *,
-    damping: float = 0.01,
-    act_order: bool = True,
-    inputs: Inputs = "asym",
-    sites: Iterable[str] | str | None = None,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    offload: Offload = "none",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    sim: HasSimulation, data: Data, *,
+    damping: float = 0.01, act_order: bool = True,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
     """GPTQ: rounds weights column by column, each error propagated to the remaining columns by the inverse Hessian.
@@ -137,7 +126,13 @@ def apply_gptq(
         data: as for ``compute_encodings``; a few hundred samples, at least twice as many rows as a layer has columns.
         damping: added to the diagonal of the Hessian, as a multiple of its mean.
         act_order: round the columns with the largest inputs first.
-        inputs, sites, forward, num_batches, offload, checkpoint_dir, progress: as in ``apply_layerwise``.
+        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -150,17 +145,10 @@ def apply_gptq(
 
 
 def apply_adaround(
-    sim: HasSimulation,
-    data: Data,
-    *,
-    iterations: int = 1000,
-    through_activation: bool = False,
-    inputs: Inputs = "asym",
-    sites: Iterable[str] | str | None = None,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    offload: Offload = "none",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    sim: HasSimulation, data: Data, *,
+    iterations: int = 1000, through_activation: bool = False,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
     """AdaRound: learns for every weight whether it is rounded up or down, so that its layer's output changes least.
@@ -192,7 +180,13 @@ def apply_adaround(
         iterations: steps of its optimizer.
         through_activation: where a ReLU, GELU or the like alone reads the output of a layer, minimize the error after
             it (equation 25), on a sample of rows.
-        inputs, sites, forward, num_batches, offload, checkpoint_dir, progress: as in ``apply_layerwise``.
+        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -205,15 +199,9 @@ def apply_adaround(
 
 
 def correct_bias(
-    sim: HasSimulation,
-    data: Data,
-    *,
-    inputs: Inputs = "asym",
-    sites: Iterable[str] | str | None = None,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    offload: Offload = "none",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    sim: HasSimulation, data: Data, *,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
     """Bias correction: gives every output of a layer with a bias the mean it has in the float model.
@@ -243,7 +231,13 @@ def correct_bias(
     Args:
         sim: a ``QuantSim``; its biases change, and the encodings of their weights are frozen.
         data: as for ``compute_encodings``; a few hundred samples.
-        inputs, sites, forward, num_batches, offload, checkpoint_dir, progress: as in ``apply_layerwise``.
+        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -256,16 +250,9 @@ def correct_bias(
 
 
 def apply_layerwise(
-    sim: HasSimulation,
-    data: Data,
-    methods: str | Sequence[str | LayerwiseMethod],
-    *,
-    inputs: Inputs = "asym",
-    sites: Iterable[str] | str | None = None,
-    forward: Forward | None = None,
-    num_batches: int | None = None,
-    offload: Offload = "none",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    sim: HasSimulation, data: Data, methods: str | Sequence[str | LayerwiseMethod], *,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
     """Applies several layer-wise methods in one walk: each layer is finished by all of them before the next.
