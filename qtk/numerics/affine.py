@@ -1,11 +1,11 @@
-"""Affine quantization, the definition every kernel, export and proof refers to.
+"""Affine quantization: the reference that every kernel and export is compared with.
 
     code  = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)
     x̂     = (code - zero_point) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear, bit for bit. Half precision is widened to
-float32 first and x̂ rounded back at the end. A range that is being learned enters as ``qtk.numerics.effective`` says. No
-result carries a gradient: ``qtk.numerics.straight_through`` has it.
+float32 first and x̂ rounded back at the end. Scale and zero point are the effective ones of ``qtk.numerics.effective``.
+Results carry no gradient; ``qtk.numerics.straight_through`` computes it.
 
 >>> x, scale = torch.tensor([0.25, 0.75, -9.0]), torch.tensor([0.5])
 >>> quantize(x, scale, None, (), -8, 7)          # 0.5 and 1.5 go to even
@@ -29,13 +29,13 @@ from qtk.numerics.effective import effective_scale, effective_zero_point
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
-    """Codes of ``x``, int32. ±inf take the outermost codes; a NaN has no code and gets the one of real 0.
+    """Codes of ``x``, int32. ±inf saturate; NaN is given the code of real 0.
 
     Shape: ``x`` any; ``scale`` and ``zero_point`` the qparam shape of ``block_size``; result as ``x``, same layout.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
+    x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     codes = torch.empty_like(x, dtype=torch.int32)
     for (part, out), (step, zero) in pieces((x, codes), (scale, zero_point), block_size):
         assert step is not None
@@ -45,8 +45,8 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int]) -> Tensor:
-    """The float32 reals that ``codes`` stand for. Shape and Raises: as ``quantize``."""
-    codes, scale, zero_point = _bare(codes, scale, zero_point)
+    """Real values of ``codes``, float32. Shape and Raises: as ``quantize``."""
+    codes, scale, zero_point = _detached(codes, scale, zero_point)
     reals = torch.empty_like(codes, dtype=torch.float32)
     for (part, out), (step, zero) in pieces((codes, reals), (scale, zero_point), block_size):
         assert step is not None
@@ -62,7 +62,7 @@ def fake_quantize(
 
     Shape and Raises: as ``quantize``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
+    x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     result = torch.empty_like(x)
     for (part, out), (step, zero) in pieces((x, result), (scale, zero_point), block_size):
         assert step is not None
@@ -86,10 +86,10 @@ def expand(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> T
     return lined if len(split) == len(shape) else lined.expand(split).reshape(tuple(shape))
 
 
-def _bare(
+def _detached(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: float = -math.inf, qmax: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three without autograd, the range as it acts."""
+    """``x``, effective scale and effective zero point, detached from autograd."""
     zero = None if zero_point is None else effective_zero_point(zero_point.detach(), qmin, qmax)
     return x.detach(), effective_scale(scale.detach()), zero
 

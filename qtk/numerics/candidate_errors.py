@@ -1,9 +1,9 @@
-"""What each of many candidate ranges would cost: the one sum that range and scale searches compare.
+"""Quantization error of many candidate scales: the weighted sum that range and scale searches minimize.
 
     error[c, s] = Σ importance · (clipped where x is clipped, else 1) · |x - x̂(c)|^norm     over the elements of scale s
 
-with x̂ as in ``qtk.numerics.affine``, in float64 where ``x`` is float64. Norm 2 and the diagonal of a Gram matrix as
-importance estimate the error of a layer's output; a ``clipped`` above 1 makes clipping dearer than rounding.
+with x̂ as in ``qtk.numerics.affine``, in float64 where ``x`` is float64. Norm 2 with the
+diagonal of a Gram matrix as importance estimates the error of a layer's output; ``clipped > 1`` penalizes clipping.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def candidate_errors(
     importance: Tensor | None = None,
     clipped: float = 1.0,
 ) -> Tensor:
-    """Error of every candidate of every scale.
+    """Error of every candidate for every scale.
 
     Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
