@@ -37,9 +37,9 @@ def quantize(
     """
     x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     codes = torch.empty_like(x, dtype=torch.int32)
-    for (part, out), (step, zero) in pieces((x, codes), (scale, zero_point), block_size):
-        assert step is not None
-        code = _code(part, step, zero, qmin, qmax, torch.empty_like(part, dtype=torch.float32))
+    for (part, out), (part_scale, zero) in pieces((x, codes), (scale, zero_point), block_size):
+        assert part_scale is not None
+        code = _code(part, part_scale, zero, qmin, qmax, torch.empty_like(part, dtype=torch.float32))
         out.copy_(torch.where(code.isnan(), 0.0 if zero is None else zero, code))
     return codes
 
@@ -48,10 +48,10 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, block_si
     """Real values of ``codes``, float32. Shape and Raises: as ``quantize``."""
     codes, scale, zero_point = _detached(codes, scale, zero_point)
     reals = torch.empty_like(codes, dtype=torch.float32)
-    for (part, out), (step, zero) in pieces((codes, reals), (scale, zero_point), block_size):
-        assert step is not None
+    for (part, out), (part_scale, zero) in pieces((codes, reals), (scale, zero_point), block_size):
+        assert part_scale is not None
         out.copy_(part)
-        (out if zero is None else out.sub_(zero)).mul_(step)
+        (out if zero is None else out.sub_(zero)).mul_(part_scale)
     return reals
 
 
@@ -64,11 +64,12 @@ def fake_quantize(
     """
     x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     result = torch.empty_like(x)
-    for (part, out), (step, zero) in pieces((x, result), (scale, zero_point), block_size):
-        assert step is not None
+    for (part, out), (part_scale, zero) in pieces((x, result), (scale, zero_point), block_size):
+        assert part_scale is not None
         in_place = out.dtype == torch.float32
-        real = _code(part, step, zero, qmin, qmax, out if in_place else torch.empty_like(part, dtype=torch.float32))
-        (real if zero is None else real.sub_(zero)).mul_(step)
+        real = out if in_place else torch.empty_like(part, dtype=torch.float32)
+        _code(part, part_scale, zero, qmin, qmax, real)
+        (real if zero is None else real.sub_(zero)).mul_(part_scale)
         if not in_place:
             out.copy_(real)
     return result
@@ -94,8 +95,8 @@ def _detached(
     return x.detach(), effective_scale(scale.detach()), zero
 
 
-def _code(part: Tensor, step: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
+def _code(part: Tensor, part_scale: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
     """Codes as float32, written into ``out``."""
-    torch.div(part.to(torch.float32), step, out=out).round_()
+    torch.div(part.to(torch.float32), part_scale, out=out).round_()
     # adding 0 turns -0.0 into 0.0: codes are integers and know no sign of zero
     return out.add_(0.0 if zero is None else zero).clamp_(qmin, qmax)

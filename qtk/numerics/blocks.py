@@ -40,8 +40,8 @@ def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -
         kept = [length for size, length in zip(block_size, shape, strict=True) if size == 1]
         fits = list(values.shape) == kept and all(size in (1, WHOLE) for size in block_size)
     if not fits:
-        given = f"tensor of shape {tuple(shape)}" + (f" in blocks of {tuple(block_size)}" if block_size else "")
-        raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {given}")
+        described = f"tensor of shape {tuple(shape)}" + (f" in blocks of {tuple(block_size)}" if block_size else "")
+        raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {described}")
 
 
 def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape, Shape]:
@@ -112,25 +112,25 @@ def pieces(
     shape = first.shape
     aligned = [None if value is None else align(value, shape, block_size) for value in values]
     if not shape:
-        whole = [tensor.reshape(1) for tensor in tensors]
+        views = [tensor.reshape(1) for tensor in tensors]
     else:
         split = split_shape(shape, block_size)[0] if block_size else shape
-        whole = list(tensors) if split == shape else [tensor.view(split) for tensor in tensors]
+        views = list(tensors) if split == shape else [tensor.view(split) for tensor in tensors]
     if first.numel() <= PIECE or first.device.type != "cpu":
-        yield whole, aligned
+        yield views, aligned
         return
     length = PIECE * torch.get_num_threads()
-    order = memory_order(whole[0])
+    order = memory_order(views[0])
     if not block_size:
-        ordered = [tensor.permute(order) for tensor in whole]
+        ordered = [tensor.permute(order) for tensor in views]
         if all(tensor.is_contiguous() for tensor in ordered):
             for flats in zip(*(torch.split(tensor.view(-1), length) for tensor in ordered), strict=True):
                 yield list(flats), aligned
             return
-    outer = next(axis for axis in order if whole[0].shape[axis] > 1)
-    step = max(1, length * whole[0].shape[outer] // first.numel())
-    for start in range(0, whole[0].shape[outer], step):
-        size = min(step, whole[0].shape[outer] - start)
-        parts = [tensor.narrow(outer, start, size) for tensor in whole]
+    outer = next(axis for axis in order if views[0].shape[axis] > 1)
+    count = max(1, length * views[0].shape[outer] // first.numel())
+    for start in range(0, views[0].shape[outer], count):
+        size = min(count, views[0].shape[outer] - start)
+        parts = [tensor.narrow(outer, start, size) for tensor in views]
         shared = not block_size or outer in split_shape(shape, block_size)[1]
         yield parts, [value if value is None or shared else value.narrow(outer, start, size) for value in aligned]

@@ -44,11 +44,11 @@ def candidate_errors(
     weights = None if importance is None else importance.detach().to(torch.float64).expand(x.shape).reshape(split)
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     for candidate, scale in enumerate(effective_scale(scales.detach().to(real))):
-        step = scale.reshape(lined)
+        aligned_scale = scale.reshape(lined)
         zero = 0.0 if zero_points is None else zero_points[candidate].to(real).reshape(lined)
-        code = (wide / step).round_().add_(zero)
+        code = (wide / aligned_scale).round_().add_(zero)
         nearest = code.clamp(qmin, qmax)
-        size = (wide - (nearest - zero) * step).abs_().to(torch.float64).pow_(norm)
+        size = (wide - (nearest - zero) * aligned_scale).abs_().to(torch.float64).pow_(norm)
         if clipped != 1:
             size *= torch.where(nearest == code, 1.0, clipped)
         if weights is not None:

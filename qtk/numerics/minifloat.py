@@ -45,8 +45,8 @@ def fake_quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: F
 
     Raises: SpecError if the scale does not fit ``x``.
     """
-    steps, step = _in_steps(x, scale, block_size)
-    return torch.empty_like(x).copy_((round_to(steps, format) * step).reshape(x.shape))
+    steps, aligned_scale = _in_steps(x, scale, block_size)
+    return torch.empty_like(x).copy_((round_to(steps, format) * aligned_scale).reshape(x.shape))
 
 
 def fake_quantize_backward(
@@ -86,6 +86,6 @@ def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
 
 def _in_steps(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``x / scale`` in the split shape of the blocks, and the scale broadcastable against it."""
-    step = align(effective_scale(scale), x.shape, block_size)
+    aligned_scale = align(effective_scale(scale), x.shape, block_size)
     split = split_shape(x.shape, block_size)[0]
-    return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step
+    return x.to(torch.float32).reshape(split) / (aligned_scale if x.ndim else aligned_scale.reshape(())), aligned_scale

@@ -46,11 +46,11 @@ def fake_quantize_backward(
     grad_x = torch.empty_like(x, dtype=grad.dtype)
     grad_scale = torch.zeros_like(scale) if wants_scale else None
     grad_zero_point = torch.zeros_like(scale) if wants_zero_point else None
-    for (part, grad_part, out), (step, zero, of_scale, of_zero) in pieces(
+    for (part, grad_part, out), (part_scale, zero, of_scale, of_zero) in pieces(
         (x, grad, grad_x), (scale, zero_point, grad_scale, grad_zero_point), block_size
     ):
-        assert step is not None
-        steps = torch.div(part.to(torch.float32), step)
+        assert part_scale is not None
+        steps = torch.div(part.to(torch.float32), part_scale)
         code = steps.round_() if of_scale is None else steps.round()
         if zero is not None:
             code.add_(zero)
@@ -59,7 +59,7 @@ def fake_quantize_backward(
         if straight is not out:
             out.copy_(straight)
         if of_zero is not None:
-            of_zero.sub_(_sum(grad_part - straight, x.shape, block_size) * step)
+            of_zero.sub_(_sum(grad_part - straight, x.shape, block_size) * part_scale)
         if of_scale is not None:
             _inside(steps, code, qmin, qmax, out=steps)
             code.clamp_(qmin, qmax)
