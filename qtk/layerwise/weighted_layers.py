@@ -48,7 +48,7 @@ ACTIVATIONS = frozenset((
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
-    """The layers of a model with quantizers, in graph order, and the quantized weights of no layer, each with the reason."""
+    """The layers of a model with quantizers, in graph order, and the weights of no layer, each with the reason."""
     layers: dict[str, WeightedLayer] = {}
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
