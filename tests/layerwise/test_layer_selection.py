@@ -63,7 +63,7 @@ def test_needs_decide(sim, methods, names, skipped):
 
 
 def test_a_refusal_is_the_reason_even_if_its_text_is_empty(sim):
-    with pytest.raises(CalibrationError, match="0.weight: too small"):
+    with pytest.raises(CalibrationError, match=r"0\.weight: too small"):
         select_layers(sim.simulation, [Idle(), Idle(refused="too small")], "0.weight")
     with pytest.raises(CalibrationError, match="no layer to work on"):
         select_layers(sim.simulation, [Idle(refused="")], None)

@@ -45,7 +45,7 @@ def run(evaluator, graph, x):
 
 def test_each_path_is_what_the_model_computes():
     sim, x = simulation()
-    outputs, values = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
+    outputs, _ = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
     for output, expected in zip(outputs, both(sim, x), strict=True):
         assert torch.equal(output, expected)
     assert not torch.equal(*outputs)
