@@ -10,7 +10,7 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import QtkError
 from qtk.kernels.backends import backends
-from qtk.layerwise.methods import STEPS
+from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
 from qtk.workflow.export import EXPORTERS
@@ -21,8 +21,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXPORTERS",
+    "METHODS",
     "SCHEMES",
-    "STEPS",
     "Encoding",
     "Mode",
     "PerBlock",

@@ -32,26 +32,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(DEMO_MODELS))
     parser.add_argument("--inputs", choices=("asym", "symfp", "symqt"), default="asym")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     images = [batch for batch, _ in calibration_batches()]
-    table = Table(title=f"top-1, %; inputs {given.inputs}")
+    table = Table(title=f"top-1, %; inputs {arguments.inputs}")
     for heading in ("model", "float", "method", *(f"W{weights}A{activations}" for weights, activations in WIDTHS)):
         table.add_column(heading, justify="left" if heading in ("model", "method") else "right")
-    progress = tqdm(total=len(given.models) * len(METHODS) * len(WIDTHS), unit="run")
-    for name in given.models:
+    progress = tqdm(total=len(arguments.models) * len(METHODS) * len(WIDTHS), unit="run")
+    for name in arguments.models:
         model = build(name)
         floating = f"{top1(model):.2f}"
         prepared = qtk.prepare_model(model, images[0])
-        for method, steps in METHODS.items():
+        for title, methods in METHODS.items():
             row = []
             for weight_bits, activation_bits in WIDTHS:
                 sim = qtk.QuantSim(prepared, images[0], weight_bits=weight_bits, activation_bits=activation_bits)
                 sim.compute_encodings(images, progress=False)
-                if steps:
-                    qtk.apply_layerwise(sim, images, steps, inputs=given.inputs, progress=False)
+                if methods:
+                    qtk.apply_layerwise(sim, images, methods, inputs=arguments.inputs, progress=False)
                 row.append(f"{top1(sim.model):.2f}")
                 progress.update()
-            table.add_row(name, floating, method, *row)
+            table.add_row(name, floating, title, *row)
         table.add_section()
     progress.close()
     Console().print(table)

@@ -35,17 +35,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(DEMO_MODELS))
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     images = [batch for batch, _ in calibration_batches()]
     table = Table(title="top-1, %")
     for heading in ("model", "float", "scheme", *(f"W{weights}A{activations}" for weights, activations in WIDTHS)):
         table.add_column(heading, justify="left" if heading in ("model", "scheme") else "right")
-    progress = tqdm(total=len(given.models) * len(given.schemes) * len(WIDTHS), unit="run")
-    for name in given.models:
+    progress = tqdm(total=len(arguments.models) * len(arguments.schemes) * len(WIDTHS), unit="run")
+    for name in arguments.models:
         model = build(name)
         floating = f"{top1(model):.2f}"
         prepared = qtk.prepare_model(model, images[0])
-        for scheme in given.schemes:
+        for scheme in arguments.schemes:
             row = []
             for weight_bits, activation_bits in WIDTHS:
                 sim = qtk.QuantSim(

@@ -79,11 +79,11 @@ def sim_of(model: nn.Module, batches: list[Tensor], granularity: str) -> qtk.Qua
 def seq_mse(**settings: object) -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
-        step = qtk.STEPS["seq_mse"]
+        seq_mse = qtk.METHODS["seq_mse"]
         inputs = settings.get("inputs", "asym")
         own = {name: value for name, value in settings.items() if name != "inputs"}
         start = time.perf_counter()
-        qtk.apply_layerwise(sim, batches, [type(step)(CANDIDATES, **own)], inputs=inputs, progress=False)
+        qtk.apply_layerwise(sim, batches, [type(seq_mse)(CANDIDATES, **own)], inputs=inputs, progress=False)
         search.seconds = time.perf_counter() - start
         return sim.model
 
@@ -172,8 +172,8 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
     with torch.no_grad():
         outputs = [model(batch) for batch in batches]
     signal = float(sum(output.square().sum() for output in outputs))
-    chosen = [way for way in ways if way != "qtk, joint" or granularity != "per_channel"]
-    seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in chosen}}
+    tried = [way for way in ways if way != "qtk, joint" or granularity != "per_channel"]
+    seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in tried}}
     errors: dict[str, float] = {}
     for _ in range(repeats):
         with torch.no_grad():
@@ -181,7 +181,7 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
             for batch in batches:
                 model(batch)
             seconds[FLOAT].append(time.perf_counter() - start)
-        for way in chosen:
+        for way in tried:
             progress.set_description(f"{name}, {granularity}: {way}")
             simulated = WAYS[way](model, batches, granularity)
             seconds[way].append(WAYS[way].seconds)
@@ -237,21 +237,21 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="file to write")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.peak:
-        print_peak(*given.peak)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        print_peak(*arguments.peak)
         return
-    if given.memory:
+    if arguments.memory:
         print_memory()
         return
     rows: list[dict[str, object]] = []
-    total = len(given.models) * len(given.granularities) * len(given.ways) * given.repeats
+    total = len(arguments.models) * len(arguments.granularities) * len(arguments.ways) * arguments.repeats
     with tqdm(total=total, unit="run") as progress:
-        for name in given.models:
-            for granularity in given.granularities:
-                rows += measure(name, granularity, given.repeats, list(given.ways), progress)
+        for name in arguments.models:
+            for granularity in arguments.granularities:
+                rows += measure(name, granularity, arguments.repeats, list(arguments.ways), progress)
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "repeats": given.repeats}
+               "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
     for heading in ("model", "granularity", "way", "median, s", "× fp32", "error / signal"):
         table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
@@ -261,8 +261,8 @@ def main() -> None:
         table.add_row(str(row["model"]), str(row["granularity"]), str(row["way"]), f"{row['median_s']:.2f}",
                       f"{row['ratio']:.2f}", error, end_section=last)
     Console(width=110).print(table)
-    if given.csv:
-        write_csv(given.csv, setting, rows)
+    if arguments.csv:
+        write_csv(arguments.csv, setting, rows)
 
 
 if __name__ == "__main__":

@@ -114,19 +114,19 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="file to write")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--peak", metavar="SCHEME", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.peak:
-        calibrate_and_print_peak(given.peak, given.batches)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        calibrate_and_print_peak(arguments.peak, arguments.batches)
         return
-    if given.memory:
-        print_memory(list(given.schemes))
+    if arguments.memory:
+        print_memory(list(arguments.schemes))
         return
     rows: list[dict[str, object]] = []
-    with tqdm(total=(len(given.schemes) + 1) * given.repeats * len(given.models), unit="run") as progress:
-        for name in given.models:
-            rows += measure(name, list(given.schemes), given.batches, given.repeats, progress)
+    with tqdm(total=(len(arguments.schemes) + 1) * arguments.repeats * len(arguments.models), unit="run") as progress:
+        for name in arguments.models:
+            rows += measure(name, list(arguments.schemes), arguments.batches, arguments.repeats, progress)
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "batches": given.batches, "batch_size": BATCH_SIZE, "repeats": given.repeats}
+               "batches": arguments.batches, "batch_size": BATCH_SIZE, "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
     for heading in ("model", "sites", "action", "median, s", "× fp32", "lowest", "highest"):
         table.add_column(heading, justify="left" if heading in ("model", "action") else "right")
@@ -134,8 +134,8 @@ def main() -> None:
         table.add_row(str(row["model"]), str(row["sites"]), str(row["action"]),
                       *(f"{row[key]:.2f}" for key in ("median_s", "ratio", "lowest", "highest")))
     Console(width=110).print(table)
-    if given.csv:
-        write_csv(given.csv, setting, rows)
+    if arguments.csv:
+        write_csv(arguments.csv, setting, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""Bias correction (Nagel et al., arXiv 1906.04721, section 4.2, with measured means): outputs keep their mean."""
+"""Bias correction: removes the shift that quantization gives to the mean of a layer's output.
+
+Nagel et al., arXiv 1906.04721, section 4.2, with measured means:
+
+    correction = E[X w - X̂ ŵ] = (w - ŵ)·E[X̂] + w·E[X - X̂]
+
+X is the input of the float model, X̂ that of the quantized one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,11 @@ def bias_correction(weight: Tensor, rounded: Tensor, mean: Tensor, mean_differen
 
     Shape: ``weight`` w and ``rounded`` ŵ [groups, outputs, columns]; ``mean`` of X̂ and ``mean_difference`` of X - X̂
     [groups, columns], ``None`` for 0; result [groups · outputs].
+
+    >>> import torch
+    >>> weight, rounded = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 1.5]]])
+    >>> bias_correction(weight, rounded, torch.tensor([[3.0, 4.0]]), None)
+    tensor([2.])
     """
     shift = ((weight - rounded) @ mean[..., None])[..., 0]
     if mean_difference is not None:

@@ -1,94 +1,96 @@
-"""GPTQ: columns are rounded one after the other, and what each loses is made up for by those still to come.
+"""GPTQ: columns are rounded in order, each error propagated to the remaining columns through the inverse Hessian.
 
-With ``U`` the upper Cholesky factor of the inverse of the damped Gram matrix, rounding column i of the weights changes
-the later ones by ``-(w_i - ŵ_i) / U_ii · U_ij``: the least squared error of the output that they can reach. (Frantar et
-al., arXiv 2210.17323, algorithm 1.) The scales stay what they are.
+With ``H = X̂ᵀX̂`` damped to ``H + (damping · mean diag H) I`` and U the upper Cholesky factor of its inverse, rounding
+column i changes every later column j by
+
+    w_j ← w_j - (w_i - ŵ_i) / U_ii · U_ij
+
+which is the update that minimizes the squared error of the layer's output. Frantar et al., arXiv 2210.17323, equations
+2 and 3 in the Cholesky form of algorithm 1. The scales stay what they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from qtk.algorithms.grid import Grid
+from qtk.algorithms.weight_grid import WeightGrid
 from qtk.errors import CalibrationError
 
 
-@dataclass(frozen=True, slots=True)
-class Gptq:
-    """How columns are taken.
+def gptq(
+    weight: Tensor, hessian: Tensor, grid: WeightGrid, *, damping: float = 0.01, act_order: bool = True,
+    columns_at_once: int = 128,
+) -> Tensor:
+    """The weights of one group of outputs, each rounded to its grid.
 
     Args:
-        damping: added to the diagonal of the Gram matrix, in means of it.
-        act_order: take the columns with the largest inputs first.
-        columns_at_once: columns whose changes are applied to the rest together; it does not change the result.
+        weight: float weights.
+        hessian: ``X̂ᵀX̂``, in the dtype to compute in.
+        grid: the grid points of every weight.
+        damping: added to the diagonal of the Hessian, as a multiple of its mean.
+        act_order: round the columns with the largest diagonal of the Hessian first.
+        columns_at_once: columns whose errors are propagated to the rest together; does not change the result.
+
+    Shape: ``weight`` [outputs, columns]; ``hessian`` [columns, columns]; ``grid`` and result as ``weight``.
+
+    Raises: CalibrationError if the damped Hessian is not positive definite.
     """
+    order = _column_order(hessian, act_order)
+    factor = _inverse_factor(hessian[order][:, order], damping)
+    remaining = weight[:, order].to(hessian.dtype)
+    rounded = torch.empty_like(remaining)
+    ordered_grid = grid[:, order]
+    for begin in range(0, remaining.shape[1], columns_at_once):
+        end = min(begin + columns_at_once, remaining.shape[1])
+        errors = torch.zeros_like(remaining[:, begin:end])
+        for index in range(begin, end):
+            column = remaining[:, index]
+            rounded_column = ordered_grid[:, index].nearest(column)
+            rounded[:, index] = rounded_column
+            errors[:, index - begin] = error = (column - rounded_column) / factor[index, index]
+            remaining[:, index:end] -= error[:, None] * factor[index, index:end]
+        remaining[:, end:] -= errors @ factor[begin:end, end:]
+    result = torch.empty_like(rounded)
+    result[:, order] = rounded
+    return result.to(weight.dtype)
 
-    damping: float = 0.01
-    act_order: bool = True
-    columns_at_once: int = 128
 
-    def __post_init__(self) -> None:
-        if not self.damping > 0 or self.columns_at_once < 1:
-            raise CalibrationError(f"GPTQ needs damping > 0 and columns_at_once ≥ 1, got {self.damping} and "
-                                   f"{self.columns_at_once}")
+def solve_damped(hessian: Tensor, right: Tensor, damping: float) -> Tensor:
+    """``x`` with ``H x = right`` for the damped Hessian.
 
-    def rounded(self, weight: Tensor, gram: Tensor, grid: Grid) -> Tensor:
-        """The weights, each on its grid.
+    Shape: ``hessian`` [columns, columns]; ``right`` and result [outputs, columns].
 
-        Shape: ``weight`` [outputs, columns]; ``gram`` [columns, columns], of the columns of the input, in the dtype to
-        compute in; ``grid`` and result as ``weight``.
+    Raises: CalibrationError if the damped Hessian is not positive definite.
+    """
+    return torch.cholesky_solve(right.mT, _cholesky(_damped(hessian, damping), damping)).mT
 
-        Raises: CalibrationError if the Gram matrix has no inverse even so.
-        """
-        order = self._order(gram)
-        factor = self._factor(gram[order][:, order])
-        left = weight[:, order].to(gram.dtype)
-        result = torch.empty_like(left)
-        ordered = grid[:, order]
-        for begin in range(0, left.shape[1], self.columns_at_once):
-            end = min(begin + self.columns_at_once, left.shape[1])
-            lost = torch.zeros_like(left[:, begin:end])
-            for column in range(begin, end):
-                own = left[:, column]
-                near = ordered[:, column].nearest(own)
-                result[:, column] = near
-                lost[:, column - begin] = error = (own - near) / factor[column, column]
-                left[:, column:end] -= error[:, None] * factor[column, column:end]
-            left[:, end:] -= lost @ factor[begin:end, end:]
-        back = torch.empty_like(result)
-        back[:, order] = result
-        return back.to(weight.dtype)
 
-    def solved(self, gram: Tensor, right: Tensor) -> Tensor:
-        """``x`` with ``H x = right`` for the damped Gram matrix. Shape: ``right`` and result [outputs, columns]."""
-        lower, failed = torch.linalg.cholesky_ex(self._damped(gram))
-        self._refuse(bool(failed))
-        return torch.cholesky_solve(right.mT, lower).mT
+def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
+    diagonal = hessian.diagonal()
+    if act_order:
+        return diagonal.argsort(descending=True, stable=True)
+    return torch.arange(len(diagonal), device=hessian.device)
 
-    def _order(self, gram: Tensor) -> Tensor:
-        diagonal = gram.diagonal()
-        if self.act_order:
-            return diagonal.argsort(descending=True, stable=True)
-        return torch.arange(len(diagonal), device=gram.device)
 
-    def _factor(self, gram: Tensor) -> Tensor:
-        lower, failed = torch.linalg.cholesky_ex(self._damped(gram))
-        self._refuse(bool(failed))
-        found = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        self._refuse(bool(found.info))
-        factor: Tensor = found.L
-        return factor
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with ``Uᵀ U = H⁻¹``."""
+    inverse = torch.cholesky_inverse(_cholesky(_damped(hessian, damping), damping))
+    return _cholesky(inverse, damping, upper=True)
 
-    def _damped(self, gram: Tensor) -> Tensor:
-        diagonal = gram.diagonal()
-        damped = gram.clone()
-        damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + self.damping * diagonal.mean())
-        return damped
 
-    def _refuse(self, failed: bool) -> None:
-        if failed:
-            raise CalibrationError(f"the inputs of this layer are too alike for a damping of {self.damping}; "
-                                   "use more data or a larger damping")
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """Columns that were always zero get a diagonal of 1, so that they can be inverted too."""
+    diagonal = hessian.diagonal()
+    damped = hessian.clone()
+    damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * diagonal.mean())
+    return damped
+
+
+def _cholesky(matrix: Tensor, damping: float, *, upper: bool = False) -> Tensor:
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(matrix, upper=upper)
+    if bool(failed):
+        raise CalibrationError(f"the inputs of this layer are too alike for a damping of {damping}: its Hessian has no "
+                               "inverse; use more data or a larger damping")
+    return factor

@@ -1,12 +1,13 @@
-"""The error that a change of weights makes in a layer's output, from second moments, at a cost free of samples.
+"""The error that a change of weights makes in a layer's output, computed from Gram matrices instead of samples.
 
-For the weights w of one output and what they become, ŵ, with ``d = w - ŵ`` (``qtk.layerwise.second_moments``), it is
+For the weights w of one output, the rounded ŵ and ``d = w - ŵ``, the squared error over all samples is
 
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 
-where only the last two depend on ŵ. Weights lie by blocks of the columns: [groups, blocks, outputs, block]. With more
-than one block, the error is that of each block by itself: of its part of the output, where only the diagonal blocks of
-E are known; of the whole output, all other blocks being what they were, where E is.
+with H, E and D as in ``qtk.layerwise.second_moments``; the constant does not depend on ŵ. Weights are laid out by
+blocks of columns: [groups, blocks, outputs, block]. With more than one block, the error is that of each block by
+itself: of its summand of the output where only the diagonal blocks of E are known; of the whole output, with all other
+blocks unrounded, where E is.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 DIRECTIONS = 8
-"""Of the inputs that an estimate tells apart; those in which they are largest."""
-ROUNDS = 2
-"""Of the iteration that finds these."""
+"""Eigenvectors of the Gram matrix that an estimate keeps."""
+ITERATIONS = 2
+"""Of the subspace iteration that finds them."""
 
 
 def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
@@ -32,9 +33,14 @@ def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputError:
-    """What is known of a layer's input, in the dtype in which errors are computed.
+    """The squared error of the output as a quadratic form, without its constant.
 
-    Shape: ``gram`` H, [groups, blocks, block, block]; ``linear`` [groups, blocks, outputs, block], or ``None`` for 0.
+    Shape: ``gram`` H, [groups, blocks, block, block], in the dtype to compute in; ``linear`` [groups, blocks, outputs,
+    block], or ``None`` for 0.
+
+    >>> x, change = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.0])
+    >>> OutputError((x.mT @ x)[None, None]).of(change[None, None, None]).item(), (x @ change).square().sum().item()
+    (2.5, 2.5)
     """
 
     gram: Tensor
@@ -46,57 +52,57 @@ class OutputError:
 
     def of(self, change: Tensor) -> Tensor:
         """``2 linear·d + dᵀ H d``. Shape: ``change`` d, [groups, blocks, outputs, block]; result without the last."""
-        slope = change @ self.gram
+        summand = change @ self.gram
         if self.linear is not None:
-            slope.add_(self.linear, alpha=2)
-        return slope.mul_(change).sum(-1)
+            summand.add_(self.linear, alpha=2)
+        return summand.mul_(change).sum(-1)
 
-    def slope(self, change: Tensor) -> Tensor:
+    def half_gradient(self, change: Tensor) -> Tensor:
         """``linear + H d``: half of the gradient. Shape: ``change`` and result [groups, blocks, outputs, block]."""
         product = change @ self.gram
         return product if self.linear is None else product.add_(self.linear)
 
     def diagonal_blocks(self, blocks: int) -> OutputError:
-        """The same knowing only what is inside of each of so many blocks of the columns."""
-        groups, before, whole, _ = self.gram.shape
-        if before == blocks:
+        """The error of ``blocks`` blocks of columns, each by itself."""
+        groups, present_blocks, columns, _ = self.gram.shape
+        if present_blocks == blocks:
             return self
-        block = whole // blocks
-        parts = self.gram.reshape(groups, blocks, block, blocks, block)
-        own = parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).contiguous()  # diagonal puts its axis last
-        return OutputError(own, None if self.linear is None else in_blocks(self.linear[:, 0], blocks))
+        block = columns // blocks
+        tiles = self.gram.reshape(groups, blocks, block, blocks, block)
+        diagonal = tiles.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).contiguous()  # diagonal puts its axis last
+        return OutputError(diagonal, None if self.linear is None else in_blocks(self.linear[:, 0], blocks))
 
-    def part(self, blocks: slice, outputs: slice) -> OutputError:
-        """That of some blocks, or outputs, alone."""
+    def select(self, blocks: slice, outputs: slice) -> OutputError:
+        """The error of some blocks and outputs alone."""
         return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
 
-    def estimate(self) -> Estimate:
-        """The error of a change, roughly, for a small part of the cost.
+    def estimate(self) -> ErrorEstimate:
+        """A low-rank estimate of the error, for a small fraction of the cost.
 
-        The Gram matrix is taken for a few of its eigenvectors and what they leave of its diagonal, V Λ Vᵀ + diag(a).
-        The eigenvectors are those that subspace iteration finds from random ones.
+        The Gram matrix is approximated by a few of its eigenvectors, found by subspace iteration from random ones, plus
+        what they leave of its diagonal: V Λ Vᵀ + diag(a).
         """
         block = self.gram.shape[-1]
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(block, min(DIRECTIONS, block), generator=generator).to(self.gram)
         basis = torch.linalg.qr(self.gram @ start).Q
-        for _ in range(ROUNDS):
+        for _ in range(ITERATIONS):
             basis = torch.linalg.qr(self.gram @ basis).Q
-        values, turn = torch.linalg.eigh(basis.mT @ self.gram @ basis)
-        directions = basis @ turn * values.clamp(min=0).sqrt()[..., None, :]
-        rest = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
-        return Estimate(directions, rest[:, :, None], self.linear)
+        eigenvalues, rotation = torch.linalg.eigh(basis.mT @ self.gram @ basis)
+        directions = basis @ rotation * eigenvalues.clamp(min=0).sqrt()[..., None, :]
+        diagonal = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
+        return ErrorEstimate(directions, diagonal[:, :, None], self.linear)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AbsoluteError:
-    """The sum of the absolute errors ``|X w - X̂ ŵ|`` of a sample of rows.
+    """The sum of the absolute errors ``|X w - X̂ ŵ|`` over a sample of rows.
 
-    Shape: ``rows`` of X̂, [groups, blocks, rows, block]; ``before`` (X - X̂) w, [groups, blocks, rows, outputs].
+    Shape: ``rows`` of X̂, [groups, blocks, rows, block]; ``input_error`` (X - X̂) w, [groups, blocks, rows, outputs].
     """
 
     rows: Tensor
-    before: Tensor
+    input_error: Tensor
 
     @property
     def blocks(self) -> int:
@@ -104,16 +110,16 @@ class AbsoluteError:
 
     def of(self, change: Tensor) -> Tensor:
         """Shape: as ``OutputError.of``."""
-        return (self.before + self.rows @ change.mT).abs_().sum(-2)
+        return (self.input_error + self.rows @ change.mT).abs_().sum(-2)
 
-    def part(self, blocks: slice, outputs: slice) -> AbsoluteError:
-        """As ``OutputError.part``."""
-        return AbsoluteError(self.rows[:, blocks], self.before[:, blocks, :, outputs])
+    def select(self, blocks: slice, outputs: slice) -> AbsoluteError:
+        """As ``OutputError.select``."""
+        return AbsoluteError(self.rows[:, blocks], self.input_error[:, blocks, :, outputs])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogError:
-    """The logarithm of each output's share of noise, so that a sum over outputs is one of their SQNRs.
+    """The logarithm of noise over signal of each output, so that a sum over outputs is a sum of their SQNRs.
 
     Args:
         error: without the constant.
@@ -137,64 +143,67 @@ class LogError:
         noise = (self.error.of(change) + self.constant).clamp(min=tiny)
         return (noise / self.signal.clamp(min=tiny)).log()
 
-    def part(self, blocks: slice, outputs: slice) -> LogError:
-        """As ``OutputError.part``."""
+    def select(self, blocks: slice, outputs: slice) -> LogError:
+        """As ``OutputError.select``."""
         return LogError(
-            self.error.part(blocks, outputs), self.constant[:, blocks, outputs], self.signal[:, blocks, outputs]
+            self.error.select(blocks, outputs), self.constant[:, blocks, outputs], self.signal[:, blocks, outputs]
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationError:
-    """The squared error behind the function that follows, on a sample of rows: ``(f(y) - f(ŷ))²``.
+    """The squared error after the activation function f that follows, on a sample of rows: ``(f(y) - f(ŷ))²``.
 
-    Shape: ``rows`` of X̂, [groups, 1, rows, columns]; ``output`` y of the float layer and ``near``, that of the float
-    weights on X̂, [groups, 1, rows, outputs].
+    AdaRound's equation 25 (arXiv 2004.10568).
+
+    Shape: ``rows`` of X̂, [groups, 1, rows, columns]; ``float_output`` y, of the float weights on X, and
+    ``unrounded_output``, of the float weights on X̂, both with the bias: [groups, 1, rows, outputs].
     """
 
     rows: Tensor
-    output: Tensor
-    near: Tensor
-    function: Callable[[Tensor], Tensor]
+    float_output: Tensor
+    unrounded_output: Tensor
+    activation: Callable[[Tensor], Tensor]
 
     def of(self, change: Tensor) -> Tensor:
         """Shape: as ``OutputError.of``."""
-        return (self.function(self.output) - self.function(self.near - self.rows @ change.mT)).square().sum(-2)
+        rounded_output = self.unrounded_output - self.rows @ change.mT
+        return (self.activation(self.float_output) - self.activation(rounded_output)).square().sum(-2)
 
-    def slope(self, change: Tensor) -> Tensor:
-        """Half of the gradient. Shape: as ``OutputError.slope``."""
+    def half_gradient(self, change: Tensor) -> Tensor:
+        """Half of the gradient. Shape: as ``OutputError.half_gradient``."""
         with torch.enable_grad():
-            near = (self.near - self.rows @ change.mT).requires_grad_()
+            rounded_output = (self.unrounded_output - self.rows @ change.mT).requires_grad_()
             (gradient,) = torch.autograd.grad(
-                (self.function(self.output) - self.function(near)).square().sum(), near
+                (self.activation(self.float_output) - self.activation(rounded_output)).square().sum(), rounded_output
             )
         return gradient.mT @ self.rows * -0.5
 
 
-Error: TypeAlias = OutputError | AbsoluteError | LogError
-"""What candidates are judged by."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
+class ErrorEstimate:
     """See ``OutputError.estimate``.
 
-    Shape: ``directions`` V √Λ, [groups, blocks, block, few]; ``rest`` a, [groups, blocks, 1, block]; ``linear`` as in
-    ``OutputError``.
+    Shape: ``directions`` V √Λ, [groups, blocks, block, few]; ``diagonal`` a, [groups, blocks, 1, block]; ``linear`` as
+    in ``OutputError``.
     """
 
     directions: Tensor
-    rest: Tensor
+    diagonal: Tensor
     linear: Tensor | None
 
     def of(self, change: Tensor) -> Tensor:
         """As ``OutputError.of``."""
-        slope = self.rest * change
+        summand = self.diagonal * change
         if self.linear is not None:
-            slope.add_(self.linear, alpha=2)
-        return slope.mul_(change).sum(-1) + (change @ self.directions).square().sum(-1)
+            summand.add_(self.linear, alpha=2)
+        return summand.mul_(change).sum(-1) + (change @ self.directions).square().sum(-1)
 
-    def part(self, blocks: slice, outputs: slice) -> Estimate:
-        """As ``OutputError.part``."""
+    def select(self, blocks: slice, outputs: slice) -> ErrorEstimate:
+        """As ``OutputError.select``."""
         linear = None if self.linear is None else self.linear[:, blocks, outputs]
-        return Estimate(self.directions[:, blocks], self.rest[:, blocks], linear)
+        return ErrorEstimate(self.directions[:, blocks], self.diagonal[:, blocks], linear)
+
+
+CandidateError: TypeAlias = OutputError | AbsoluteError | LogError
+"""What candidates are compared by."""

@@ -1,4 +1,9 @@
-"""Sequential MSE on second moments: of many candidates for each scale the one with the least error of the output."""
+"""Sequential MSE on Gram matrices: for each scale the candidate with which the layer's output changes least.
+
+``search_scales`` decides every scale by itself; ``refine_jointly`` then lowers the error of the whole output by
+block-coordinate descent over the blocks of columns. The error of a candidate costs the same however many samples the
+Gram matrix was summed over.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtk.algorithms.output_error import Error, Estimate, OutputError
+from qtk.algorithms.output_error import CandidateError, ErrorEstimate, OutputError
 from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.ops.simulate import simulate
 
 CONTENDERS = 3
-"""Candidates of a scale whose errors decide, once estimates have left them."""
+"""Candidates of a scale that estimates pick and whose errors are then computed."""
 AT_ONCE = 1 << 19
 """Weights whose errors are computed together: what does not leave the cache between two operations."""
 WORTH_ESTIMATING = 256
@@ -25,145 +30,149 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The candidate taken for each scale, int64, its error and that of the last candidate, without the constant.
-
-    Shape: [scales], each.
-    """
-
-    candidate: Tensor
-    error: Tensor
-    last: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Search:
-    """A search over the candidates of every scale of a layer.
+class ScaleCandidates:
+    """Candidates for every scale of a layer, and the error to compare them by.
 
     Args:
-        error: of the output, block by block: for each block of columns with scales of its own.
+        error: of the output, by itself for each block of columns with scales of its own.
         target: the weights of the float model.
-        weight: those to be rounded; mostly the same.
-        owner: which scale the weights of an output and a block go by; a scale of several is decided by the sum of
-            their errors.
+        weight: the weights to be rounded; mostly the same.
+        scale_index: the scale of the weights of each output and block; where several share one, it is decided by the
+            sum of their errors.
         spec: of the weight.
-        scales: the candidates, the present ones last.
+        scales: the candidates, the present scales last.
         zero_points: theirs, ``None`` if symmetric.
 
-    Shape: ``target`` and ``weight`` [groups, blocks, outputs, block]; ``owner`` int64 [groups, blocks, outputs];
+    Shape: ``target`` and ``weight`` [groups, blocks, outputs, block]; ``scale_index`` int64 [groups, blocks, outputs];
     ``scales`` float32 and ``zero_points`` int32 [candidates, scales].
 
-    Raises: SpecError if ``owner`` and ``error`` do not have the same blocks.
+    Raises: SpecError if ``scale_index`` and ``error`` do not have the same blocks.
     """
 
-    error: Error
+    error: CandidateError
     target: Tensor
     weight: Tensor
-    owner: Tensor
+    scale_index: Tensor
     spec: QuantSpec
     scales: Tensor
     zero_points: Tensor | None = None
 
     def __post_init__(self) -> None:
         blocks = self.error.blocks
-        if self.owner.shape[1] != blocks:
-            raise SpecError(f"{self.owner.shape[1]} scales along the columns need the moments of as many blocks; there "
-                            f"are {blocks}; gather them in blocks as long as those of the scales")
+        if self.scale_index.shape[1] != blocks:
+            raise SpecError(f"{self.scale_index.shape[1]} scales along the columns need the moments of as many blocks; "
+                            f"there are {blocks}; gather them in blocks as long as those of the scales")
 
-    def best(self, *, exact: bool = False) -> Choice:
-        """The best of all candidates; the first of equal ones.
-
-        Args:
-            exact: compute the error of every candidate. Otherwise an estimate picks those of each scale that come into
-                question, and their errors decide; where blocks are small all are computed anyway.
-        """
-        tried = torch.arange(len(self.scales), device=self.scales.device)[:, None].expand_as(self.scales)
-        worth = len(tried) > CONTENDERS + 1 and self.weight.shape[-1] >= WORTH_ESTIMATING
-        if not exact and worth and isinstance(self.error, OutputError):
-            rough = self._errors(self.error.estimate(), tried[:-1])
-            tried = torch.cat([rough.topk(CONTENDERS, 0, largest=False).indices.sort(0).values, tried[-1:]])
-        errors = self._errors(self.error, tried)
-        least = errors.min(0)
-        return Choice(tried.gather(0, least.indices[None])[0], least.values, errors[-1])
-
-    def each(self, candidate: int) -> Tensor:
+    def every(self, candidate: int) -> Tensor:
         """One candidate for all scales. Shape: int64 [scales]."""
         return torch.full(self.scales.shape[1:], candidate, dtype=torch.int64, device=self.scales.device)
 
     def rounded(self, candidate: Tensor, blocks: slice = ALL, outputs: slice = ALL) -> Tensor:
         """Weights with a candidate for each scale. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
-        weight, owner = self.weight[:, blocks, outputs], self.owner[:, blocks, outputs].flatten()
-        scale = self.scales.gather(0, candidate[None])[0][owner]
-        zero = None if self.zero_points is None else self.zero_points.gather(0, candidate[None])[0][owner]
+        weight, index = self.weight[:, blocks, outputs], self.scale_index[:, blocks, outputs].flatten()
+        scale = self.scales.gather(0, candidate[None])[0][index]
+        zero_point = None if self.zero_points is None else self.zero_points.gather(0, candidate[None])[0][index]
         spec = replace(self.spec, granularity=PerChannel(0), scale_format=None)
-        rows = weight.reshape(len(owner), -1).to(torch.float32)
-        return simulate(rows, spec, scale, zero).to(weight.dtype).reshape(weight.shape)
+        rows = weight.reshape(len(index), -1).to(torch.float32)
+        return simulate(rows, spec, scale, zero_point).to(weight.dtype).reshape(weight.shape)
 
-    def _errors(self, error: Error | Estimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
+    def errors(self, error: CandidateError | ErrorEstimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
         """Errors of candidates, summed over what shares a scale. Shape: [candidates, scales], both."""
         total = self.target.new_zeros(len(candidates), self.scales.shape[1])
         for blocks, outputs in self._pieces():
-            target, owner = self.target[:, blocks, outputs], self.owner[:, blocks, outputs].flatten()
-            own = error.part(blocks, outputs)
-            for index, candidate in enumerate(candidates):
-                parts = own.of(target - self.rounded(candidate, blocks, outputs))
-                total[index].index_add_(0, owner, parts.flatten())
+            target, index = self.target[:, blocks, outputs], self.scale_index[:, blocks, outputs].flatten()
+            piece_error = error.select(blocks, outputs)
+            for row, candidate in enumerate(candidates):
+                output_error = piece_error.of(target - self.rounded(candidate, blocks, outputs))
+                total[row].index_add_(0, index, output_error.flatten())
         return total
+
+    def of_block(self, block: int) -> tuple[Tensor, ScaleCandidates]:
+        """The scales of one block of columns, int64 [scales of the block], and the candidates for them."""
+        here = slice(block, block + 1)
+        scales, index = torch.unique(self.scale_index[:, here], return_inverse=True)
+        zero_points = None if self.zero_points is None else self.zero_points[:, scales]
+        return scales, replace(
+            self, error=self.error.select(here, ALL), target=self.target[:, here], weight=self.weight[:, here],
+            scale_index=index, scales=self.scales[:, scales], zero_points=zero_points,
+        )
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """Some blocks, or some outputs of the only block, at a time."""
         groups, blocks, outputs, block = self.weight.shape
         if blocks > 1:
-            step = max(1, AT_ONCE // (groups * outputs * block))
-            yield from ((slice(begin, begin + step), ALL) for begin in range(0, blocks, step))
+            length = max(1, AT_ONCE // (groups * outputs * block))
+            yield from ((slice(begin, begin + length), ALL) for begin in range(0, blocks, length))
         else:
-            step = max(1, AT_ONCE // (groups * block))
-            yield from ((ALL, slice(begin, begin + step)) for begin in range(0, outputs, step))
+            length = max(1, AT_ONCE // (groups * block))
+            yield from ((ALL, slice(begin, begin + length)) for begin in range(0, outputs, length))
 
 
-def refine_jointly(search: Search, whole: OutputError, start: Tensor, *, sweeps: int = 4) -> Tensor:
-    """Candidates that are good together: block after block takes the one best for the whole output, given the others.
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchResult:
+    """The candidate taken for each scale, int64, its error, and that of the present scale, without the constant.
 
-    No sweep raises the error. Later blocks so make up for what earlier ones lose, and the other way round.
+    Shape: [scales], each.
+    """
+
+    candidate: Tensor
+    error: Tensor
+    present_error: Tensor
+
+
+def search_scales(candidates: ScaleCandidates, *, exact: bool = False) -> SearchResult:
+    """For each scale the candidate of least error; the first of equal ones.
 
     Args:
-        search: over the scales.
-        whole: the error of the whole output, of one block.
-        start: the first candidates.
+        candidates: of every scale.
+        exact: compute the error of every candidate. Otherwise a low-rank estimate picks ``CONTENDERS`` of them, whose
+            errors decide; blocks of few columns are computed exactly in any case.
+    """
+    tried = torch.arange(len(candidates.scales), device=candidates.scales.device)[:, None].expand_as(candidates.scales)
+    is_worth_it = len(tried) > CONTENDERS + 1 and candidates.weight.shape[-1] >= WORTH_ESTIMATING
+    if not exact and is_worth_it and isinstance(candidates.error, OutputError):
+        estimates = candidates.errors(candidates.error.estimate(), tried[:-1])
+        contenders = estimates.topk(CONTENDERS, 0, largest=False).indices.sort(0).values
+        tried = torch.cat([contenders, tried[-1:]])
+    errors = candidates.errors(candidates.error, tried)
+    least = errors.min(0)
+    return SearchResult(tried.gather(0, least.indices[None])[0], least.values, errors[-1])
+
+
+def refine_jointly(
+    candidates: ScaleCandidates, whole_error: OutputError, start: Tensor, *, sweeps: int = 4
+) -> Tensor:
+    """Block-coordinate descent: block after block takes the candidate best for the whole output, given the others.
+
+    No sweep raises the error.
+
+    Args:
+        candidates: of every scale.
+        whole_error: the error of the whole output, of one block.
+        start: the candidate each scale starts from.
         sweeps: over all blocks, at most; it ends when a sweep changes nothing.
 
     Shape: ``start`` and result int64 [scales].
     """
-    chosen = start.clone()
-    groups, blocks, outputs, block = search.weight.shape
-    change = search.target - search.rounded(chosen)
-    slope = whole.slope(change.transpose(1, 2).reshape(groups, 1, outputs, blocks * block))
-    parts = [_part(search, index) for index in range(blocks)]
+    current = start.clone()
+    groups, blocks, outputs, block = candidates.weight.shape
+    change = candidates.target - candidates.rounded(current)
+    half_gradient = whole_error.half_gradient(change.transpose(1, 2).reshape(groups, 1, outputs, blocks * block))
+    by_block = [candidates.of_block(index) for index in range(blocks)]
     for _ in range(sweeps):
-        before = chosen.clone()
-        for index, (scales, own) in enumerate(parts):
-            one, here = slice(index, index + 1), slice(index * block, (index + 1) * block)
-            error = OutputError(whole.gram[:, :, here, here], slope[..., here])
-            gains = torch.zeros_like(own.scales, dtype=slope.dtype)
-            for candidate, gain in enumerate(gains):
-                near = own.rounded(own.each(candidate))
-                gain.index_add_(0, own.owner.flatten(), error.of(own.target - near - change[:, one]).flatten())
-            best = gains.min(0)
-            chosen[scales] = torch.where(best.values < 0, best.indices, chosen[scales])
-            move = own.target - own.rounded(chosen[scales]) - change[:, one]
-            slope += move @ whole.gram[:, :, here]
-            change[:, one] += move
-        if torch.equal(chosen, before):
+        before = current.clone()
+        for index, (scales, of_block) in enumerate(by_block):
+            here, columns = slice(index, index + 1), slice(index * block, (index + 1) * block)
+            error = OutputError(whole_error.gram[:, :, columns, columns], half_gradient[..., columns])
+            error_changes = torch.zeros_like(of_block.scales, dtype=half_gradient.dtype)
+            for candidate, error_change in enumerate(error_changes):
+                move = of_block.target - of_block.rounded(of_block.every(candidate)) - change[:, here]
+                error_change.index_add_(0, of_block.scale_index.flatten(), error.of(move).flatten())
+            best = error_changes.min(0)
+            current[scales] = torch.where(best.values < 0, best.indices, current[scales])
+            move = of_block.target - of_block.rounded(current[scales]) - change[:, here]
+            half_gradient += move @ whole_error.gram[:, :, columns]
+            change[:, here] += move
+        if torch.equal(current, before):
             break
-    return chosen
-
-
-def _part(search: Search, index: int) -> tuple[Tensor, Search]:
-    """The scales of one block of columns, and the search over them."""
-    one = slice(index, index + 1)
-    scales, owner = torch.unique(search.owner[:, one], return_inverse=True)
-    zeros = None if search.zero_points is None else search.zero_points[:, scales]
-    return scales, replace(
-        search, error=search.error.part(one, ALL), target=search.target[:, one], weight=search.weight[:, one],
-        owner=owner, scales=search.scales[:, scales], zero_points=zeros,
-    )
+    return current

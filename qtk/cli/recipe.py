@@ -14,7 +14,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import Bits, QuantConfig, check_op_names, check_schemes
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
-from qtk.layerwise.methods import step
+from qtk.layerwise.methods import method
 from qtk.planning.planner import RULE_NAMES
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
@@ -127,7 +127,7 @@ class Recipe(_Part):
         for setting in self.settings:
             calibrator(self.scheme_of(setting))
             for text in setting.layerwise:
-                step(text)
+                method(text)
             self.formats_of(setting)
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)

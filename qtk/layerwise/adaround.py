@@ -1,48 +1,76 @@
-"""AdaRound: every weight is rounded up or down, as is best for the output of its layer."""
+"""AdaRound on a layer: learns for every weight whether it is rounded up or down."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from qtk.algorithms.adaround import Adaround
+from qtk.algorithms.adaround import adaround
 from qtk.algorithms.output_error import ActivationError
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.second_moments import RequiredStatistics
 
-SAMPLED = 2048
-"""Rows that what follows a layer is judged by."""
+SAMPLE_ROWS = 2048
+"""Rows of input on which the error after the activation function is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveRounding(Adaround):
-    """Rounds the weights on the grid of the present encoding.
+class AdaRound:
+    """Rounds the weights with the present encoding (arXiv 2004.10568).
 
     Args:
-        through_activation: where a ReLU, GELU or the like alone reads the output, keep what it makes of it, judged by a
-            sample of rows: below 0, say, an error is none.
+        iterations: steps of Adam.
+        learning_rate: of Adam.
+        regularization: weight of the term that drives choices to 0 or 1; the output error is counted in units of what
+            rounding one weight to nearest costs.
+        warm_start: fraction of the iterations without regularization.
+        through_activation: where a ReLU, GELU or the like alone reads the output, minimize the error after it, on a
+            sample of rows.
+
+    Raises: CalibrationError if a setting is out of range.
     """
 
+    needs_bias: ClassVar[bool] = False
+    searches_scale: ClassVar[bool] = False
+
+    iterations: int = 1000
+    learning_rate: float = 0.05
+    regularization: float = 5.0
+    warm_start: float = 0.2
     through_activation: bool = False
 
-    def wants(self, block: int | None) -> Wanted:
-        return Wanted(sample=SAMPLED if self.through_activation else 0)
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or not self.learning_rate > 0 or not 0 <= self.warm_start < 1:
+            raise CalibrationError(f"AdaRound needs iterations ≥ 1, learning_rate > 0, 0 ≤ warm_start < 1; got {self}")
 
-    def refuses(self, spec: QuantSpec) -> str:
-        small = isinstance(spec.dtype, FloatDtype)
-        return f"AdaRound needs codes that are integers, not {spec.dtype}" if small else ""
+    def min_rows(self, columns: int) -> int:
+        return 0
 
-    def apply(self, problem: LayerState) -> LayerState:
-        weight, grid = problem.matrix(problem.original)[:, None], problem.grid()[:, None]
-        return problem.better(weight=self.rounded(weight, grid, problem.error, self._behind(problem))[:, 0])
+    def refuses(self, spec: QuantSpec) -> str | None:
+        is_float = isinstance(spec.dtype, FloatDtype)
+        return f"AdaRound needs codes that are integers, not {spec.dtype}" if is_float else None
 
-    def _behind(self, problem: LayerState) -> ActivationError | None:
-        if not self.through_activation or problem.activation is None:
+    def required_statistics(self, block: int | None) -> RequiredStatistics:
+        return RequiredStatistics(sample_rows=SAMPLE_ROWS if self.through_activation else 0)
+
+    def apply(self, state: LayerState) -> LayerState:
+        weight, grid = state.to_gemm(state.float_weight)[:, None], state.grid()[:, None]
+        activation_error = self._activation_error(state) if self.through_activation else None
+        rounded = adaround(
+            weight, grid, state.error, activation_error, iterations=self.iterations, learning_rate=self.learning_rate,
+            regularization=self.regularization, warm_start=self.warm_start,
+        )
+        return state.updated(weight=rounded[:, 0])
+
+    def _activation_error(self, state: LayerState) -> ActivationError | None:
+        if state.activation is None:
             return None
-        rows, apart = (part.to(problem.dtype)[:, None] for part in problem.moments.sample)
-        weight = problem.matrix(problem.original)[:, None]
-        near = rows @ weight.mT
-        if problem.bias is not None:
-            near = near + problem.bias.to(problem.dtype).reshape(len(near), 1, 1, -1)
-        return ActivationError(rows, near + apart @ weight.mT, near, problem.activation)
+        rows, input_error = (sample.to(state.dtype)[:, None] for sample in state.moments.sample)
+        weight = state.to_gemm(state.float_weight)[:, None]
+        unrounded_output = rows @ weight.mT
+        if state.bias is not None:
+            unrounded_output = unrounded_output + state.bias.to(state.dtype).reshape(len(rows), 1, 1, -1)
+        return ActivationError(rows, unrounded_output + input_error @ weight.mT, unrounded_output, state.activation)

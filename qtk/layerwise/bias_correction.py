@@ -1,37 +1,43 @@
-"""Bias correction: the mean of every output stays what it is in the float model."""
+"""Bias correction on a layer: the mean of every output stays what it is in the float model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from qtk.algorithms.bias_correction import bias_correction
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.second_moments import RequiredStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class BiasCorrection:
-    """Adds to the bias what the quantized weight and input take from the mean output; layers without one stay."""
+    """Adds the mean error of each output to the bias (arXiv 1906.04721, section 4.2); layers without a bias stay."""
 
-    def wants(self, block: int | None) -> Wanted:
-        return Wanted(block, gram=False)
+    needs_bias: ClassVar[bool] = True
+    searches_scale: ClassVar[bool] = False
 
-    def refuses(self, spec: QuantSpec) -> str:
-        return ""
+    def min_rows(self, columns: int) -> int:
+        return 0
 
-    def apply(self, problem: LayerState) -> LayerState:
-        if problem.bias is None:
-            return problem
-        exact = replace(problem, dtype=torch.float64)
+    def refuses(self, spec: QuantSpec) -> str | None:
+        return None
+
+    def required_statistics(self, block: int | None) -> RequiredStatistics:
+        return RequiredStatistics(block, gram=False)
+
+    def apply(self, state: LayerState) -> LayerState:
+        if state.bias is None:
+            return state
+        exact = replace(state, dtype=torch.float64)
         shift = bias_correction(
-            exact.matrix(problem.original), exact.matrix(problem.simulated()), problem.moments.mean,
-            problem.moments.mean_difference,
+            exact.to_gemm(state.float_weight), exact.to_gemm(state.simulated_weight()), state.moments.mean,
+            state.moments.mean_difference,
         )
-        before = problem.error_now() if problem.loss is None else problem.loss[1]
-        first = before if problem.loss is None else problem.loss[0]
-        gain = problem.moments.rows * float(shift.square().sum())  # what a mean takes of a sum of squares
-        bias = (problem.bias + shift.to(problem.bias.device)).to(problem.bias.dtype)
-        return replace(problem, bias=bias, loss=(first, before - gain))
+        before, now = (state.current_error(),) * 2 if state.loss is None else state.loss
+        gain = state.moments.rows * float(shift.square().sum())  # a sum of squares less that of its mean
+        bias = (state.bias + shift.to(state.bias.device)).to(state.bias.dtype)
+        return replace(state, bias=bias, loss=(before, now - gain))

@@ -1,7 +1,7 @@
-"""Finished layers on disk, so that a run that was killed goes on where it was.
+"""Checkpoints of layer-wise runs: finished layers on disk, from which a killed run resumes.
 
-``run.json`` says which run the directory belongs to: steps, weights, encodings and data, by their digests;
-``0003.safetensors`` holds what became of the layer numbered 3. Nothing is ever unpickled.
+``run.json`` says which run the directory belongs to: methods, and digests of weights, encodings and data;
+``0003.safetensors`` holds the update of layer 3. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NUMBERS = ("before", "after")
 
 
 class Checkpoint:
-    """The directory of one run.
+    """The checkpoint directory of one run.
 
     Args:
-        directory: made if it is missing.
+        directory: is created if it is missing.
         layers: names of the layers, in order.
-        settings: what else decides the result.
+        settings: whatever else the result depends on.
         model: with its weights and encodings as they are before the run.
         calls: the data.
 
@@ -67,24 +67,24 @@ class Checkpoint:
 
     @property
     def finished(self) -> frozenset[str]:
-        """Names of the layers that are there."""
+        """Names of the layers that are saved."""
         return frozenset(name for name, file in self._files.items() if (self._folder / file).exists())
 
-    def save(self, layer: WeightedLayer, made: LayerUpdate) -> None:
-        """Writes a layer, whole or not at all."""
+    def save(self, layer: WeightedLayer, update: LayerUpdate) -> None:
+        """Saves the update of a layer, atomically."""
         tensors = {
-            "scale": made.encoding.scale, "zero_point": made.encoding.zero_point, "weight": made.weight,
-            "bias": made.bias,
+            "scale": update.encoding.scale, "zero_point": update.encoding.zero_point, "weight": update.weight,
+            "bias": update.bias,
         }
-        numbers = {name: float(getattr(made, name)).hex() for name in NUMBERS}
+        numbers = {name: float(getattr(update, name)).hex() for name in NUMBERS}
         path = self._folder / self._files[layer.name]
         staged = path.with_suffix(".part")
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, staged, metadata={"layer": layer.name, **numbers})
+        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(contents, staged, metadata={"layer": layer.name, **numbers})
         os.replace(staged, path)
 
     def load(self, layer: WeightedLayer) -> LayerUpdate:
-        """What ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
+        """The update that ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
         path, device = self._folder / self._files[layer.name], layer.weight.device
         try:
             with safe_open(path, framework="pt") as file:
@@ -104,15 +104,15 @@ class Checkpoint:
         except ValueError as error:
             raise CalibrationError(f"{path} is not a run of layer-wise methods: {error}; give another "
                                    "checkpoint_dir") from error
-        other = [key for key, value in run.items() if not isinstance(stored, dict) or stored.get(key) != value]
-        if other:
+        differing = [key for key, value in run.items() if not isinstance(stored, dict) or stored.get(key) != value]
+        if differing:
             raise CalibrationError(f"checkpoint_dir {self._folder} belongs to another run: not the same "
-                                   f"{', '.join(other)}; make the simulation anew from the same model and data, or "
+                                   f"{', '.join(differing)}; make the simulation anew from the same model and data, or "
                                    "give another directory")
 
 
 def _digest(values: Iterable[object]) -> str:
-    """Of all tensors in some trees of values, dtypes and shapes included."""
+    """Digest of all leaves of some trees of values; of tensors with dtype and shape."""
     digest = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(list(values)):
         if isinstance(leaf, Tensor):

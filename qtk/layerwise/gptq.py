@@ -1,38 +1,66 @@
-"""GPTQ: weights are rounded column by column, the later ones making up for the earlier."""
+"""GPTQ on a layer: rounds its columns in order and propagates each error through the inverse Hessian."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from qtk.algorithms.gptq import Gptq
+from qtk.algorithms.gptq import gptq, solve_damped
 from qtk.core.spec import QuantSpec
+from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.second_moments import RequiredStatistics
 
 
 @dataclass(frozen=True, slots=True)
-class GptqRounding(Gptq):
-    """Rounds the weights on the grid of the present encoding.
+class Gptq:
+    """Rounds the weights with the present encoding (arXiv 2210.17323).
 
-    Where the quantized model's input differs from the float one's, the weights that are rounded are those which with it
-    come closest to the float output: ``w + H⁻¹ Eᵀ w``, with the damped H (the least squares of arXiv 2504.02692).
+    Where the quantized model's input X̂ differs from the float model's X, it does not round w but the weights that come
+    closest to the float output on X̂: ``w + H⁻¹ Eᵀ w``, with the damped H, the least squares of arXiv 2504.02692.
+
+    Args:
+        damping: added to the diagonal of the Hessian, as a multiple of its mean.
+        act_order: round the columns with the largest inputs first.
+        columns_at_once: columns whose errors are propagated to the rest together; does not change the result.
+
+    Raises: CalibrationError if ``damping`` is not above 0 or ``columns_at_once`` below 1.
     """
 
-    def wants(self, block: int | None) -> Wanted:
-        return Wanted()
+    needs_bias: ClassVar[bool] = False
+    searches_scale: ClassVar[bool] = False
 
-    def refuses(self, spec: QuantSpec) -> str:
-        return ""
+    damping: float = 0.01
+    act_order: bool = True
+    columns_at_once: int = 128
 
-    def apply(self, problem: LayerState) -> LayerState:
-        error, grid = problem.error, problem.grid()
-        gram = error.gram[:, 0].to(torch.float64)
+    def __post_init__(self) -> None:
+        if not self.damping > 0 or self.columns_at_once < 1:
+            raise CalibrationError(f"GPTQ needs damping > 0 and columns_at_once ≥ 1, got {self.damping} and "
+                                   f"{self.columns_at_once}")
+
+    def min_rows(self, columns: int) -> int:
+        return 2 * columns
+
+    def refuses(self, spec: QuantSpec) -> str | None:
+        return None
+
+    def required_statistics(self, block: int | None) -> RequiredStatistics:
+        return RequiredStatistics()
+
+    def apply(self, state: LayerState) -> LayerState:
+        """Raises: CalibrationError if the damped Hessian has no inverse."""
+        error, grid = state.error, state.grid()
+        hessians = error.gram[:, 0].to(torch.float64)
         rounded = []
-        for group, own in enumerate(gram):
-            weight = problem.matrix(problem.original)[group].to(torch.float64)
+        for group, hessian in enumerate(hessians):
+            weight = state.to_gemm(state.float_weight)[group].to(torch.float64)
             if error.linear is not None:
-                weight = weight + self.solved(own, error.linear[group, 0].to(torch.float64))
-            rounded.append(self.rounded(weight, own, grid[group]))
-        return problem.better(weight=torch.stack(rounded))
+                weight = weight + solve_damped(hessian, error.linear[group, 0].to(torch.float64), self.damping)
+            rounded.append(gptq(
+                weight, hessian, grid[group], damping=self.damping, act_order=self.act_order,
+                columns_at_once=self.columns_at_once,
+            ))
+        return state.updated(weight=torch.stack(rounded))

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until what must not be half done is done."""
+"""Defers Ctrl-C while the body of a ``with`` statement runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds an interrupt back while the body runs, and lets it through afterwards."""
+    """Defers an interrupt that arrives while the body runs until it has ended."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread is ever interrupted
         yield
         return
-    waiting: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before is None:  # not Python's to put back
+    deferred: list[int] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None:  # not Python's to put back
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: deferred.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting and before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, previous)
+        if deferred and previous is not signal.SIG_IGN:
             signal.raise_signal(signal.SIGINT)

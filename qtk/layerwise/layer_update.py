@@ -1,4 +1,4 @@
-"""What layer-wise methods have made of one layer."""
+"""What layer-wise methods change of one layer: encoding, weight, bias."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
-from qtk.layerwise.layer_state import LayerState, Step
+from qtk.layerwise.layer_state import LayerState
+from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 
@@ -19,14 +20,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerUpdate:
-    """A layer's new numbers, and what they gain.
+    """A layer's new values, and the error of its output with and without them.
 
     Args:
         encoding: of the weight.
         weight: ``None`` if it stays.
         bias: likewise.
-        before: squared error of the output, summed over outputs and samples, less what no weight can change.
-        after: the same with the new numbers.
+        before: squared error of the output, summed over outputs and samples, without the part no weight can change.
+        after: the same with the new values.
     """
 
     encoding: Encoding
@@ -37,13 +38,13 @@ class LayerUpdate:
 
     @torch.no_grad()
     def write(self, layer: WeightedLayer) -> None:
-        """Puts the numbers into the layer, and freezes the encoding if it or the weight is new."""
+        """Writes the values into the layer, and freezes the encoding if it or the weight is new."""
         quantizer, present = layer.quantizer, layer.quantizer.encoding
-        new = present is None or not present.equals(self.encoding.to(present.scale.device))
-        if new:
+        is_new = present is None or not present.equals(self.encoding.to(present.scale.device))
+        if is_new:
             quantizer.frozen = False
             quantizer.load_encoding(self.encoding)
-        quantizer.frozen = quantizer.frozen or new or self.weight is not None
+        quantizer.frozen = quantizer.frozen or is_new or self.weight is not None
         if self.weight is not None:
             layer.weight.copy_(self.weight)
             quantizer.rewrote_weight = True
@@ -51,20 +52,20 @@ class LayerUpdate:
             layer.bias.copy_(self.bias)
 
 
-def improved(layer: WeightedLayer, steps: Sequence[Step], moments: SecondMoments) -> LayerUpdate:
-    """The layer after all steps, on the CPU; it is not changed itself.
+def compute_update(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], moments: SecondMoments) -> LayerUpdate:
+    """Applies all methods in order; the result is on the CPU and the layer itself does not change.
 
-    Raises: CalibrationError if a step cannot.
+    Raises: CalibrationError, naming the layer, if a method fails.
     """
     try:
         with torch.no_grad():
-            start = problem = LayerState.of(layer, moments)
-            for step in steps:
-                problem = step.apply(problem)
+            start = state = LayerState.of(layer, moments)
+            for method in methods:
+                state = method.apply(state)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
-    before, after = problem.loss or (0.0, 0.0)
+    before, after = state.loss or (0.0, 0.0)
     return LayerUpdate(
-        problem.encoding.to(CPU), None if problem.weight is start.weight else problem.weight.to(CPU),
-        None if problem.bias is start.bias or problem.bias is None else problem.bias.to(CPU), before, after,
+        state.encoding.to(CPU), None if state.weight is start.weight else state.weight.to(CPU),
+        None if state.bias is start.bias or state.bias is None else state.bias.to(CPU), before, after,
     )

@@ -1,4 +1,4 @@
-"""The values of many batches that wait while others are worked on: on their device, in memory, on disk."""
+"""The values of all batches between two layers: on their device, in host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch import Tensor, fx
 from qtk.torch_private import pytree
 
 Offload: TypeAlias = Literal["none", "cpu", "disk"]
-"""Where values wait: where they were made, in the memory of the host, or in files of a temporary directory."""
+"""Where values are kept: on their device, in host memory, or in files of a temporary directory."""
 
 Values: TypeAlias = dict[fx.Node, tuple[Any, ...]]
 """The values of nodes for one batch, one for each path; one object where the paths agree."""
 
 
 class LiveValues:
-    """The values of every batch, taken out to be worked on and put back.
+    """Keeps the values of every batch until that batch is run on.
 
     Args:
-        offload: where they wait.
+        offload: where they are kept.
     """
 
     def __init__(self, offload: Offload = "none") -> None:
         self.offload = offload
-        self._here: dict[int, Values] = {}
+        self._on_device: dict[int, Values] = {}
         self._packed: dict[int, _Packed] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="qtk-") if offload == "disk" else None
 
     def put(self, batch: int, values: Values) -> None:
-        """Lets the values of a batch wait."""
+        """Keeps the values of a batch."""
         if self.offload == "none":
-            self._here[batch] = values
+            self._on_device[batch] = values
             return
         packed = _pack(values)
         if self._folder is not None:
@@ -46,15 +46,15 @@ class LiveValues:
         self._packed[batch] = packed
 
     def take(self, batch: int) -> Values:
-        """The values of a batch, where they were made; they no longer wait."""
+        """The values of a batch, on their device; they are no longer kept."""
         if self.offload == "none":
-            return self._here.pop(batch)
+            return self._on_device.pop(batch)
         packed = self._packed.pop(batch)
         return packed.values(packed.tensors if self._folder is None else load_file(self._file(batch)))
 
     def close(self) -> None:
-        """Drops what waits, files too."""
-        self._here.clear()
+        """Drops all values, and their files."""
+        self._on_device.clear()
         self._packed.clear()
         if self._folder is not None:
             self._folder.cleanup()
@@ -66,7 +66,7 @@ class LiveValues:
 
 @dataclass(slots=True)
 class _Packed:
-    """Values with every tensor once, by name, on the CPU."""
+    """The values of a batch with every tensor once, by name, on the CPU."""
 
     nodes: list[fx.Node]
     leaves: list[Any]
@@ -74,14 +74,14 @@ class _Packed:
     tensors: dict[str, Tensor]
 
     def values(self, tensors: Mapping[str, Tensor]) -> Values:
-        moved = {leaf: tensors[leaf.name].to(leaf.device) for leaf in self.leaves if isinstance(leaf, _Moved)}
-        leaves = [moved[leaf] if isinstance(leaf, _Moved) else leaf for leaf in self.leaves]
+        moved = {leaf: tensors[leaf.name].to(leaf.device) for leaf in self.leaves if isinstance(leaf, _Stored)}
+        leaves = [moved[leaf] if isinstance(leaf, _Stored) else leaf for leaf in self.leaves]
         return dict(zip(self.nodes, pytree.tree_unflatten(leaves, self.structure), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
-    """In place of a tensor."""
+class _Stored:
+    """Stands for a tensor that is stored by name."""
 
     name: str
     device: torch.device
@@ -99,5 +99,5 @@ def _pack(values: Values) -> _Packed:
         name = names.setdefault(id(leaf), str(len(names)))
         if name not in tensors:
             tensors[name] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-        packed.append(_Moved(name, leaf.device))
+        packed.append(_Stored(name, leaf.device))
     return _Packed(list(values), packed, structure, tensors)

@@ -1,33 +1,95 @@
-"""Second moments of the data of all ranks."""
+"""Sums statistics of layer inputs over the processes of ``torch.distributed``."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
-from qtk.layerwise.second_moments import SecondMoments
+import torch
+from torch import distributed
+
+from qtk.errors import CalibrationError
+from qtk.layerwise.row_sample import RowSample
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.numerics.im2col import Geometry
 from qtk.observers.ranks import exchanged, several_ranks
 
 
-def summed(
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What one rank's sums are, so that a rank without data can add zeros."""
+
+    geometry: Geometry
+    required: RequiredStatistics
+    rows: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def sum_over_ranks(
     moments: SecondMoments | None, device: torch.device, problem: Exception | None = None
 ) -> SecondMoments | None:
-    """The moments of the data of all ranks, as all will have them; ``None`` if no rank has any.
+    """The statistics of the data of all ranks; ``None`` if no rank has any.
 
-    Every rank must call it.
+    Every rank must call it. The sums are reduced by ``all_reduce``, so that no rank holds another's; sample rows are
+    gathered.
 
     Args:
         moments: those of this rank.
         device: where the result shall be.
-        problem: what went wrong here, to be raised everywhere.
+        problem: an exception of this rank, to be raised on all.
 
-    Raises: as ``exchanged``.
+    Raises: the problem; CalibrationError for those of other ranks, and if the ranks collect different statistics.
     """
     if not several_ranks():
         if problem is not None:
             raise problem
         return moments
-    own = None if moments is None or not moments.rows else moments.moved(torch.device("cpu"))
-    shares = [share for share in exchanged(own, problem) if share is not None]
-    for share in shares[1:]:
-        shares[0].merge(share)
-    return shares[0].moved(device) if shares else None
+    local = moments if moments is not None and moments.rows else None
+    layouts = [layout for layout in exchanged(None if local is None else _layout(local), problem) if layout is not None]
+    if not layouts:
+        return None
+    first, shapes = layouts[0], _shapes(layouts)
+    lengths = [prod(shape) for shape in shapes.values()]
+    summed = torch.zeros(sum(lengths), dtype=torch.float64, device=_reduce_device(device))
+    sums = {name: part.view(shapes[name]) for name, part in zip(shapes, torch.split(summed, lengths), strict=True)}
+    for name, total in () if local is None else local.sums.items():
+        sums[name].copy_(total)
+    distributed.all_reduce(summed)
+    return SecondMoments.of_sums(
+        first.geometry, first.required, sum(layout.rows for layout in layouts),
+        {name: total.to(device) for name, total in sums.items()}, _sample(local, first.required, device),
+    )
+
+
+def _layout(moments: SecondMoments) -> _Layout:
+    shapes = {name: tuple(total.shape) for name, total in moments.sums.items()}
+    return _Layout(moments.geometry, moments.required, moments.rows, shapes)
+
+
+def _shapes(layouts: Sequence[_Layout]) -> dict[str, tuple[int, ...]]:
+    """The shape of every sum that any rank has, in one order. Raises: CalibrationError if the ranks do not agree."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    agree = len({(layout.geometry, layout.required) for layout in layouts}) == 1
+    for layout in layouts:
+        agree = agree and all(shapes.get(name, shape) == shape for name, shape in layout.shapes.items())
+        shapes.update(layout.shapes)
+    if not agree or {"linear", "cross"} <= shapes.keys():
+        raise CalibrationError("ranks collect different statistics of a layer; quantize the same model alike")
+    return dict(sorted(shapes.items()))
+
+
+def _reduce_device(device: torch.device) -> torch.device:
+    """NCCL reduces on the GPU; every other backend on the CPU."""
+    return device if distributed.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _sample(local: SecondMoments | None, required: RequiredStatistics, device: torch.device) -> RowSample:
+    """The rows kept by all ranks, in the order of the ranks."""
+    if not required.sample_rows:
+        return RowSample(0)
+    sample = None if local is None else local.row_sample.moved(torch.device("cpu"))
+    joined, *others = [each for each in exchanged(sample, None) if each is not None]
+    for other in others:
+        joined.merge(other)
+    return joined.moved(device)

@@ -1,4 +1,4 @@
-"""What a walk through the layers has brought."""
+"""The result of layer-wise methods, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from qtk.numerics.error import decibels
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One layer.
+    """What became of one layer.
 
     Args:
         name: of its weight.
-        before: squared error of the output before, summed, less what no weight can change.
+        before: squared error of the output before, summed, without the part that no weight can change.
         after: the same afterwards.
         signal: sum of the squares of the float output; ``None`` if it was not seen.
-        noise: squared error of the output afterwards, all of it; likewise.
-        reason: why nothing was done, else empty.
+        noise: squared error of the output afterwards, all of it; ``None`` likewise.
+        reason: why nothing was done; ``None`` if something was.
     """
 
     name: str
@@ -26,22 +26,22 @@ class LayerResult:
     after: float = 0.0
     signal: float | None = None
     noise: float | None = None
-    reason: str = ""
+    reason: str | None = None
 
     @property
     def sqnr_db(self) -> float | None:
-        """Of the output afterwards, against the float model's, in dB."""
+        """SQNR of the output afterwards, against the float model's, in dB."""
         return None if self.signal is None or self.noise is None else decibels(self.signal, self.noise)
 
     @property
     def sqnr_before_db(self) -> float | None:
-        """The same with the numbers from before; of weights in blocks, as if blocks did not meddle."""
+        """SQNR of the output before; for weights in blocks without the products of different blocks."""
         if self.signal is None or self.noise is None:
             return None
         return decibels(self.signal, self.noise + self.before - self.after)
 
     def __str__(self) -> str:
-        if self.reason:
+        if self.reason is not None:
             return f"{self.name}  {self.reason}"
         if self.sqnr_db is None:
             return f"{self.name}  error {self.before:.4g} → {self.after:.4g}"
@@ -50,7 +50,7 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class LayerwiseReport:
-    """Every layer in the order of the walk, and the weights that were left, each with the reason; printable."""
+    """Every layer in the order of the walk, and the weights left as they are, each with the reason; printable."""
 
     layers: tuple[LayerResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A few of the rows that pass, spread evenly over all of them."""
+"""An evenly spaced sample of the rows of a stream of matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RowSample:
-    """Keeps at most ``size`` rows of one or two matrices: every n-th of all, where n doubles when they become too many.
+    """Keeps at most ``size`` rows: every n-th of all, where n doubles when they become too many.
 
     Args:
         size: rows at most.
@@ -47,7 +47,7 @@ class RowSample:
         return moved
 
     def merge(self, other: RowSample) -> None:
-        """Takes in the rows of ``other``, which come behind; of both as many as there is room for."""
+        """Appends the rows of ``other`` and thins both until they fit."""
         rows = torch.cat([self.rows, other.rows.to(self.rows.device)], 1)
         self.seen += other.seen
         while rows.shape[1] > self.size:

@@ -1,11 +1,12 @@
-"""What layer-wise methods need to know of a layer's inputs: products of its columns, summed over all samples.
+"""Statistics of a layer's input for layer-wise methods: Gram matrices of its columns, summed over all samples.
 
-With X the input of the float model, X̂ that of the quantized one, and ``d = w - ŵ`` the change of one output's weights,
+With X the input in the float model, X̂ that in the quantized one and ``d = w - ŵ`` the change of one output's weights,
 the squared error of that output over all samples is
 
     |X w - X̂ ŵ|² = wᵀ D w + 2 wᵀ E d + dᵀ H d        H = X̂ᵀX̂, E = (X - X̂)ᵀX̂, D = (X - X̂)ᵀ(X - X̂)
 
-so that no sample need be kept. ``qtk.numerics.im2col`` says what X is for a convolution.
+so that no sample need be kept. H is the Hessian of the layer's error (up to a factor 2) that GPTQ and AdaRound speak
+of. For a convolution, X is its input in im2col layout, ``qtk.numerics.im2col``.
 """
 
 from __future__ import annotations
@@ -19,49 +20,62 @@ from torch import Tensor
 
 from qtk.errors import CalibrationError
 from qtk.layerwise.row_sample import RowSample
-from qtk.numerics.im2col import Geometry, rows_of
+from qtk.numerics.im2col import Geometry, im2col
 
-NOTHING_SEEN = "no data was observed; calibrate with data that reaches this layer"
+NO_DATA = "no data was observed; calibrate with data that reaches this layer"
 
 PANEL = 256
 """Columns of a Gram matrix computed together; what lies left of them is copied from the other side."""
 
-ROWS_AT_ONCE = 1 << 24
-"""Elements of a convolution's rows that are laid out together, at most; one sample at least."""
+ELEMENTS_AT_ONCE = 1 << 24
+"""Elements of a convolution's input in im2col layout held at a time, at most; one sample at least."""
 
 CARRIED = 16
 """Batches summed in the dtype of their products before the sum is added in float64."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which sums to form of a layer's input.
+class RequiredStatistics:
+    """Which statistics of a layer's input to collect.
 
     Args:
-        block: elements of X that are looked at together, a divisor of its columns: only the diagonal blocks of the
-            matrices are summed. ``None``: all.
-        difference: D too.
-        sample: rows of X̂ and X to keep as they are, at most.
-        gram: H and E; without them only means.
+        block: columns of X whose products are summed, a divisor of all: the diagonal blocks of the matrices. ``None``:
+            all columns.
+        difference: whether to sum D.
+        sample_rows: rows of X̂ and X to keep as they are, at most.
+        gram: whether to sum H and E; without them only means.
         dtype: in which the products of one batch are formed.
     """
 
     block: int | None = None
     difference: bool = False
-    sample: int = 0
+    sample_rows: int = 0
     gram: bool = True
     dtype: torch.dtype = torch.float32
 
+    @staticmethod
+    def union(each: Sequence[RequiredStatistics]) -> RequiredStatistics:
+        """Enough for all: over all columns where the blocks differ.
 
-WHOLE_FLOAT32 = Wanted()
+        >>> RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
+        RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32)
+        """
+        blocks = {required.block for required in each}
+        return RequiredStatistics(
+            blocks.pop() if len(blocks) == 1 else None, difference=any(required.difference for required in each),
+            sample_rows=max(required.sample_rows for required in each), gram=any(required.gram for required in each),
+        )
+
+
+GRAM_OF_ALL_COLUMNS = RequiredStatistics()
 
 
 class SecondMoments:
-    """Sums H, and where both inputs are shown E, over batches: a few in float32, these in float64.
+    """Sums H, and where both inputs are given E, over batches: a few in float32, these in float64.
 
     Args:
         geometry: of the layer.
-        wanted: which sums.
+        required: which statistics.
         weight: of the one layer it is for, if known: ``wᵀ E`` is summed in place of E, which costs less where there
             are few outputs. Only for all columns at once.
 
@@ -74,16 +88,37 @@ class SecondMoments:
               [2., 5.]]]], dtype=torch.float64)
     """
 
-    def __init__(self, geometry: Geometry, wanted: Wanted = WHOLE_FLOAT32, *, weight: Tensor | None = None) -> None:
-        assert weight is None or wanted.block is None
+    def __init__(
+        self, geometry: Geometry, required: RequiredStatistics = GRAM_OF_ALL_COLUMNS, *, weight: Tensor | None = None
+    ) -> None:
+        assert weight is None or required.block is None
         self.geometry = geometry
-        self.wanted = wanted
-        self._weight = None if weight is None else weight.to(wanted.dtype)
-        self._is_of_one_weight = weight is not None
+        self.required = required
         self.rows = 0
+        self._weight = None if weight is None else weight.to(required.dtype)
         self._sums: dict[str, Tensor] = {}
         self._products: dict[str, _Products] = {}
-        self._sample = RowSample(wanted.sample)
+        self._sample = RowSample(required.sample_rows)
+
+    @classmethod
+    def of_sums(
+        cls, geometry: Geometry, required: RequiredStatistics, rows: int, sums: Mapping[str, Tensor], sample: RowSample
+    ) -> SecondMoments:
+        """The statistics whose ``sums`` are given, over so many rows."""
+        moments = cls(geometry, required)
+        moments.rows, moments._sums, moments._sample = rows, dict(sums), sample
+        return moments
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """All sums so far, float64, by name; those of two sets of samples add up to those of both."""
+        self._carry()
+        return self._sums
+
+    @property
+    def row_sample(self) -> RowSample:
+        """The rows that are kept."""
+        return self._sample
 
     @property
     def gram(self) -> Tensor:
@@ -98,7 +133,7 @@ class SecondMoments:
     @property
     def cross(self) -> Tensor | None:
         """E, ``None`` where both inputs were one, or ``wᵀ E`` was summed. Shape: as ``gram``."""
-        return self._seen("cross") if self.has_two_inputs and not self._is_of_one_weight else None
+        return self._sum("cross") if self.has_two_inputs and not self._has_weight_product else None
 
     def linear(self, weight: Tensor) -> Tensor | None:
         """``wᵀ E``, ``None`` where both inputs were one. Shape: as ``weight``, and in its dtype.
@@ -108,42 +143,42 @@ class SecondMoments:
         """
         if not self.has_two_inputs:
             return None
-        if self._is_of_one_weight:
-            return self._seen("linear", weight.dtype)[:, 0]
-        cross = self._seen("cross", weight.dtype)
+        if self._has_weight_product:
+            return self._sum("linear", weight.dtype)[:, 0]
+        cross = self._sum("cross", weight.dtype)
         groups, blocks, block, _ = cross.shape
-        parts = weight.reshape(groups, -1, blocks, block).transpose(1, 2) @ cross
-        return parts.transpose(1, 2).reshape(weight.shape)
+        product = weight.reshape(groups, -1, blocks, block).transpose(1, 2) @ cross
+        return product.transpose(1, 2).reshape(weight.shape)
 
     def gram_as(self, dtype: torch.dtype) -> Tensor:
         """``gram`` in another dtype, without the way over float64 where that is not needed."""
-        gram = self._seen("gram", dtype)
+        gram = self._sum("gram", dtype)
         if not bool(gram.diagonal(dim1=-2, dim2=-1).isfinite().all()):  # it bounds the rest
             raise CalibrationError("the squares of a layer's input are beyond float32; scale the data down")
         return _mirrored(gram)
 
     @property
     def difference(self) -> Tensor | None:
-        """D, likewise; only if wanted."""
-        return _mirrored(self._seen("difference")) if self.has_two_inputs and self.wanted.difference else None
+        """D, ``None`` where both inputs were one or it was not required. Shape: as ``gram``."""
+        return _mirrored(self._sum("difference")) if self.has_two_inputs and self.required.difference else None
 
     @property
     def sample(self) -> tuple[Tensor, Tensor]:
         """Rows of X̂, and of X - X̂. Shape: [groups, rows, columns] each. Raises: CalibrationError if none were kept."""
-        if not self.wanted.sample or not self.rows:
-            raise CalibrationError(NOTHING_SEEN)
-        quantized, apart = self._sample.rows.chunk(2, -1)
-        return quantized, apart
+        if not self.required.sample_rows or not self.rows:
+            raise CalibrationError(NO_DATA)
+        quantized, input_error = self._sample.rows.chunk(2, -1)
+        return quantized, input_error
 
     @property
     def mean(self) -> Tensor:
         """Mean of X̂ over rows. Shape: float64 [groups, columns]. Raises: CalibrationError if nothing was seen."""
-        return self._seen("sum").flatten(1) / self.rows
+        return self._sum("sum").flatten(1) / self.rows
 
     @property
     def mean_difference(self) -> Tensor | None:
         """Mean of X - X̂ over rows, ``None`` where both inputs were one. Shape: float64 [groups, columns]."""
-        return self._seen("apart").flatten(1) / self.rows if self.has_two_inputs else None
+        return self._sum("error_sum").flatten(1) / self.rows if self.has_two_inputs else None
 
     @property
     def columns(self) -> int:
@@ -153,94 +188,89 @@ class SecondMoments:
 
     @property
     def has_two_inputs(self) -> bool:
-        """Whether X was ever shown beside X̂."""
-        return "apart" in self._sums
+        """Whether X was ever given beside X̂."""
+        return "error_sum" in self._sums
+
+    @property
+    def _has_weight_product(self) -> bool:
+        """Whether ``wᵀ E`` is summed, not E."""
+        return "linear" in self._sums or "linear" in self._products
 
     @torch.no_grad()
-    def observe(self, quantized: Tensor, original: Tensor | None = None) -> None:
-        """Takes one batch of X̂ in, and of X where it differs.
+    def observe(self, quantized: Tensor, float_input: Tensor | None = None) -> None:
+        """Adds one batch of X̂, and of X where it differs.
 
         Raises: CalibrationError if it holds NaN or ±inf; nothing has changed then.
         """
         if not quantized.numel():
             return
-        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (quantized, original) if x is not None):
+        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (quantized, float_input) if x is not None):
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
         pieces = self._pieces(quantized)
-        others = [None] * len(pieces) if original is None else self._pieces(original)
-        for part, other in zip(pieces, others, strict=True):
-            self._observe(part, other)
+        float_pieces = [None] * len(pieces) if float_input is None else self._pieces(float_input)
+        for piece, float_piece in zip(pieces, float_pieces, strict=True):
+            self._observe(piece, float_piece)
 
     def _pieces(self, x: Tensor) -> Sequence[Tensor]:
-        """A few samples of a convolution at a time: its rows take many times the room of its input."""
+        """A few samples of a convolution at a time: im2col makes many elements of each."""
         geometry = self.geometry
         if x.ndim != len(geometry.kernel) + 2 or not geometry.kernel or not x.numel():
             return [x]
         stretch = math.prod(geometry.stride) if geometry.transposed else 1
-        return torch.split(x, max(1, ROWS_AT_ONCE // (x[0].numel() * geometry.places * stretch)))
+        return torch.split(x, max(1, ELEMENTS_AT_ONCE // (x[0].numel() * geometry.kernel_positions * stretch)))
 
-    def _observe(self, quantized: Tensor, original: Tensor | None) -> None:
+    def _observe(self, quantized: Tensor, float_input: Tensor | None) -> None:
         columns = self._columns(quantized)
-        apart = None if original is None else self._columns(original) - columns
+        input_error = None if float_input is None else self._columns(float_input) - columns
         self.rows += columns.shape[2]
-        self._add({"sum": columns.sum(2)} | ({} if apart is None else {"apart": apart.sum(2)}))
-        if self.wanted.sample:
+        self._add({"sum": columns.sum(2)} | ({} if input_error is None else {"error_sum": input_error.sum(2)}))
+        if self.required.sample_rows:
             rows = columns.transpose(1, 2).flatten(2)
-            other = torch.zeros_like(rows) if apart is None else apart.transpose(1, 2).flatten(2)
-            self._sample.add(torch.cat([rows, other], -1))
-        if not self.wanted.gram:
+            error_rows = torch.zeros_like(rows) if input_error is None else input_error.transpose(1, 2).flatten(2)
+            self._sample.add(torch.cat([rows, error_rows], -1))
+        if not self.required.gram:
             return
         self._multiply("gram", columns)
-        if apart is not None:
+        if input_error is not None:
             if self._weight is None:
-                self._multiply("cross", apart, columns)
+                self._multiply("cross", input_error, columns)
             else:
-                self._multiply("linear", torch.bmm(apart[:, 0], self._weight.mT)[:, None], columns)
-            if self.wanted.difference:
-                self._multiply("difference", apart)
+                self._multiply("linear", torch.bmm(input_error[:, 0], self._weight.mT)[:, None], columns)
+            if self.required.difference:
+                self._multiply("difference", input_error)
 
     def merge(self, other: SecondMoments) -> None:
-        """Takes in what ``other`` has seen.
+        """Adds what ``other`` has seen.
 
         Raises: CalibrationError if it is of another layer.
         """
-        if (other.geometry, other.wanted) != (self.geometry, self.wanted):
-            raise CalibrationError(f"{other.wanted} of {other.geometry} cannot join {self.wanted} of {self.geometry}")
-        if self.wanted.sample and other.rows:
+        if (other.geometry, other.required) != (self.geometry, self.required):
+            raise CalibrationError(f"{other.required} of {other.geometry} cannot join {self.required} of "
+                                   f"{self.geometry}")
+        if self.required.sample_rows and other.rows:
             if self.rows:
                 self._sample.merge(other._sample)
             else:
                 self._sample = other._sample.moved(next(iter(other._sums.values())).device)
         self.rows += other.rows
         self._carry()
-        other._carry()
-        self._add(other._sums)
-
-    def moved(self, device: torch.device) -> SecondMoments:
-        """A copy on a device."""
-        copied = SecondMoments(self.geometry, self.wanted)
-        copied._is_of_one_weight = self._is_of_one_weight
-        copied.rows = self.rows
-        copied._sample = self._sample.moved(device)
-        self._carry()
-        copied._sums = {name: total.to(device, copy=True) for name, total in self._sums.items()}
-        return copied
+        self._add(other.sums)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Shape: [groups, blocks, rows, block]."""
-        rows = rows_of(x.to(self.wanted.dtype), self.geometry)
+        rows = im2col(x.to(self.required.dtype), self.geometry)
         groups, count, width = rows.shape
-        block = self.wanted.block or width
+        block = self.required.block or width
         if width % block:
             raise CalibrationError(f"blocks of {block} do not divide the {width} columns of a layer's input")
         return rows.reshape(groups, count, width // block, block).transpose(1, 2)
 
-    def _seen(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        if name in self._products and name not in self._sums and dtype == self.wanted.dtype:
+    def _sum(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        if name in self._products and name not in self._sums and dtype == self.required.dtype:
             return self._products[name].total
         self._carry()
         if name not in self._sums:
-            raise CalibrationError(NOTHING_SEEN)
+            raise CalibrationError(NO_DATA)
         return self._sums[name].to(dtype)
 
     def _multiply(self, name: str, left: Tensor, right: Tensor | None = None) -> None:
@@ -257,16 +287,16 @@ class SecondMoments:
 
     def _add(self, sums: Mapping[str, Tensor]) -> None:
         for name, added in sums.items():
-            own = self._sums.get(name)
-            self._sums[name] = added.to(torch.float64, copy=True) if own is None else own + added.to(own)
+            present = self._sums.get(name)
+            self._sums[name] = added.to(torch.float64, copy=True) if present is None else present + added.to(present)
 
 
 class _Products:
-    """A sum of products of a few batches; of the symmetric ones only the panels of the diagonal and what is right.
+    """A sum of products of a few batches; of symmetric ones only the panels of the diagonal and what is right of them.
 
     Args:
         left: the first left factor.
-        right: the first right one.
+        right: the first right one, ``None`` for ``left``.
 
     Shape: factors [groups, blocks, rows, left or right]; ``total`` [groups, blocks, left, right].
     """
@@ -288,8 +318,8 @@ class _Products:
             total[:, begin:end, begin:].baddbmm_(left[..., begin:end].mT, left[..., begin:])
 
 
-def _mirrored(half: Tensor) -> Tensor:
-    """Fills in what lies left of the diagonal's panels; nobody else reads it. Changes ``half``."""
-    for begin in range(PANEL, half.shape[-1], PANEL):
-        half[..., begin : begin + PANEL, :begin] = half[..., :begin, begin : begin + PANEL].mT
-    return half
+def _mirrored(upper: Tensor) -> Tensor:
+    """Fills in what lies left of the diagonal's panels, from the other side. Changes ``upper``."""
+    for begin in range(PANEL, upper.shape[-1], PANEL):
+        upper[..., begin : begin + PANEL, :begin] = upper[..., :begin, begin : begin + PANEL].mT
+    return upper

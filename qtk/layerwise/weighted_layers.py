@@ -1,4 +1,4 @@
-"""Layers whose output is a matrix product of an input and a quantized parameter: what layer-wise methods improve."""
+"""Layers whose output is a matrix product of an input and a quantized parameter, which layer-wise methods improve."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class WeightedLayer:
 
     Args:
         name: of the weight's site, ``blocks.0.attn.qkv.weight``.
-        geometry: how it meets its input.
+        geometry: how the layer multiplies it with its input.
         weight: the parameter.
-        bias: added to the output, ``None`` where there is none.
+        bias: the parameter added to the output, ``None`` where there is none.
         quantizer: of the weight.
         activation: the elementwise function that alone reads the output, if there is one.
     """
@@ -42,8 +42,8 @@ class WeightedLayer:
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
-    """The layers of a model with quantizers, in graph order, and the weights that are none, each with the reason."""
-    found: dict[str, WeightedLayer] = {}
+    """The layers of a model with quantizers, in graph order, and the weights of no layer, each with the reason."""
+    layers: dict[str, WeightedLayer] = {}
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
     for graph in graphs(model).values():
@@ -58,18 +58,18 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
                 try:
                     _check_readers(flow, port)
                     layer = _layer(graph, row, port, quantizer, shared)
-                    known = found.setdefault(quantizer.site, layer)
+                    known = layers.setdefault(quantizer.site, layer)
                     if known.geometry != layer.geometry:
                         raise _NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
                 except _NotALayer as reason:
                     skipped[quantizer.site] = str(reason)
-    return [layer for name, layer in found.items() if name not in skipped], skipped
+    return [layer for name, layer in layers.items() if name not in skipped], skipped
 
 
 
 
 class _NotALayer(Exception):  # noqa: N818 - it is a reason
-    """Why a weight is no layer."""
+    """Why a weight is not that of a layer."""
 
 
 def _check_readers(flow: Flow, port: Port) -> None:

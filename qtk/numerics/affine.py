@@ -1,11 +1,11 @@
-"""Affine quantization, the definition every kernel, export and proof refers to.
+"""Affine quantization: the reference that every kernel and export is compared with.
 
     code  = clamp(round_half_even(x / scale) + zero_point, qmin, qmax)
     x̂     = (code - zero_point) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear, bit for bit. Half precision is widened to
-float32 first and x̂ rounded back at the end. A range that is being learned enters as ``qtk.numerics.effective`` says. No
-result carries a gradient: ``qtk.numerics.straight_through`` has it.
+float32 first and x̂ rounded back at the end. Scale and zero point are the effective ones of ``qtk.numerics.effective``.
+Results carry no gradient; ``qtk.numerics.straight_through`` computes it.
 
 >>> x, scale = torch.tensor([0.25, 0.75, -9.0]), torch.tensor([0.5])
 >>> quantize(x, scale, None, (), -8, 7)          # 0.5 and 1.5 go to even
@@ -29,29 +29,29 @@ from qtk.numerics.effective import effective_scale, effective_zero_point
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
-    """Codes of ``x``, int32. ±inf take the outermost codes; a NaN has no code and gets the one of real 0.
+    """Codes of ``x``, int32. ±inf saturate; NaN is given the code of real 0.
 
     Shape: ``x`` any; ``scale`` and ``zero_point`` the qparam shape of ``block_size``; result as ``x``, same layout.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
+    x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     codes = torch.empty_like(x, dtype=torch.int32)
-    for (part, out), (step, zero) in pieces((x, codes), (scale, zero_point), block_size):
-        assert step is not None
-        code = _code(part, step, zero, qmin, qmax, torch.empty_like(part, dtype=torch.float32))
+    for (part, out), (part_scale, zero) in pieces((x, codes), (scale, zero_point), block_size):
+        assert part_scale is not None
+        code = _code(part, part_scale, zero, qmin, qmax, torch.empty_like(part, dtype=torch.float32))
         out.copy_(torch.where(code.isnan(), 0.0 if zero is None else zero, code))
     return codes
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int]) -> Tensor:
-    """The float32 reals that ``codes`` stand for. Shape and Raises: as ``quantize``."""
-    codes, scale, zero_point = _bare(codes, scale, zero_point)
+    """Real values of ``codes``, float32. Shape and Raises: as ``quantize``."""
+    codes, scale, zero_point = _detached(codes, scale, zero_point)
     reals = torch.empty_like(codes, dtype=torch.float32)
-    for (part, out), (step, zero) in pieces((codes, reals), (scale, zero_point), block_size):
-        assert step is not None
+    for (part, out), (part_scale, zero) in pieces((codes, reals), (scale, zero_point), block_size):
+        assert part_scale is not None
         out.copy_(part)
-        (out if zero is None else out.sub_(zero)).mul_(step)
+        (out if zero is None else out.sub_(zero)).mul_(part_scale)
     return reals
 
 
@@ -62,13 +62,14 @@ def fake_quantize(
 
     Shape and Raises: as ``quantize``.
     """
-    x, scale, zero_point = _bare(x, scale, zero_point, qmin, qmax)
+    x, scale, zero_point = _detached(x, scale, zero_point, qmin, qmax)
     result = torch.empty_like(x)
-    for (part, out), (step, zero) in pieces((x, result), (scale, zero_point), block_size):
-        assert step is not None
+    for (part, out), (part_scale, zero) in pieces((x, result), (scale, zero_point), block_size):
+        assert part_scale is not None
         in_place = out.dtype == torch.float32
-        real = _code(part, step, zero, qmin, qmax, out if in_place else torch.empty_like(part, dtype=torch.float32))
-        (real if zero is None else real.sub_(zero)).mul_(step)
+        real = out if in_place else torch.empty_like(part, dtype=torch.float32)
+        _code(part, part_scale, zero, qmin, qmax, real)
+        (real if zero is None else real.sub_(zero)).mul_(part_scale)
         if not in_place:
             out.copy_(real)
     return result
@@ -86,16 +87,16 @@ def expand(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> T
     return lined if len(split) == len(shape) else lined.expand(split).reshape(tuple(shape))
 
 
-def _bare(
+def _detached(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: float = -math.inf, qmax: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three without autograd, the range as it acts."""
+    """``x``, effective scale and effective zero point, detached from autograd."""
     zero = None if zero_point is None else effective_zero_point(zero_point.detach(), qmin, qmax)
     return x.detach(), effective_scale(scale.detach()), zero
 
 
-def _code(part: Tensor, step: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
+def _code(part: Tensor, part_scale: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
     """Codes as float32, written into ``out``."""
-    torch.div(part.to(torch.float32), step, out=out).round_()
+    torch.div(part.to(torch.float32), part_scale, out=out).round_()
     # adding 0 turns -0.0 into 0.0: codes are integers and know no sign of zero
     return out.add_(0.0 if zero is None else zero).clamp_(qmin, qmax)

@@ -1,8 +1,7 @@
-"""Lining up scales with the elements that share them, as views: nothing is copied.
+"""Broadcasting of scales over the blocks of elements that share them, as views without copies.
 
-A tensor of shape ``(8, 128)`` in blocks of ``(1, 32)`` is seen as ``(8, 4, 32)``, its ``(8, 4)`` scales as
-``(8, 4, 1)``; broadcasting does the rest. Per channel the scales ``(8,)`` are seen as ``(8, 1)``, per tensor as they
-are, ``(1,)``.
+A tensor of shape ``(8, 128)`` in blocks of ``(1, 32)`` is viewed as ``(8, 4, 32)`` and its ``(8, 4)`` scales as
+``(8, 4, 1)``, which broadcast. Scales per channel, ``(8,)``, are viewed as ``(8, 1)``; per tensor they stay ``(1,)``.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from qtk.core.granularity import WHOLE, Shape
 from qtk.errors import SpecError
 
 PIECE = 1 << 17
-"""Elements a CPU thread takes through all passes of a formula at once: they stay in its cache (L2) between passes."""
+"""Elements of one piece per CPU thread: small enough to stay in its L2 cache between the passes of a formula."""
 
 
 def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> None:
-    """Does nothing if ``values`` are the scales of a tensor of ``shape``.
+    """Checks that ``values`` have the shape of the scales of a tensor of ``shape``.
 
-    Raises: SpecError if they are not.
+    Raises: SpecError if they have not.
 
     >>> check_fit(torch.ones(3), (8, 5), (1, -1))
     Traceback (most recent call last):
@@ -41,12 +40,12 @@ def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -
         kept = [length for size, length in zip(block_size, shape, strict=True) if size == 1]
         fits = list(values.shape) == kept and all(size in (1, WHOLE) for size in block_size)
     if not fits:
-        given = f"tensor of shape {tuple(shape)}" + (f" in blocks of {tuple(block_size)}" if block_size else "")
-        raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {given}")
+        described = f"tensor of shape {tuple(shape)}" + (f" in blocks of {tuple(block_size)}" if block_size else "")
+        raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {described}")
 
 
 def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape, Shape]:
-    """``shape`` with every axis that is cut into blocks as two, (blocks, inside); and the axes inside a block.
+    """``shape`` with every axis that is cut into blocks split into (blocks, inside), and the inside axes.
 
     >>> split_shape((8, 128), (1, 32))
     ((8, 4, 32), (2,))
@@ -69,7 +68,7 @@ def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape,
 
 
 def align(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
-    """Scales or zero points as float32, broadcastable against the tensor seen in its split shape.
+    """Scales or zero points as float32, broadcastable against the tensor viewed in its split shape.
 
     Raises: SpecError if they do not fit.
     """
@@ -82,7 +81,7 @@ def align(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Te
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """All elements in memory order, as a view of one axis; ``None`` if they do not lie densely.
+    """All elements in memory order, as a view of one axis; ``None`` if the tensor is not dense in memory.
 
     >>> flat(torch.arange(6).reshape(2, 3).t())
     tensor([0, 1, 2, 3, 4, 5])
@@ -103,9 +102,9 @@ def memory_order(x: Tensor) -> list[int]:
 def pieces(
     tensors: Sequence[Tensor], values: Sequence[Tensor | None], block_size: Sequence[int]
 ) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
-    """Views that cover ``tensors`` (all of one shape) piece by piece, each with its part of ``values``, aligned.
+    """Views that together cover ``tensors`` (all of one shape), each with the ``values`` that belong to it, aligned.
 
-    On the CPU a big tensor comes in pieces that fit the cache; elsewhere, and if it is small, in one.
+    On the CPU a big tensor is cut into pieces that fit the cache; small tensors, and those on other devices, are one.
 
     Raises: SpecError if the values do not fit the tensors.
     """
@@ -113,25 +112,25 @@ def pieces(
     shape = first.shape
     aligned = [None if value is None else align(value, shape, block_size) for value in values]
     if not shape:
-        whole = [tensor.reshape(1) for tensor in tensors]
+        views = [tensor.reshape(1) for tensor in tensors]
     else:
         split = split_shape(shape, block_size)[0] if block_size else shape
-        whole = list(tensors) if split == shape else [tensor.view(split) for tensor in tensors]
+        views = list(tensors) if split == shape else [tensor.view(split) for tensor in tensors]
     if first.numel() <= PIECE or first.device.type != "cpu":
-        yield whole, aligned
+        yield views, aligned
         return
     length = PIECE * torch.get_num_threads()
-    order = memory_order(whole[0])
+    order = memory_order(views[0])
     if not block_size:
-        ordered = [tensor.permute(order) for tensor in whole]
+        ordered = [tensor.permute(order) for tensor in views]
         if all(tensor.is_contiguous() for tensor in ordered):
             for flats in zip(*(torch.split(tensor.view(-1), length) for tensor in ordered), strict=True):
                 yield list(flats), aligned
             return
-    outer = next(axis for axis in order if whole[0].shape[axis] > 1)
-    step = max(1, length * whole[0].shape[outer] // first.numel())
-    for start in range(0, whole[0].shape[outer], step):
-        size = min(step, whole[0].shape[outer] - start)
-        parts = [tensor.narrow(outer, start, size) for tensor in whole]
+    outer = next(axis for axis in order if views[0].shape[axis] > 1)
+    count = max(1, length * views[0].shape[outer] // first.numel())
+    for start in range(0, views[0].shape[outer], count):
+        size = min(count, views[0].shape[outer] - start)
+        parts = [tensor.narrow(outer, start, size) for tensor in views]
         shared = not block_size or outer in split_shape(shape, block_size)[1]
         yield parts, [value if value is None or shared else value.narrow(outer, start, size) for value in aligned]

@@ -1,9 +1,9 @@
-"""What each of many candidate ranges would cost: the one sum that range and scale searches compare.
+"""Quantization error of many candidate scales: the weighted sum that range and scale searches minimize.
 
     error[c, s] = Σ importance · (clipped where x is clipped, else 1) · |x - x̂(c)|^norm     over the elements of scale s
 
-with x̂ as in ``qtk.numerics.affine``, in float64 where ``x`` is float64. Norm 2 and the diagonal of a Gram matrix as
-importance estimate the error of a layer's output; a ``clipped`` above 1 makes clipping dearer than rounding.
+with x̂ as in ``qtk.numerics.affine``, in float64 where ``x`` is float64. Norm 2 with the
+diagonal of a Gram matrix as importance estimates the error of a layer's output; ``clipped > 1`` penalizes clipping.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def candidate_errors(
     importance: Tensor | None = None,
     clipped: float = 1.0,
 ) -> Tensor:
-    """Error of every candidate of every scale.
+    """Error of every candidate for every scale.
 
     Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].
@@ -44,11 +44,11 @@ def candidate_errors(
     weights = None if importance is None else importance.detach().to(torch.float64).expand(x.shape).reshape(split)
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     for candidate, scale in enumerate(effective_scale(scales.detach().to(real))):
-        step = scale.reshape(lined)
+        aligned_scale = scale.reshape(lined)
         zero = 0.0 if zero_points is None else zero_points[candidate].to(real).reshape(lined)
-        code = (wide / step).round_().add_(zero)
+        code = (wide / aligned_scale).round_().add_(zero)
         nearest = code.clamp(qmin, qmax)
-        size = (wide - (nearest - zero) * step).abs_().to(torch.float64).pow_(norm)
+        size = (wide - (nearest - zero) * aligned_scale).abs_().to(torch.float64).pow_(norm)
         if clipped != 1:
             size *= torch.where(nearest == code, 1.0, clipped)
         if weights is not None:

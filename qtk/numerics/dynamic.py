@@ -1,13 +1,13 @@
-"""Ranges taken from each tensor at run time.
+"""Dynamic quantization: scale and zero point computed from each tensor at run time.
 
     low, high  = min(min x, 0), max(max x, 0)                over the elements that share a scale
     asymmetric:  scale = (high - low) / (qmax - qmin)        zero_point = clamp(round_half_even(qmin - low / scale))
     symmetric:   scale = max(high / qmax, low / qmin)
 
-in float32: for uint8 ONNX DynamicQuantizeLinear, bit for bit, as far as that is defined. Zeros have scale 1; a scale is
-at least the smallest normal float32 and small enough for all codes to stand for finite numbers. A NaN makes NaN of all
-that share its scale; ±inf take the outermost codes. Calibrated ranges, ``qtk.numerics.ranges``, are the same but
-computed in float64.
+in float32; for uint8 that is ONNX DynamicQuantizeLinear, bit for bit, wherever that is defined. A scale of 0 becomes 1;
+others are at least the smallest normal float32, and small enough that every code dequantizes to a finite number. A NaN
+makes all elements that share its scale NaN; ±inf saturate. Calibrated ranges, ``qtk.numerics.ranges``, follow the same
+formulas in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qtk.numerics.statistics import min_max
 def dynamic_range(
     low: Tensor, high: Tensor, qmin: float, qmax: float, *, symmetric: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of tensors with these extremes.
+    """Scale and zero point of tensors with minimum ``low`` and maximum ``high``.
 
     Shape: ``low``, ``high`` float32, any; results alike, float32 and int32, no zero point if symmetric.
 
@@ -47,10 +47,10 @@ def dynamic_range(
 def fake_quantize(
     x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` rounded to codes of its own range, its scales and its zero points.
+    """``x`` fake-quantized with its own range, its scales and its zero points.
 
     Shape: ``x`` any; the first result as ``x``, same layout; scale float32 and zero point int32 of ``scale_shape``, of
-    shape [0] if symmetric. An empty tensor has no range and scale 1.
+    shape [0] if symmetric. An empty tensor has scale 1.
     """
     shape = scale_shape(x.shape, block_size)
     if x.numel():
@@ -63,7 +63,7 @@ def fake_quantize(
 
 
 def scale_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[int, ...]:
-    """One length an axis, 1 where a block spans it.
+    """Shape of the scales: one length for each axis, 1 where a block spans it.
 
     >>> scale_shape((8, 197, 384), (1, 1, -1)), scale_shape((8, 5), ())
     ((8, 197, 1), (1,))

@@ -1,7 +1,10 @@
-"""How a range that is being learned acts: as what it would be exported as.
+"""Effective scale and zero point: the values a learned range quantizes with, and is exported with.
 
-A scale acts by its size, at least ``SMALLEST_SCALE``, and its gradient follows its sign; a float zero point acts as the
-nearest code, and its gradient passes straight through. Numbers that are no longer learned act as they are.
+    effective scale      = max(|scale|, SMALLEST_SCALE)
+    effective zero point = round_half_even(clamp(zero_point, qmin, qmax))        where it is a learned float
+
+The gradient of the scale is multiplied by its sign; that of the zero point is a straight-through estimator. Calibrated
+ranges, which are positive scales and integer zero points, are their own effective ones.
 """
 
 from __future__ import annotations
@@ -10,11 +13,11 @@ import torch
 from torch import Tensor
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest normal float32; a smaller scale would lose its own digits."""
+"""Smallest normal float32; below it a scale loses precision."""
 
 
 def effective_scale(scale: Tensor) -> Tensor:
-    """The scale as it acts.
+    """The scale that is quantized with.
 
     >>> effective_scale(torch.tensor([0.5, -0.25, 0.0])).tolist()
     [0.5, 0.25, 1.1754943508222875e-38]
@@ -22,13 +25,13 @@ def effective_scale(scale: Tensor) -> Tensor:
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 
-def gradient_of_given_scale(of_acting: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of ``scale`` from that of ``effective_scale(scale)``; none where the bound acts instead."""
-    return torch.where(scale.abs() >= SMALLEST_SCALE, of_acting * scale.sign(), 0.0)
+def scale_gradient(effective_gradient: Tensor, scale: Tensor) -> Tensor:
+    """Gradient of ``scale`` from that of its effective scale; 0 where ``SMALLEST_SCALE`` takes its place."""
+    return torch.where(scale.abs() >= SMALLEST_SCALE, effective_gradient * scale.sign(), 0.0)
 
 
 def effective_zero_point(zero_point: Tensor, qmin: float, qmax: float) -> Tensor:
-    """The zero point as it acts: one that is learned is float32 and acts as a code, ties to even.
+    """The zero point that is quantized with: a learned one, float32, is rounded to a code, ties to even.
 
     >>> effective_zero_point(torch.tensor([0.5, 1.5, 99.0]), -8, 7).tolist()
     [0.0, 2.0, 7.0]

@@ -1,4 +1,4 @@
-"""How far a value is from its reference."""
+"""Errors of a value against its reference: SQNR in dB, and the maximum in units of scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def sqnr_db(reference: Tensor, value: Tensor) -> float:
     """Signal to quantization noise ratio, ``10·log10(Σ reference² / Σ (value - reference)²)`` in dB.
 
-    Infinite if both are equal; minus infinite if only the reference is all zero.
+    ``inf`` if both are equal; ``-inf`` if the reference is all zero and the value is not.
 
     >>> sqnr_db(torch.tensor([10.0]), torch.tensor([11.0]))
     20.0
@@ -29,7 +29,11 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def max_error_in_scales(reference: Tensor, value: Tensor, scale: Tensor) -> float:
-    """Largest absolute error in units of the scale; the smallest scale, if there are several."""
+    """Maximal absolute error divided by the scale, the smallest one if there are several; 0 for empty tensors.
+
+    >>> max_error_in_scales(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.5]), torch.tensor([0.5, 0.25]))
+    2.0
+    """
     if reference.numel() == 0:
         return 0.0
     return float((value.to(torch.float64) - reference.to(torch.float64)).abs().max()) / float(scale.min())

@@ -1,10 +1,10 @@
-"""Small floats: the nearest number of a format, ties to even, saturating.
+"""Minifloats (FP8, FP6, FP4): rounding to the nearest number of a format, ties to even, saturating.
 
     x̂ = round_to(x / scale, format) · scale
 
-in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear to float8 with ``saturate=1``. A NaN stays
-NaN, ±inf become the largest numbers. The gradient is straight-through as in ``qtk.numerics.straight_through``: the
-number of the format takes the place of the code.
+in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear to float8 with ``saturate=1``. NaN stays NaN,
+±inf saturate. The gradient is the straight-through estimator of ``qtk.numerics.straight_through``, with the number of
+the format in place of the code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.numerics.blocks import align, split_shape
-from qtk.numerics.effective import effective_scale, gradient_of_given_scale
+from qtk.numerics.effective import effective_scale, scale_gradient
 
 _BIAS, _MANTISSA_BITS = 127, 23
-"""Of float32."""
+"""Exponent bias and mantissa bits of float32."""
 
 
 def round_to(x: Tensor, format: FloatDtype) -> Tensor:
@@ -34,35 +34,35 @@ def round_to(x: Tensor, format: FloatDtype) -> Tensor:
 
 def quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
     """``x / scale`` as numbers of ``format``, in float32. Shape and Raises: as ``fake_quantize``."""
-    steps, _ = _lined_up(x, scale, block_size)
+    steps, _ = _in_steps(x, scale, block_size)
     return round_to(steps, format).reshape(x.shape)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
-    """``x`` rounded to the numbers of ``format`` times its scale.
+    """``x`` rounded to the nearest multiples of its scale by numbers of ``format``.
 
     Shape: ``x`` any; ``scale`` the qparam shape of ``block_size``; result as ``x``, same dtype.
 
     Raises: SpecError if the scale does not fit ``x``.
     """
-    steps, step = _lined_up(x, scale, block_size)
-    return torch.empty_like(x).copy_((round_to(steps, format) * step).reshape(x.shape))
+    steps, aligned_scale = _in_steps(x, scale, block_size)
+    return torch.empty_like(x).copy_((round_to(steps, format) * aligned_scale).reshape(x.shape))
 
 
 def fake_quantize_backward(
     grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and ``scale``. Shape: as these; dtypes those of ``grad`` and float32."""
-    steps, _ = _lined_up(x, scale, block_size)
-    slope = grad.reshape(steps.shape)
+    steps, _ = _in_steps(x, scale, block_size)
+    grad_split = grad.reshape(steps.shape)
     number = _unbounded(steps, format)
     inside = number.abs() <= format.largest
-    dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, slope, 0.0).reshape(x.shape))
+    dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, grad_split, 0.0).reshape(x.shape))
     error = torch.where(inside, number - steps, number.clamp(-format.largest, format.largest))
     axes = split_shape(x.shape, block_size)[1]
-    of_acting = slope * error
-    summed = of_acting.sum(axes) if axes else of_acting
-    return dx, gradient_of_given_scale(summed.reshape(scale.shape).to(torch.float32), scale)
+    effective_gradient = grad_split * error
+    summed = effective_gradient.sum(axes) if axes else effective_gradient
+    return dx, scale_gradient(summed.reshape(scale.shape).to(torch.float32), scale)
 
 
 def smallest_exponent(format: FloatDtype) -> int:
@@ -76,7 +76,7 @@ def smallest_exponent(format: FloatDtype) -> int:
 
 
 def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
-    """As if the largest exponents of float32 belonged to the format."""
+    """``round_to`` without saturation: as if the format had all exponents of float32 above its own."""
     # the float32 with the exponent of x, and no smaller than the smallest normal number of the format
     smallest = smallest_exponent(format) << _MANTISSA_BITS
     exponent = x.view(torch.int32).bitwise_and(0xFF << _MANTISSA_BITS).clamp(min=smallest)
@@ -84,8 +84,8 @@ def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
     return (x / unit).round() * unit
 
 
-def _lined_up(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """``x / scale``, and the scale broadcastable against it."""
-    step = align(effective_scale(scale), x.shape, block_size)
+def _in_steps(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """``x / scale`` in the split shape of the blocks, and the scale broadcastable against it."""
+    aligned_scale = align(effective_scale(scale), x.shape, block_size)
     split = split_shape(x.shape, block_size)[0]
-    return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step
+    return x.to(torch.float32).reshape(split) / (aligned_scale if x.ndim else aligned_scale.reshape(())), aligned_scale

@@ -1,4 +1,4 @@
-"""From a range of reals to the scale and zero point that just hold it."""
+"""Scale and zero point for a range of real values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.scale_formats import stored
 
 LARGEST_REAL = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
-"""Largest real a code may stand for: float32's largest, less the rounding of the scale."""
+"""Largest magnitude a code may dequantize to: float32's largest, less the rounding of the scale."""
 
 
 def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for which [minimum, maximum] just fits, with real 0 exact.
+    """The smallest scale, and the zero point, whose codes cover [minimum, maximum] and represent 0 exactly.
 
     Symmetric: ``scale = max(maximum / qmax, minimum / qmin)``. Asymmetric: the range is widened to hold 0,
     ``scale = (maximum - minimum) / (qmax - qmin)``, ``zero_point = round(qmin - minimum / scale)``. A range of width
-    0 gets scale 1: its only real is 0 and every scale holds it. Scales that are stored in few bits follow the rule of
-    their format, ``qtk.numerics.scale_formats``. Every code stands for a finite float32; a range that reaches to the
-    end of float32 loses up to one step for it.
+    0 gets scale 1. Scales that are stored in few bits are rounded as their format says, ``qtk.numerics.scale_formats``.
+    Every code dequantizes to a finite float32; a range that reaches the end of float32 loses up to one step for it.
 
     >>> from qtk.core.dtypes import dtype
     >>> choose_range(torch.tensor([-1.0]), torch.tensor([254.0]), QuantSpec(dtype("uint8")))
@@ -54,7 +53,7 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
 
 
 def held_scale(scale: Tensor, zero_point: Tensor | float, spec: QuantSpec) -> Tensor:
-    """The scale, made small enough for every ``(code - zero_point) · scale`` to be finite.
+    """The scale, reduced until every ``(code - zero_point) · scale`` is a finite float32.
 
     Shape: ``scale`` any, ``zero_point`` alike; result float32.
     """

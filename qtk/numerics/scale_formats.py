@@ -1,7 +1,7 @@
-"""Scales of blocks that are themselves stored in few bits: powers of two, small floats, small integers.
+"""Block scales that are themselves quantized: powers of two (MX), E4M3 (NVFP4), integer multiples (LPBQ).
 
-Each function gives the float32 scales that the stored ones stand for; fake-quantizing with these, in blocks, is the
-format: MX is ``power_of_two`` and blocks of 32, NVFP4 is ``float8`` and blocks of 16 with ``fp4_e2m1``, LPBQ is
+Each function returns the dequantized scales in float32; fake-quantizing in blocks with these simulates the format: MX
+is ``power_of_two`` and blocks of 32, NVFP4 is ``float8`` and blocks of 16 with ``fp4_e2m1``, LPBQ is
 ``integer_multiples`` and int4.
 """
 
@@ -15,9 +15,6 @@ from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 from qtk.numerics.minifloat import round_to
-
-MXINT8_UNIT = 2.0**-6
-"""MXINT8 elements are int8 times this: codes of scale ``power_of_two(amax, 0) * MXINT8_UNIT``."""
 
 _E4M3 = DTYPES["fp8_e4m3"]
 assert isinstance(_E4M3, FloatDtype)

@@ -1,4 +1,4 @@
-"""Extremes and histograms of the elements that share a scale: what range calibration starts from."""
+"""Minimum, maximum and histogram of the elements that share a scale, for calibration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qtk.numerics.blocks import flat, split_shape
 
 
 def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element of each scale; NaN in both where there is a NaN.
+    """Minimum and maximum of the elements of each scale; NaN in both where there is a NaN.
 
     Shape: ``x`` any, not empty; results float32, one axis, the scales in their order.
 
@@ -33,7 +33,7 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     """How many elements of each scale lie in each of ``bins`` bins of a grid whose width is a power of two.
 
     ``x`` is in bin ``floor(x / 2^exponent) - first``, which float32 computes exactly; what is in no bin, and NaN, is
-    not counted. On such a grid two neighbours from an even place on are a bin of the next wider grid.
+    not counted. Bins that start at an even multiple of the width form, with the next, a bin of twice the width.
 
     Shape: ``x`` any; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126: [scales]; result int64
     [scales, bins].
@@ -45,13 +45,14 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     split, inside = split_shape(x.shape, block_size)
     lined = [1 if axis in inside else length for axis, length in enumerate(split)]
     wide = x.detach().to(torch.float32).reshape(split)
-    place = (wide * torch.ldexp(torch.ones_like(first), -exponent).reshape(lined)).floor()
-    place = torch.where(wide < 0, place.clamp(max=-1.0), place)  # what is just below 0 may come out as 0
-    slot = place - first.reshape(lined)
-    counted = (slot >= 0) & (slot < bins)
-    owner = torch.arange(scales, device=x.device).reshape(lined)
-    found = torch.where(counted, owner * bins + slot.where(counted, 0.0).long(), scales * bins).reshape(-1)
-    return torch.bincount(found, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+    bin_number = (wide * torch.ldexp(torch.ones_like(first), -exponent).reshape(lined)).floor()
+    bin_number = torch.where(wide < 0, bin_number.clamp(max=-1.0), bin_number)  # just below 0 may be rounded to 0
+    slot = bin_number - first.reshape(lined)
+    is_counted = (slot >= 0) & (slot < bins)
+    scale_index = torch.arange(scales, device=x.device).reshape(lined)
+    flat_bin = scale_index * bins + slot.where(is_counted, 0.0).long()
+    flat_bin = torch.where(is_counted, flat_bin, scales * bins).reshape(-1)
+    return torch.bincount(flat_bin, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
 
 
 def count_scales(shape: Sequence[int], block_size: Sequence[int]) -> int:

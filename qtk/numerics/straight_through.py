@@ -1,4 +1,4 @@
-"""Gradients of fake-quantization, straight through the rounding.
+"""Gradients of fake-quantization by the straight-through estimator.
 
 With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``, for an incoming gradient g:
 
@@ -7,8 +7,8 @@ With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``,
     dzero_point = Σ g · (0                              where inside, else -scale)
 
 summed over the elements that share a scale: LSQ (arXiv 1902.08153, eq. 3) and LSQ+ (arXiv 2004.09576, eq. 5), without
-their gradient scaling. A range that is being learned acts as ``qtk.numerics.effective`` says. A NaN is outside and
-makes dscale NaN.
+their gradient scaling. Scale and zero point are the effective ones of ``qtk.numerics.effective``. NaN counts as outside
+and makes dscale NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtk.numerics.blocks import pieces, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, gradient_of_given_scale
+from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
 
 
 def fake_quantize_backward(
@@ -41,37 +41,37 @@ def fake_quantize_backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    grad, x, given, scale = grad.detach(), x.detach(), scale.detach(), effective_scale(scale.detach())
+    grad, x, stored_scale, scale = grad.detach(), x.detach(), scale.detach(), effective_scale(scale.detach())
     zero_point = None if zero_point is None else effective_zero_point(zero_point.detach(), qmin, qmax)
     grad_x = torch.empty_like(x, dtype=grad.dtype)
     grad_scale = torch.zeros_like(scale) if wants_scale else None
     grad_zero_point = torch.zeros_like(scale) if wants_zero_point else None
-    for (part, slope, out), (step, zero, of_scale, of_zero) in pieces(
+    for (part, grad_part, out), (part_scale, zero, of_scale, of_zero) in pieces(
         (x, grad, grad_x), (scale, zero_point, grad_scale, grad_zero_point), block_size
     ):
-        assert step is not None
-        steps = torch.div(part.to(torch.float32), step)
+        assert part_scale is not None
+        steps = torch.div(part.to(torch.float32), part_scale)
         code = steps.round_() if of_scale is None else steps.round()
         if zero is not None:
             code.add_(zero)
         straight = out if out.dtype == torch.float32 else torch.empty_like(code)
-        _inside(slope, code, qmin, qmax, out=straight)
+        _inside(grad_part, code, qmin, qmax, out=straight)
         if straight is not out:
             out.copy_(straight)
         if of_zero is not None:
-            of_zero.sub_(_sum(slope - straight, x.shape, block_size) * step)
+            of_zero.sub_(_sum(grad_part - straight, x.shape, block_size) * part_scale)
         if of_scale is not None:
             _inside(steps, code, qmin, qmax, out=steps)
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
-            of_scale.add_(_sum(real.sub_(steps).mul_(slope), x.shape, block_size))
-    return grad_x, None if grad_scale is None else gradient_of_given_scale(grad_scale, given), grad_zero_point
+            of_scale.add_(_sum(real.sub_(steps).mul_(grad_part), x.shape, block_size))
+    return grad_x, None if grad_scale is None else scale_gradient(grad_scale, stored_scale), grad_zero_point
 
 
 def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:
-    """Writes ``values`` where the unclamped code is one of the codes, 0 elsewhere and at NaN."""
-    # On whole numbers the open interval of hardtanh's gradient is the closed one that is meant. It is one vectorized
-    # pass; comparing and selecting by a boolean mask takes ten times as long on the CPU.
+    """Writes ``values`` where the unclamped code lies in [qmin, qmax], 0 elsewhere and at NaN."""
+    # hardtanh's gradient is over an open interval: for integers (qmin - 1, qmax + 1) is [qmin, qmax]. It is one
+    # vectorized pass; comparing and selecting by a boolean mask takes ten times as long on the CPU.
     torch.ops.aten.hardtanh_backward.grad_input(
         values, code.nan_to_num(torch.inf), qmin - 1, qmax + 1, grad_input=out
     )

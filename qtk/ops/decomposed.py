@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtk.numerics.blocks import align, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, gradient_of_given_scale
+from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -43,8 +43,8 @@ class FakeQuantize(torch.autograd.Function):
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)
-            of_acting = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
-            of_scale = gradient_of_given_scale(of_acting, scale)
+            effective_gradient = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
+            of_scale = scale_gradient(effective_gradient, scale)
         if wants_zero_point:
             clipped = torch.where(inside, 0.0, slope.float())
             of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * effective_scale(scale))

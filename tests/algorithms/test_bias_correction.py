@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from qtk.algorithms.bias_correction import bias_correction
-from qtk.layerwise.second_moments import SecondMoments, Wanted
-from qtk.numerics.im2col import Geometry, matrix_of
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.numerics.im2col import Geometry, weight_to_gemm
 
 LAYERS = {
     "linear": (Geometry.linear(), (6, 16), (40, 16), -1, functional.linear),
@@ -37,8 +37,8 @@ def test_the_mean_of_every_output_is_that_of_the_float_model(name, block, two):
     quantized = original + 0.2 * torch.randn(x_shape, generator=generator) + 0.1 if two else original
     weight = torch.randn(shape, generator=generator).double()
     rounded = (weight * 2).round() / 2
-    own, near = matrix_of(weight, geometry), matrix_of(rounded, geometry)
-    moments = SecondMoments(geometry, Wanted(own.shape[-1] // 2 if block else None, dtype=torch.float64))
+    own, near = weight_to_gemm(weight, geometry), weight_to_gemm(rounded, geometry)
+    moments = SecondMoments(geometry, RequiredStatistics(own.shape[-1] // 2 if block else None, dtype=torch.float64))
     for part in range(len(original)):  # the last batch alone is another mean
         one = slice(part, part + 1)
         moments.observe(quantized[one], original[one] if two else None)

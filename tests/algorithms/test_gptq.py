@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qtk.algorithms.gptq import Gptq
-from qtk.algorithms.grid import Grid
+from qtk.algorithms.gptq import gptq
+from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
 from qtk.core.spec import QuantSpec
@@ -33,7 +33,7 @@ def problem(asymmetric, block_size, dead=False):
 def grid_of(weight, scale, zero, block_size):
     steps = expand(scale, weight.shape, block_size).expand(weight.shape)
     zeros = None if zero is None else expand(zero, weight.shape, block_size).expand(weight.shape).int()
-    return Grid(QuantSpec(dtype("int4" if zero is None else "uint4"), symmetric=zero is None), steps, zeros)
+    return WeightGrid(QuantSpec(dtype("int4" if zero is None else "uint4"), symmetric=zero is None), steps, zeros)
 
 
 def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
@@ -67,7 +67,9 @@ def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
 def test_the_textbook(name, asymmetric, act_order, dead):
     weight, x, scale, zero, codes = problem(asymmetric, BLOCKS[name], dead)
     gram = x.T @ x
-    own = Gptq(act_order=act_order, columns_at_once=7).rounded(weight, gram, grid_of(weight, scale, zero, BLOCKS[name]))
+    own = gptq(
+        weight, gram, grid_of(weight, scale, zero, BLOCKS[name]), act_order=act_order, columns_at_once=7
+    )
     width = {"tensor": WIDTH, "channel": WIDTH, "block": 8, "rows": 8}[name]
 
     def spread(values):
@@ -85,7 +87,7 @@ def test_the_textbook(name, asymmetric, act_order, dead):
 def test_better_than_rounding_to_nearest_and_on_the_grid(name):
     weight, x, scale, _, codes = problem(False, BLOCKS[name])
     nearest = fake_quantize(weight, scale, None, BLOCKS[name], *codes)
-    own = Gptq().rounded(weight, x.T @ x, grid_of(weight, scale, None, BLOCKS[name]))
+    own = gptq(weight, x.T @ x, grid_of(weight, scale, None, BLOCKS[name]))
     losses = [float((x @ (weight - other).double().T).square().sum()) for other in (own, nearest)]
     assert losses[0] < 0.8 * losses[1]
     torch.testing.assert_close(fake_quantize(own, scale, None, BLOCKS[name], *codes), own, rtol=0, atol=0)
@@ -93,7 +95,7 @@ def test_better_than_rounding_to_nearest_and_on_the_grid(name):
 
 def test_inputs_never_seen_leave_the_nearest_to_their_weights():
     weight, x, scale, _, codes = problem(False, (1, WHOLE), dead=True)
-    own = Gptq().rounded(weight, x.T @ x, grid_of(weight, scale, None, (1, WHOLE)))
+    own = gptq(weight, x.T @ x, grid_of(weight, scale, None, (1, WHOLE)))
     assert torch.equal(own[:, 3], fake_quantize(weight, scale, None, (1, WHOLE), *codes)[:, 3])
     assert bool((own[:, 3] != 0).any())
 
@@ -101,23 +103,21 @@ def test_inputs_never_seen_leave_the_nearest_to_their_weights():
 def test_how_many_columns_go_at_once_makes_no_difference():
     weight, x, scale, _, _ = problem(False, (1, WHOLE))
     spec = weight, x.T @ x, grid_of(weight, scale, None, (1, WHOLE))
-    found = [Gptq(columns_at_once=count).rounded(*spec) for count in (1, 5, 24, 99)]
+    found = [gptq(*spec, columns_at_once=count) for count in (1, 5, 24, 99)]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
 
 def test_inputs_that_say_nothing_about_each_other_leave_the_nearest():
     weight, _, scale, _, codes = problem(False, (1, WHOLE))
-    own = Gptq().rounded(
+    own = gptq(
         weight, torch.eye(WIDTH, dtype=torch.float64), grid_of(weight, scale, None, (1, WHOLE))
     )
     assert torch.equal(own, fake_quantize(weight, scale, None, (1, WHOLE), *codes))
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(CalibrationError, match="damping > 0"):
-        Gptq(damping=0.0)
     weight, _, scale, _, _ = problem(False, (1, WHOLE))
     broken = torch.full((WIDTH, WIDTH), 5.0, dtype=torch.float64) - 10 * torch.eye(WIDTH, dtype=torch.float64).flip(0)
     with pytest.raises(CalibrationError, match="too alike"):
-        Gptq(damping=1e-9).rounded(weight, broken, grid_of(weight, scale, None, (1, WHOLE)))
+        gptq(weight, broken, grid_of(weight, scale, None, (1, WHOLE)), damping=1e-9)

@@ -52,7 +52,8 @@ def test_the_slope_is_half_the_gradient_of_the_outputs_error(one):
     change = inputs.change.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(inputs.lost(change).sum(), change)
     linear = None if one else inputs.error.linear.clone()
-    torch.testing.assert_close(2 * inputs.error.slope(inputs.change[:, None])[:, 0], gradient, rtol=1e-10, atol=1e-9)
+    half_gradient = inputs.error.half_gradient(inputs.change[:, None])[:, 0]
+    torch.testing.assert_close(2 * half_gradient, gradient, rtol=1e-10, atol=1e-9)
     if linear is not None:
         assert torch.equal(inputs.error.linear, linear)  # what is known stays as it is
 
@@ -80,10 +81,10 @@ def test_a_part_is_what_the_whole_says_of_it():
     blocked, change = inputs.error.diagonal_blocks(4), in_blocks(inputs.change, 4)
     whole = blocked.of(change)
     for blocks, outputs in ((slice(1, 3), slice(None)), (slice(None), slice(2, 4)), (slice(3, 4), slice(0, 1))):
-        part = blocked.part(blocks, outputs)
+        part = blocked.select(blocks, outputs)
         torch.testing.assert_close(part.of(change[:, blocks, outputs]), whole[:, blocks, outputs])
     one = Inputs(one=True)
-    assert one.error.part(slice(None), slice(1, 2)).linear is None
+    assert one.error.select(slice(None), slice(1, 2)).linear is None
 
 
 def test_in_blocks_takes_columns_apart_in_their_order():
@@ -148,6 +149,6 @@ def test_a_part_of_an_estimate_is_what_the_whole_says_of_it():
     estimate, change = inputs.error.diagonal_blocks(3).estimate(), in_blocks(inputs.change, 3)
     whole = estimate.of(change)
     for blocks, outputs in ((slice(1, 3), slice(None)), (slice(None), slice(2, 4)), (slice(2, 3), slice(0, 1))):
-        part = estimate.part(blocks, outputs)
+        part = estimate.select(blocks, outputs)
         torch.testing.assert_close(part.of(change[:, blocks, outputs]), whole[:, blocks, outputs])
-    assert Inputs(one=True).error.estimate().part(slice(None), slice(1, 2)).linear is None
+    assert Inputs(one=True).error.estimate().select(slice(None), slice(1, 2)).linear is None

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 
 from qtk.algorithms.output_error import OutputError, in_blocks
-from qtk.algorithms.seq_mse import Choice, Search, refine_jointly
+from qtk.algorithms.seq_mse import ScaleCandidates, SearchResult, refine_jointly, search_scales
 from qtk.core.dtypes import dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
-from qtk.layerwise.second_moments import SecondMoments, Wanted
-from qtk.numerics.im2col import Geometry, matrix_of, rows_of, weight_of
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.numerics.im2col import Geometry, gemm_to_weight, im2col, weight_to_gemm
 
 CANDIDATES = 12
 LAYERS = {
@@ -36,12 +36,12 @@ class Problem:
         quantized = original if one_input else original + 0.2 * torch.randn(x_shape, generator=generator)
         self.weight = torch.randn(self.shape, generator=generator)
         self.inputs = original.double(), quantized.double()
-        columns = matrix_of(self.weight, self.geometry)
+        columns = weight_to_gemm(self.weight, self.geometry)
         self.rows = columns.shape[0] * columns.shape[1]
         width = columns.shape[2]
         self.block = width // 2 if granularity == "block" else width
         self.per_tensor = granularity == "tensor"
-        moments = SecondMoments(self.geometry, Wanted(self.block, dtype=torch.float64))
+        moments = SecondMoments(self.geometry, RequiredStatistics(self.block, dtype=torch.float64))
         moments.observe(quantized, None if one_input else original)
         linear = None
         if moments.cross is not None:
@@ -58,8 +58,8 @@ class Problem:
         else:
             self.scales, self.zeros = torch.maximum(high, -low) * fraction / 7, None
 
-    def search(self, candidates: slice = slice(None)) -> Choice:
-        columns = matrix_of(self.weight, self.geometry).double()
+    def search(self, candidates: slice = slice(None)) -> SearchResult:
+        columns = weight_to_gemm(self.weight, self.geometry).double()
         shape = *columns.shape[:2], columns.shape[2] // self.block
         owner = torch.zeros(shape, dtype=torch.int64)
         if not self.per_tensor:
@@ -67,7 +67,7 @@ class Problem:
         owner, columns = owner.transpose(1, 2), in_blocks(columns, shape[2])
         spec = QuantSpec(dtype("int4" if self.zeros is None else "uint4"), symmetric=self.zeros is None)
         zeros = None if self.zeros is None else self.zeros[candidates]
-        return Search(self.error, columns, columns, owner, spec, self.scales[candidates], zeros).best()
+        return search_scales(ScaleCandidates(self.error, columns, columns, owner, spec, self.scales[candidates], zeros))
 
     def brute_force(self) -> torch.Tensor:
         """Squared error of the outputs for every candidate; each block's part of the output by itself.
@@ -75,7 +75,7 @@ class Problem:
         Shape: [candidates, scales].
         """
         found = []
-        columns = matrix_of(self.weight, self.geometry)
+        columns = weight_to_gemm(self.weight, self.geometry)
         for scale, zero in zip(self.scales, [None] * CANDIDATES if self.zeros is None else self.zeros, strict=True):
             parts = columns.reshape(1, -1) if self.per_tensor else columns.reshape(-1, self.block)
             start = torch.zeros_like(scale) if zero is None else zero.float()
@@ -85,7 +85,7 @@ class Problem:
             for index in range(errors.shape[1]):
                 kept = torch.zeros(columns.shape[2])
                 kept[index * self.block : (index + 1) * self.block] = 1
-                own, near = (weight_of(w * kept, self.geometry, self.shape).double() for w in (columns, rounded))
+                own, near = (gemm_to_weight(w * kept, self.geometry, self.shape).double() for w in (columns, rounded))
                 apart = self.run(self.inputs[0], own) - self.run(self.inputs[1], near)
                 channels = apart.movedim(1 if self.geometry.kernel else -1, 0).flatten(1)
                 errors[:, index] = channels.square().sum(1)
@@ -126,7 +126,7 @@ def test_better_than_the_widest_range():
 def test_rows_meet_the_columns_of_their_group():
     geometry, shape, x_shape, run = LAYERS["grouped"]
     x, weight = torch.randn(x_shape), torch.randn(shape)
-    product = rows_of(x, geometry) @ matrix_of(weight, geometry).mT
+    product = im2col(x, geometry) @ weight_to_gemm(weight, geometry).mT
     expected = run(x, weight)
     torch.testing.assert_close(product[1].reshape(3, 9, 3).mT, expected[:, 3:], rtol=1e-4, atol=1e-5)
 
@@ -135,14 +135,14 @@ def test_scales_of_several_rows_and_blocks():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64)
     x = torch.randn(50, 4, generator=generator)
-    moments = SecondMoments(Geometry.linear(), Wanted(2, dtype=torch.float64))
+    moments = SecondMoments(Geometry.linear(), RequiredStatistics(2, dtype=torch.float64))
     moments.observe(x)
     corners = weight[0].reshape(2, 2, 2, 2).abs().amax((1, 3)).reshape(-1).float()  # [row blocks · column blocks]
     scales = corners * torch.arange(1, 21)[:, None] / 20 / 7
     owner = torch.tensor([[[0, 0, 2, 2], [1, 1, 3, 3]]])
     blocked = in_blocks(weight, 2)
     spec = QuantSpec(dtype("int4"), symmetric=True)
-    found = Search(OutputError(moments.gram), blocked, blocked, owner, spec, scales).best()
+    found = search_scales(ScaleCandidates(OutputError(moments.gram), blocked, blocked, owner, spec, scales))
     for index, own in enumerate(found.candidate.tolist()):
         rows, columns = slice(index // 2 * 2, index // 2 * 2 + 2), slice(index % 2 * 2, index % 2 * 2 + 2)
         part = weight[0, rows, columns]
@@ -154,7 +154,7 @@ def test_scales_of_several_rows_and_blocks():
     whole = SecondMoments(Geometry.linear())
     whole.observe(x)
     with pytest.raises(SpecError, match="2 scales along the columns"):
-        Search(OutputError(whole.gram), blocked, blocked, owner, spec, scales)
+        ScaleCandidates(OutputError(whole.gram), blocked, blocked, owner, spec, scales)
 
 
 def outputs_lost(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: int) -> float:
@@ -169,7 +169,7 @@ def test_blocks_that_make_up_for_each_other(outputs_per_scale):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     x = torch.randn(200, 16, generator=generator) @ torch.randn(16, 16, generator=generator)
-    moments = SecondMoments(Geometry.linear(), Wanted(dtype=torch.float64))
+    moments = SecondMoments(Geometry.linear(), RequiredStatistics(dtype=torch.float64))
     moments.observe(x)
     whole = OutputError(moments.gram)
     owner = torch.arange(6 // outputs_per_scale * 4).reshape(-1, 1, 4).expand(-1, outputs_per_scale, 4).reshape(1, 6, 4)
@@ -179,12 +179,12 @@ def test_blocks_that_make_up_for_each_other(outputs_per_scale):
     scales = peak * torch.arange(1, 21)[:, None] / 20 / 7
     spec = QuantSpec(dtype("int4"), symmetric=True)
     blocked = in_blocks(weight[None], 4)
-    search = Search(whole.diagonal_blocks(4), blocked, blocked, owner.transpose(1, 2), spec, scales)
+    search = ScaleCandidates(whole.diagonal_blocks(4), blocked, blocked, owner.transpose(1, 2), spec, scales)
 
     def lost(candidate: torch.Tensor) -> float:
         return outputs_lost(x, weight, scales.gather(0, candidate[None])[0][owner[0]], 4)
 
-    alone = search.best().candidate
+    alone = search_scales(search).candidate
     found = refine_jointly(search, whole, alone)
     assert lost(found) < 0.95 * lost(alone)
     for scale in range(scales.shape[1]):  # no scale can do better by itself

@@ -73,7 +73,7 @@ SETTING = {"name": "a", "weight_bits": 8, "activation_bits": 8}
         ({"settings": [{**SETTING, "name": "fp32"}]}, "settings: 'fp32' is the model in float"),
         ({"settings": [{"name": "a", "weight_bits": 8}]}, r"settings\[0\]\.activation_bits: missing"),
         ({"settings": [{**SETTING, "scheme": "mimmax"}]}, "unknown scheme 'mimmax'; did you mean 'min_max'"),
-        ({"settings": [{**SETTING, "layerwise": ["gtpq"]}]}, "unknown layer-wise step 'gtpq'; did you mean 'gptq'"),
+        ({"settings": [{**SETTING, "layerwise": ["gtpq"]}]}, "unknown layer-wise method 'gtpq'; did you mean 'gptq'"),
         ({"settings": [{**SETTING, "layerwise": ["gptq(damp=1.0)"]}]}, "setting 'damp'; did you mean 'damping'"),
         ({"scheme": "min-max"}, r"recipe\.yaml: unknown scheme 'min-max'; did you mean 'min_max'"),
         ({"config": "defalt"}, "config 'defalt' is neither a file nor shipped with qtk; did you mean 'default'"),

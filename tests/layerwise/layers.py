@@ -15,7 +15,7 @@ import qtk
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import SecondMoments, Wanted
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.numerics.ranges import choose_range
 
@@ -50,12 +50,12 @@ class Case:
 
     def lost(self, rounded: Tensor, mask: Tensor | float = 1.0) -> float:
         """|X w - X̂ ŵ|², of all outputs; of what the weights in a mask put into them."""
-        own, near = self.problem.original.double() * mask, rounded.double() * mask
+        own, near = self.problem.float_weight.double() * mask, rounded.double() * mask
         return float((self.run(self.original, own) - self.run(self.quantized, near)).square().sum())
 
     def rounded(self, encoding: Encoding) -> Tensor:
         """The weight rounded, by the formula. Shape: as the weight, float64."""
-        return rounded(self.problem.original, encoding)
+        return rounded(self.problem.float_weight, encoding)
 
     def lost_by_scale(self, near: Tensor) -> Tensor:
         """Each scale's part. Shape: that of the scale, float64."""
@@ -99,7 +99,7 @@ def case(
         spec: in place of the config's.
         dtype: to compute in.
     """
-    moments = SecondMoments(layer.geometry, Wanted(block, dtype=dtype))
+    moments = SecondMoments(layer.geometry, RequiredStatistics(block, dtype=dtype))
     quantized = x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     moments.observe(quantized, x if noise else None)
     problem = LayerState.of(layer, moments, dtype)

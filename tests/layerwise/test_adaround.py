@@ -6,6 +6,8 @@ from torch import nn
 
 import qtk
 from qtk.algorithms.output_error import ActivationError
+from qtk.errors import CalibrationError
+from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.weighted_layers import weighted_layers
 
 
@@ -48,7 +50,7 @@ def test_the_slope_is_half_of_the_gradient():
     error = ActivationError(rows, before + 0.1, before, torch.nn.functional.silu)
     change = torch.randn(2, 1, 3, 5).double().requires_grad_()
     (gradient,) = torch.autograd.grad(error.of(change).sum(), change)
-    torch.testing.assert_close(error.slope(change.detach()), gradient / 2)
+    torch.testing.assert_close(error.half_gradient(change.detach()), gradient / 2)
     y, near = before + 0.1, before - rows @ change.detach().mT
     direct = (torch.nn.functional.silu(y) - torch.nn.functional.silu(near)).square().sum(-2)
     torch.testing.assert_close(error.of(change.detach()), direct)
@@ -72,3 +74,13 @@ def test_what_follows_the_layer_comes_closer(conv):
             weight = sim.model.get_parameter("0.weight")
             assert torch.equal(sim.quantizers["0.weight"](weight), weight)
     assert lost[True] < 0.97 * lost[False]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"iterations": 0}, {"learning_rate": 0.0}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
+     {"warm_start": 1.0}, {"warm_start": -0.1}],
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(CalibrationError, match="AdaRound needs iterations ≥ 1"):
+        AdaRound(**settings)

@@ -14,9 +14,10 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
+from qtk.layerwise import run
 
 ROOT = Path(__file__).parents[2]
-STEPS = ["seq_mse", "gptq", "bias_correction"]
+METHODS = ["seq_mse", "gptq", "bias_correction"]
 
 
 def problem(seed=0):
@@ -35,18 +36,16 @@ def state(sim):
 def main(directory: str) -> None:
     """A process that is slow after its second layer, so that it can be killed there."""
     sim, data = problem()
-    from qtk.workflow import layerwise
+    real = run.compute_update
 
-    real = layerwise.improved
-
-    def improved(layer, *rest):
+    def compute_update(layer, *rest):
         if len(list(Path(directory).glob("*.safetensors"))) == 2:
             print("two", flush=True)
             time.sleep(60)
         return real(layer, *rest)
 
-    layerwise.improved = improved
-    qtk.apply_layerwise(sim, data, STEPS, checkpoint_dir=directory, progress=False)
+    run.compute_update = compute_update
+    qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=directory, progress=False)
 
 
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch):
@@ -59,30 +58,29 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
     assert process.wait() == -signal.SIGKILL
     assert sorted(file.name for file in folder.iterdir()) == ["0000.safetensors", "0001.safetensors", "run.json"]
 
-    from qtk.workflow import layerwise
-
-    real, made = layerwise.improved, []
-    monkeypatch.setattr(layerwise, "improved", lambda layer, *rest: (made.append(layer.name), real(layer, *rest))[1])
+    real, made = run.compute_update, []
+    monkeypatch.setattr(
+        run, "compute_update", lambda layer, *rest: (made.append(layer.name), real(layer, *rest))[1])
     whole, data = problem()
-    expected = qtk.apply_layerwise(whole, data, STEPS, progress=False)
+    expected = qtk.apply_layerwise(whole, data, METHODS, progress=False)
     assert made == ["0.weight", "2.weight", "4.weight", "6.weight"]
     made.clear()
     resumed, data = problem()
-    report = qtk.apply_layerwise(resumed, data, STEPS, checkpoint_dir=folder, progress=False)
+    report = qtk.apply_layerwise(resumed, data, METHODS, checkpoint_dir=folder, progress=False)
     assert made == ["4.weight", "6.weight"]
     own, other = state(resumed), state(whole)
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert report == expected
     again, data = problem()
-    qtk.apply_layerwise(again, data, STEPS, checkpoint_dir=folder, progress=False)
+    qtk.apply_layerwise(again, data, METHODS, checkpoint_dir=folder, progress=False)
     assert made == ["4.weight", "6.weight"]
     assert all(torch.equal(value, other[name]) for name, value in state(again).items())
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [("steps", "steps"), ("inputs", "inputs"), ("data", "data"), ("model", "weights and encodings"),
+    [("methods", "methods"), ("inputs", "inputs"), ("data", "data"), ("model", "weights and encodings"),
      ("sites", "layers")],
 )
 def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
@@ -93,7 +91,7 @@ def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
     with pytest.raises(CalibrationError, match=f"another run: not the same {named}"):
         qtk.apply_layerwise(
             other, data[:2] if change == "data" else data,
-            ["seq_mse(num_candidates=7)" if change == "steps" else "seq_mse"],
+            ["seq_mse(num_candidates=7)" if change == "methods" else "seq_mse"],
             inputs="symqt" if change == "inputs" else "asym", checkpoint_dir=tmp_path,
             sites=["0.weight", "2.weight"] if change == "sites" else None, progress=False,
         )

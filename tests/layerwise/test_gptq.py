@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qtk.algorithms.gptq import Gptq
+from qtk.algorithms.gptq import gptq
 from qtk.algorithms.output_error import OutputError
-from qtk.layerwise.gptq import GptqRounding
+from qtk.layerwise.gptq import Gptq
 from tests.layerwise.layers import CHANNEL, LAYERS, TENSOR, blocks_of, named
 
 SETTINGS = {"tensor": TENSOR, "channel": CHANNEL, "block": blocks_of(2), "asymmetric": CHANNEL | {"symmetric": False}}
@@ -15,10 +15,10 @@ SETTINGS = {"tensor": TENSOR, "channel": CHANNEL, "block": blocks_of(2), "asymme
 
 def without_shift(problem):
     """The weight itself rounded by the algorithm."""
-    grid, weight = problem.grid(), problem.matrix(problem.original).double()
+    grid, weight = problem.grid(), problem.to_gemm(problem.float_weight).double()
     gram = problem.error.gram[:, 0].double()
-    return problem.weight_from(torch.stack([
-        Gptq().rounded(own, gram[group], grid[group]) for group, own in enumerate(weight)
+    return problem.from_gemm(torch.stack([
+        gptq(own, gram[group], grid[group]) for group, own in enumerate(weight)
     ]))
 
 
@@ -26,10 +26,10 @@ def without_shift(problem):
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_make_up_for_the_difference_of_the_inputs(name, setting):
     given = named(name, SETTINGS[setting], noise=0.5)
-    found = GptqRounding().apply(given.problem)
-    own, plain = given.lost(found.simulated()), given.lost(without_shift(given.problem))
+    found = Gptq().apply(given.problem)
+    own, plain = given.lost(found.simulated_weight()), given.lost(without_shift(given.problem))
     assert own < plain
-    before = given.lost(given.problem.simulated())
+    before = given.lost(given.problem.simulated_weight())
     assert own < before
     assert found.loss[0] - found.loss[1] == pytest.approx(before - own, rel=1e-5)
 
@@ -37,7 +37,7 @@ def test_weights_make_up_for_the_difference_of_the_inputs(name, setting):
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_input_has_no_difference_to_make_up_for(name):
     given = named(name, CHANNEL, noise=0.0)
-    found = GptqRounding().apply(given.problem)
+    found = Gptq().apply(given.problem)
     assert torch.equal(found.weight, without_shift(given.problem))
 
 
@@ -45,22 +45,22 @@ def test_one_input_has_no_difference_to_make_up_for(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_end_on_the_grid_of_the_encoding(name, setting):
     given = named(name, SETTINGS[setting])
-    found = GptqRounding().apply(given.problem)
+    found = Gptq().apply(given.problem)
     assert found.encoding is given.problem.encoding
     assert found.weight.dtype == given.problem.weight.dtype
-    assert torch.equal(found.simulated(), found.weight)
-    assert not torch.equal(found.weight, given.problem.simulated())
+    assert torch.equal(found.simulated_weight(), found.weight)
+    assert not torch.equal(found.weight, given.problem.simulated_weight())
 
 
 @pytest.mark.parametrize("name", ["grouped", "transposed grouped"])
 def test_groups_are_rounded_by_their_own_inputs(name):
     given = named(name, CHANNEL)
-    whole = given.problem.matrix(GptqRounding().apply(given.problem).weight)
+    whole = given.problem.to_gemm(Gptq().apply(given.problem).weight)
     error = given.problem.error
     for group in range(2):  # the other group's inputs change nothing
         gram = error.gram.clone()
         gram[1 - group] = torch.eye(gram.shape[-1])
-        other = GptqRounding().apply(replace(given.problem, error=OutputError(gram, error.linear)))
-        matrix = given.problem.matrix(other.weight)
+        other = Gptq().apply(replace(given.problem, error=OutputError(gram, error.linear)))
+        matrix = given.problem.to_gemm(other.weight)
         assert torch.equal(matrix[group], whole[group])
         assert not torch.equal(matrix[1 - group], whole[1 - group])

@@ -7,8 +7,8 @@ from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
-from qtk.layerwise.layer_state import block_of, owner_of, spread
-from qtk.numerics.im2col import Geometry, matrix_of, weight_of
+from qtk.layerwise.layer_state import columns_per_scale, expand_scales, scale_index_of
+from qtk.numerics.im2col import Geometry, gemm_to_weight, weight_to_gemm
 from tests.layerwise.layers import CHANNEL, LAYERS, blocks_of, everywhere, named
 
 LINEAR = Geometry.linear()
@@ -44,18 +44,18 @@ def encoding_of(shape, granularity):
 def test_every_weight_goes_by_its_scale(name):
     geometry, shape, granularity, _ = CASES[name]
     encoding = encoding_of(shape, granularity)
-    owner = owner_of(shape, encoding, geometry)
+    owner = scale_index_of(shape, encoding, geometry)
     assert owner.dtype == torch.int64
     by_repeating = everywhere(encoding.scale, encoding.spec, torch.Size(shape))
-    assert torch.equal(weight_of(encoding.scale.flatten()[owner], geometry, shape), by_repeating)
-    wide = spread(encoding.scale, shape, encoding.spec, geometry)
-    assert torch.equal(wide, matrix_of(by_repeating, geometry))
+    assert torch.equal(gemm_to_weight(encoding.scale.flatten()[owner], geometry, shape), by_repeating)
+    wide = expand_scales(encoding.scale, shape, encoding.spec, geometry)
+    assert torch.equal(wide, weight_to_gemm(by_repeating, geometry))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_columns_that_go_by_one_scale(name):
     geometry, shape, granularity, block = CASES[name]
-    assert block_of(owner_of(shape, encoding_of(shape, granularity), geometry)) == block
+    assert columns_per_scale(scale_index_of(shape, encoding_of(shape, granularity), geometry)) == block
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_columns_that_go_by_one_scale(name):
 )
 def test_runs_of_several_lengths_are_no_blocks(rows):
     owner = torch.tensor([rows])
-    found = block_of(owner)
+    found = columns_per_scale(owner)
     assert found is None or bool((owner.unflatten(-1, (-1, found)).diff() == 0).all())
 
 
 @pytest.mark.parametrize("rows", [[[0, 0, 0, 1, 1]], [[0, 0, 1, 1], [0, 1, 1, 1]], [[0, 0, 0, 0], [0, 0, 1, 1]]])
 def test_uneven_runs_have_no_block(rows):
-    assert block_of(torch.tensor([rows])) is None
+    assert columns_per_scale(torch.tensor([rows])) is None
 
 
 @pytest.mark.parametrize("setting", [CHANNEL, blocks_of(2)], ids=["channel", "block"])
@@ -77,33 +77,33 @@ def test_uneven_runs_have_no_block(rows):
 def test_a_matrix_is_the_weight_in_another_order(name, setting):
     given = named(name, setting, dtype=torch.float32)
     problem = given.problem
-    matrix = problem.matrix(problem.weight)
-    assert torch.equal(problem.weight_from(matrix), problem.weight)
-    assert problem.weight_from(matrix.double()).dtype == problem.weight.dtype
+    matrix = problem.to_gemm(problem.weight)
+    assert torch.equal(problem.from_gemm(matrix), problem.weight)
+    assert problem.from_gemm(matrix.double()).dtype == problem.weight.dtype
     near = problem.grid().nearest(matrix)
-    assert torch.equal(problem.weight_from(near), problem.simulated())
+    assert torch.equal(problem.from_gemm(near), problem.simulated_weight())
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_error_now_is_that_of_the_outputs(name, noise):
     given = named(name, CHANNEL, noise=noise)
-    constant = given.lost(given.problem.original)
-    expected = given.lost(given.problem.simulated()) - constant
-    assert given.problem.error_now() == pytest.approx(expected, rel=1e-6)
+    constant = given.lost(given.problem.float_weight)
+    expected = given.lost(given.problem.simulated_weight()) - constant
+    assert given.problem.current_error() == pytest.approx(expected, rel=1e-6)
 
 
 def test_gains_add_up():
     given = named("linear", CHANNEL)
-    one = given.problem.better(weight=given.problem.matrix(given.problem.weight) * 0.5)
-    two = one.better(weight=given.problem.matrix(given.problem.weight) * 0.9)
-    assert one.loss[0] == two.loss[0] == given.problem.error_now()
-    assert two.loss[1] == two.error_now() != one.loss[1]
+    one = given.problem.updated(weight=given.problem.to_gemm(given.problem.weight) * 0.5)
+    two = one.updated(weight=given.problem.to_gemm(given.problem.weight) * 0.9)
+    assert one.loss[0] == two.loss[0] == given.problem.current_error()
+    assert two.loss[1] == two.current_error() != one.loss[1]
     assert given.problem.loss is None
 
 
 def test_more_scales_than_float32_counts():
     shape = (4100, 4100)
     encoding = Encoding(QuantSpec(dtype("int4"), PerBlock((1, 1)), symmetric=True), torch.ones(shape))
-    owner = owner_of(shape, encoding, LINEAR)
+    owner = scale_index_of(shape, encoding, LINEAR)
     assert torch.equal(owner.flatten(), torch.arange(4100 * 4100))

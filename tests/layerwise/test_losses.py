@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.layerwise.layer_state import LayerState, block_of, owner_of
+from qtk.layerwise.layer_state import LayerState, columns_per_scale, scale_index_of
 from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.weighted_layers import weighted_layers
@@ -33,8 +33,8 @@ def problem(granularity, *, step, one_input=False, asymmetric=False):
     sim.compute_encodings(None, progress=False)
     (layer,), _ = weighted_layers(sim.model, sim.plan)
     encoding = layer.quantizer.encoding
-    block = block_of(owner_of(layer.weight.shape, encoding, layer.geometry))
-    moments = SecondMoments(layer.geometry, step.wants(None if block == 12 else block))
+    block = columns_per_scale(scale_index_of(layer.weight.shape, encoding, layer.geometry))
+    moments = SecondMoments(layer.geometry, step.required_statistics(None if block == 12 else block))
     for part in range(0, ROWS, 100):
         rows = slice(part, part + 100)
         moments.observe(quantized[rows], None if one_input else original[rows])
@@ -43,7 +43,7 @@ def problem(granularity, *, step, one_input=False, asymmetric=False):
 
 def losses(own, original, quantized, block, loss):
     """Of every candidate for every scale. Shape: [candidates, scales]."""
-    encoding, weight = own.encoding, own.original.double()
+    encoding, weight = own.encoding, own.float_weight.double()
     found = []
     for index in range(1, CANDIDATES + 1):
         scale = encoding.scale * (index / CANDIDATES)

@@ -1,19 +1,19 @@
 import pytest
 
 from qtk.errors import ConfigError
-from qtk.layerwise.adaround import AdaptiveRounding
+from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.gptq import GptqRounding
-from qtk.layerwise.methods import STEPS, step
+from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.methods import METHODS, method
 from qtk.layerwise.seq_mse import SeqMse
 
 
 def test_every_method_has_its_name():
-    assert dict(STEPS) == {
-        "seq_mse": SeqMse(), "gptq": GptqRounding(), "adaround": AdaptiveRounding(), "bias_correction": BiasCorrection()
+    assert dict(METHODS) == {
+        "seq_mse": SeqMse(), "gptq": Gptq(), "adaround": AdaRound(), "bias_correction": BiasCorrection()
     }
-    for name, value in STEPS.items():
-        assert step(name) == value
+    for name, value in METHODS.items():
+        assert method(name) == value
 
 
 @pytest.mark.parametrize(
@@ -21,21 +21,21 @@ def test_every_method_has_its_name():
     [
         ("seq_mse(num_candidates=50, joint=True)", SeqMse(num_candidates=50, joint=True)),
         ("seq_mse(refine=True, exact=True)", SeqMse(refine=True, exact=True)),
-        ("gptq(damping=0.05, act_order=False)", GptqRounding(damping=0.05, act_order=False)),
-        ("adaround(iterations=10, learning_rate=1)", AdaptiveRounding(iterations=10, learning_rate=1)),
+        ("gptq(damping=0.05, act_order=False)", Gptq(damping=0.05, act_order=False)),
+        ("adaround(iterations=10, learning_rate=1)", AdaRound(iterations=10, learning_rate=1)),
         ("bias_correction()", BiasCorrection()),
     ],
 )
 def test_settings_are_written_behind_the_name(text, value):
-    assert step(text) == value
-    assert step(text.partition("(")[0]) == STEPS[text.partition("(")[0]]  # the next to ask gets the default
+    assert method(text) == value
+    assert method(text.partition("(")[0]) == METHODS[text.partition("(")[0]]  # the next to ask gets the default
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seqmse", "unknown layer-wise step 'seqmse'; did you mean 'seq_mse'"),
-        ("gtpq(damping=1.0)", "unknown layer-wise step 'gtpq'; did you mean 'gptq'"),
+        ("seqmse", "unknown layer-wise method 'seqmse'; did you mean 'seq_mse'"),
+        ("gtpq(damping=1.0)", "unknown layer-wise method 'gtpq'; did you mean 'gptq'"),
         ("gptq(dampening=1.0)", "unknown setting 'dampening'; did you mean 'damping'"),
         ("bias_correction(rate=1)", "unknown setting 'rate'; it has none"),
         ("seq_mse(num_candidates=2.5)", "num_candidates must be like 20, got 2.5"),
@@ -48,5 +48,5 @@ def test_settings_are_written_behind_the_name(text, value):
 )
 def test_what_is_unknown_is_refused_with_the_nearest(text, said):
     with pytest.raises(ConfigError) as raised:
-        step(text)
+        method(text)
     assert said in str(raised.value)

@@ -7,11 +7,11 @@ from torch import nn
 
 import qtk
 from qtk.core.granularity import PerBlock
-from qtk.layerwise.layer_state import LayerState, block_of, owner_of
-from qtk.layerwise.second_moments import SecondMoments, Wanted
+from qtk.layerwise.layer_state import LayerState, columns_per_scale, scale_index_of
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.weighted_layers import weighted_layers
-from qtk.numerics.im2col import rows_of
+from qtk.numerics.im2col import im2col
 from qtk.quantizers.quantizer import Quantizer
 
 CANDIDATES = 12
@@ -27,11 +27,11 @@ def test_every_scale_takes_the_least_of_all_candidates():
     quantizer = Quantizer(spec, site="weight")
     quantizer.load_encoding(qtk.Encoding(spec, scale))
     layer = replace(layer, quantizer=quantizer)
-    assert block_of(owner_of(layer.weight.shape, quantizer.encoding, layer.geometry)) is None
-    moments = SecondMoments(layer.geometry, Wanted(dtype=torch.float64))
+    assert columns_per_scale(scale_index_of(layer.weight.shape, quantizer.encoding, layer.geometry)) is None
+    moments = SecondMoments(layer.geometry, RequiredStatistics(dtype=torch.float64))
     moments.observe(x)
     found = SeqMse(CANDIDATES).apply(LayerState.of(layer, moments)).encoding.scale
-    rows = rows_of(x.double(), layer.geometry)[0].reshape(-1, 2, 2, 3, 3)  # rows, blocks, channels of a block, kernel
+    rows = im2col(x.double(), layer.geometry)[0].reshape(-1, 2, 2, 3, 3)  # rows, blocks, channels of a block, kernel
     weight = layer.weight.detach().reshape(6, 2, 2, 3, 3)
     errors = []
     for index in range(1, CANDIDATES + 1):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.second_moments import PANEL, SecondMoments, Wanted
-from qtk.numerics.im2col import Geometry, matrix_of, rows_of
+from qtk.layerwise.second_moments import PANEL, RequiredStatistics, SecondMoments
+from qtk.numerics.im2col import Geometry, im2col, weight_to_gemm
 
 LINEAR = Geometry.linear()
 LAYERS = {
@@ -25,28 +25,28 @@ def batches(shape):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_error_of_the_output_without_forming_it(layer):
     geometry, weight_shape, shape = LAYERS[layer]
-    weight = matrix_of(torch.randn(weight_shape, dtype=torch.float64), geometry)  # [groups, out, columns]
+    weight = weight_to_gemm(torch.randn(weight_shape, dtype=torch.float64), geometry)  # [groups, out, columns]
     other = weight + 0.05 * torch.randn_like(weight)
-    moments = SecondMoments(geometry, Wanted(difference=True))
+    moments = SecondMoments(geometry, RequiredStatistics(difference=True))
     expected = torch.zeros(weight.shape[:2], dtype=torch.float64)
     for quantized, original in batches(shape):
         moments.observe(quantized, original)
-        out = rows_of(original.double(), geometry) @ weight.mT
-        near = rows_of(quantized.double(), geometry) @ other.mT
+        out = im2col(original.double(), geometry) @ weight.mT
+        near = im2col(quantized.double(), geometry) @ other.mT
         expected += (out - near).square().sum(1)
     d = weight - other
     gram, cross, difference = (moment[:, 0] for moment in (moments.gram, moments.cross, moments.difference))
     found = (weight @ difference * weight + 2 * (weight @ cross) * d + (d @ gram) * d).sum(-1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    mean = torch.cat([rows_of(x - y, geometry) for y, x in batches(shape)], 1).double().mean(1)
+    mean = torch.cat([im2col(x - y, geometry) for y, x in batches(shape)], 1).double().mean(1)
     torch.testing.assert_close(moments.mean_difference, mean, rtol=1e-5, atol=1e-7)
-    mean = torch.cat([rows_of(y, geometry) for y, x in batches(shape)], 1).double().mean(1)
+    mean = torch.cat([im2col(y, geometry) for y, x in batches(shape)], 1).double().mean(1)
     torch.testing.assert_close(moments.mean, mean, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("block", [2, 4, 8])
 def test_blocks_are_those_of_the_diagonal(block):
-    whole, parts = SecondMoments(LINEAR, Wanted(None, True)), SecondMoments(LINEAR, Wanted(block, True))
+    whole, parts = (SecondMoments(LINEAR, RequiredStatistics(size, True)) for size in (None, block))
     for quantized, original in batches((6, 5, 8)):
         whole.observe(quantized, original)
         parts.observe(quantized, original)
@@ -66,7 +66,7 @@ def test_wide_matrices_are_symmetric_and_whole():
 
 
 def test_merging_is_observing_both():
-    both, left, right = (SecondMoments(LINEAR, Wanted(None, True, dtype=torch.float64)) for _ in range(3))
+    both, left, right = (SecondMoments(LINEAR, RequiredStatistics(None, True, dtype=torch.float64)) for _ in range(3))
     for index, (quantized, original) in enumerate(batches((4, 8))):
         both.observe(quantized, original)
         (left if index < 1 else right).observe(quantized, original)
@@ -86,9 +86,9 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing():
             moments.observe(*given)
     assert moments.rows == 2
     with pytest.raises(CalibrationError, match="blocks of 3 do not divide the 4 columns"):
-        SecondMoments(LINEAR, Wanted(3)).observe(torch.ones(2, 4))
+        SecondMoments(LINEAR, RequiredStatistics(3)).observe(torch.ones(2, 4))
     with pytest.raises(CalibrationError, match="cannot join"):
-        moments.merge(SecondMoments(LINEAR, Wanted(2)))
+        moments.merge(SecondMoments(LINEAR, RequiredStatistics(2)))
 
 
 def test_batches_without_an_input_of_their_own_in_the_float_model_add_nothing_but_h():
@@ -137,11 +137,11 @@ def test_many_batches_are_carried_into_float64():
 @pytest.mark.parametrize("layer", ["conv", "grouped", "transposed"])
 def test_samples_of_a_convolution_go_a_few_at_a_time(layer, monkeypatch):
     geometry, _, shape = LAYERS[layer]
-    whole = SecondMoments(geometry, Wanted(sample=50))
+    whole = SecondMoments(geometry, RequiredStatistics(sample_rows=50))
     for quantized, original in batches(shape):
         whole.observe(quantized, original)
-    monkeypatch.setattr("qtk.layerwise.second_moments.ROWS_AT_ONCE", 1)
-    parts = SecondMoments(geometry, Wanted(sample=50))
+    monkeypatch.setattr("qtk.layerwise.second_moments.ELEMENTS_AT_ONCE", 1)
+    parts = SecondMoments(geometry, RequiredStatistics(sample_rows=50))
     for quantized, original in batches(shape):
         parts.observe(quantized, original)
     assert parts.rows == whole.rows
@@ -151,7 +151,7 @@ def test_samples_of_a_convolution_go_a_few_at_a_time(layer, monkeypatch):
 
 
 def test_means_alone():
-    moments = SecondMoments(LINEAR, Wanted(gram=False))
+    moments = SecondMoments(LINEAR, RequiredStatistics(gram=False))
     for quantized, original in batches((4, 8)):
         moments.observe(quantized, original)
     expected = torch.cat([x - y for y, x in batches((4, 8))]).double().mean(0)

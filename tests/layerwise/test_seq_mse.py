@@ -7,7 +7,7 @@ from torch import nn
 from qtk.core.dtypes import DTYPES
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError, ConfigError
-from qtk.layerwise.methods import step
+from qtk.layerwise.methods import method
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.numerics.minifloat import round_to
 from tests.layerwise.layers import CHANNEL, LAYERS, TENSOR, blocks_of, case, few_large_, layer_of, named
@@ -70,7 +70,7 @@ def test_every_scale_takes_the_candidate_of_least_error(name, setting, noise):
     assert gained(found) == true_gain(every[-1], own)
     assert gained(found) >= 0
     assert found.weight is given.problem.weight
-    torch.testing.assert_close(found.simulated().double(), given.rounded(found.encoding))
+    torch.testing.assert_close(found.simulated_weight().double(), given.rounded(found.encoding))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -158,7 +158,7 @@ def test_scales_stay_such_as_their_format_stores(name, joint):
     assert STORED[name](present, present)
     found = SeqMse(num_candidates=20, joint=joint, refine=True).apply(given.problem)
     assert STORED[name](found.encoding.scale, present)
-    before, after = given.lost(given.problem.simulated()), given.lost(found.simulated())
+    before, after = given.lost(given.problem.simulated_weight()), given.lost(found.simulated_weight())
     if joint:
         assert after <= before * (1 + 1e-9)
         assert gained(found) == true_gain(before, after)
@@ -171,7 +171,7 @@ def test_no_stored_scale_is_worse_than_the_present(name):
     length = {"nvfp4": 16, "lpbq_int4": 64}.get(name, 32)
     given = mixed_linear({"dtype": name}, 128, rows=300, block=length)
     found = SeqMse(num_candidates=20).apply(given.problem)
-    before, after = (given.lost_by_scale(weight) for weight in (given.problem.simulated(), found.simulated()))
+    before, after = (given.lost_by_scale(state.simulated_weight()) for state in (given.problem, found))
     assert bool((after <= before * (1 + 1e-5)).all())  # the scales of nvfp4 are computed anew, and may be an ulp off
     assert gained(found) == true_gain(before, after)
 
@@ -180,7 +180,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(CalibrationError, match="num_candidates ≥ 1, got 0"):
         SeqMse(num_candidates=0)
     with pytest.raises(ConfigError, match="num_candidates ≥ 1"):
-        step("seq_mse(num_candidates=0)")
+        method("seq_mse(num_candidates=0)")
 
 
 @pytest.mark.parametrize("refine", [False, True])

@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qtk
 from qtk.capture.calls import Call
 from qtk.errors import CalibrationError
-from qtk.layerwise.second_moments import Wanted
+from qtk.layerwise.second_moments import RequiredStatistics
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
-from qtk.numerics.im2col import matrix_of, rows_of
+from qtk.numerics.im2col import im2col, weight_to_gemm
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 
-EXACT = Wanted(dtype=torch.float64)
+EXACT = RequiredStatistics(dtype=torch.float64)
 
 
 class Branches(nn.Module):
@@ -73,7 +73,7 @@ def prepared(model=None, batches=None, **settings):
 
 
 def rows(layer, inputs):
-    return torch.cat([rows_of(x.double(), layer.geometry) for x in inputs], 1)
+    return torch.cat([im2col(x.double(), layer.geometry) for x in inputs], 1)
 
 
 def damage(layer):
@@ -100,7 +100,7 @@ def test_every_layer_sees_what_it_would_see_in_a_run_of_the_whole_model(inputs, 
         torch.testing.assert_close(moments.gram[:, 0], own.mT @ own, rtol=1e-5, atol=1e-5)
         if inputs == "asym":
             cross = (float_rows - quantized_rows).mT @ quantized_rows
-            weight = matrix_of(layer.weight.detach().double(), layer.geometry)
+            weight = weight_to_gemm(layer.weight.detach().double(), layer.geometry)
             torch.testing.assert_close(moments.linear(weight), weight @ cross, rtol=1e-4, atol=1e-4)
         else:
             assert not moments.has_two_inputs
@@ -118,8 +118,8 @@ def test_the_float_path_keeps_the_weights_it_had():
     with torch.no_grad():
         damaged = torch.cat([sim.model(batch) for batch in batches])
     assert not torch.allclose(damaged, expected)
-    assert last.outputs.signal == pytest.approx(float(original.square().sum()), rel=1e-5)
-    assert last.outputs.noise == pytest.approx(float((original - damaged).square().sum()), rel=1e-4)
+    assert last.output.signal == pytest.approx(float(original.square().sum()), rel=1e-5)
+    assert last.output.noise == pytest.approx(float((original - damaged).square().sum()), rel=1e-4)
 
 
 def test_a_layer_used_twice_is_decided_at_its_last_use_by_all_its_inputs():
@@ -273,7 +273,7 @@ def test_a_narrow_layer_used_twice():
                 rows(reached.layer, inputs_of(sim, batches[0], mode)["narrow.weight"])
                 for mode in (Mode.BYPASS, Mode.SIMULATE)
             )
-            weight = matrix_of(reached.layer.weight.detach().double(), reached.layer.geometry)
+            weight = weight_to_gemm(reached.layer.weight.detach().double(), reached.layer.geometry)
             expected = weight @ (original - present).mT @ present
             torch.testing.assert_close(reached.moments.linear(weight), expected, rtol=1e-4, atol=1e-4)
             return

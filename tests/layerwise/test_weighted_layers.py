@@ -7,7 +7,7 @@ from torch import nn
 
 import qtk
 from qtk.layerwise.weighted_layers import weighted_layers
-from qtk.numerics.im2col import matrix_of, rows_of
+from qtk.numerics.im2col import im2col, weight_to_gemm
 
 
 class AddMm(nn.Module):
@@ -53,7 +53,7 @@ def test_rows_times_matrix_is_what_the_op_computes(name):
     x = torch.randn(shape)
     (layer,), skipped = layers_of(model, x)
     assert (layer.name, skipped) == ("weight", {})
-    product = rows_of(x, layer.geometry) @ matrix_of(layer.weight.detach(), layer.geometry).mT
+    product = im2col(x, layer.geometry) @ weight_to_gemm(layer.weight.detach(), layer.geometry).mT
     product = torch.cat(list(product), 1)  # rows, outputs of all groups
     with torch.no_grad():
         expected = model(x)
@@ -68,7 +68,7 @@ def test_rows_times_matrix_is_what_the_op_computes(name):
 def test_a_convolution_of_one_sample_without_a_batch():
     conv, x = nn.Conv2d(4, 6, 3), torch.randn(4, 7, 8)
     (layer,), _ = layers_of(conv, x)
-    product = (rows_of(x, layer.geometry) @ matrix_of(layer.weight.detach(), layer.geometry).mT)[0]
+    product = (im2col(x, layer.geometry) @ weight_to_gemm(layer.weight.detach(), layer.geometry).mT)[0]
     with torch.no_grad():
         torch.testing.assert_close(
             product + layer.bias, conv(x).movedim(0, -1).reshape(-1, 6), rtol=1e-4, atol=1e-5

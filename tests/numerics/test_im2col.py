@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtk.numerics.im2col import Geometry, matrix_of, rows_of, weight_of
+from qtk.numerics.im2col import Geometry, gemm_to_weight, im2col, weight_to_gemm
 
 CONV = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
@@ -15,8 +15,8 @@ KERNELS, SIZES = (3, 2, 4), (9, 8, 7)
 
 def product(x, weight, geometry, samples, out):
     """[N, out, *space] by the matrix product."""
-    rows = rows_of(x, geometry)
-    found = rows @ matrix_of(weight, geometry).mT  # [groups, rows, out / groups]
+    rows = im2col(x, geometry)
+    found = rows @ weight_to_gemm(weight, geometry).mT  # [groups, rows, out / groups]
     groups, _, width = found.shape
     return found.reshape(groups, samples, -1, width).permute(1, 0, 3, 2).reshape(samples, groups * width, *out)
 
@@ -32,7 +32,7 @@ def test_convolutions(space, stride, padding, dilation, groups, outputs):
     geometry = Geometry(kernel, (stride,) * space, (padding,) * space, (dilation,) * space, groups)
     found = product(x, weight, geometry, 2, expected.shape[2:])
     torch.testing.assert_close(found, expected)
-    assert torch.equal(weight_of(matrix_of(weight, geometry), geometry, weight.shape), weight)
+    assert torch.equal(gemm_to_weight(weight_to_gemm(weight, geometry), geometry, weight.shape), weight)
 
 
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 4), (2, 6), (6, 6)])
@@ -50,7 +50,7 @@ def test_transposed_convolutions(space, stride, padding, dilation, groups, outpu
     )
     found = product(x, weight, geometry, 2, expected.shape[2:])
     torch.testing.assert_close(found, expected)
-    assert torch.equal(weight_of(matrix_of(weight, geometry), geometry, weight.shape), weight)
+    assert torch.equal(gemm_to_weight(weight_to_gemm(weight, geometry), geometry, weight.shape), weight)
 
 
 def test_padding_wider_than_a_transposed_kernel_crops():
@@ -63,5 +63,5 @@ def test_padding_wider_than_a_transposed_kernel_crops():
 def test_a_linear_layer_is_its_own_matrix():
     x, weight = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
     geometry = Geometry.linear()
-    found = (rows_of(x, geometry) @ matrix_of(weight, geometry).mT)[0].reshape(2, 5, 3)
+    found = (im2col(x, geometry) @ weight_to_gemm(weight, geometry).mT)[0].reshape(2, 5, 3)
     torch.testing.assert_close(found, functional.linear(x, weight))

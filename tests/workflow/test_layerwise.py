@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import qtk
 from qtk.errors import CalibrationError, ConfigError
+from qtk.layerwise import run
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.quantizers.quantizer import Mode
 from tests.zoo.models import ZOO
@@ -57,21 +58,23 @@ def test_the_model_comes_closer_to_float(method, inputs):
     sim.check()
 
 
-def test_settings_reach_the_step(monkeypatch):
+def test_settings_reach_the_method(monkeypatch):
     seen = []
-    monkeypatch.setattr("qtk.workflow.layerwise.apply_layerwise", lambda sim, data, steps: seen.extend(steps))
+    monkeypatch.setattr(
+        "qtk.workflow.layerwise.apply_layerwise", lambda sim, data, methods, **options: seen.extend(methods)
+    )
     qtk.apply_seq_mse(None, [], num_candidates=7, refine=True, exact=True, loss="l1")
     qtk.apply_gptq(None, [], damping=0.5, act_order=False)
     qtk.apply_adaround(None, [], iterations=3, through_activation=True)
-    assert [str(step) for step in seen] == [
+    assert [str(method) for method in seen] == [
         "SeqMse(num_candidates=7, refine=True, joint=False, exact=True, loss='l1')",
-        "GptqRounding(damping=0.5, act_order=False, columns_at_once=128)",
-        "AdaptiveRounding(iterations=3, learning_rate=0.05, regularization=5.0, warm_start=0.2, "
+        "Gptq(damping=0.5, act_order=False, columns_at_once=128)",
+        "AdaRound(iterations=3, learning_rate=0.05, regularization=5.0, warm_start=0.2, "
         "through_activation=True)",
     ]
 
 
-def test_steps_in_one_walk():
+def test_methods_in_one_walk():
     model, sim, data = problem()
     alone = problem()[1]
     qtk.apply_gptq(alone, data, progress=False)
@@ -176,7 +179,7 @@ def test_bad_input_is_refused_and_changes_nothing():
         qtk.apply_layerwise(sim, data, ["seqmse"])
     with pytest.raises(ConfigError, match="unknown setting 'candidates'"):
         qtk.apply_layerwise(sim, data, ["seq_mse(candidates=3)"])
-    with pytest.raises(CalibrationError, match="no steps"):
+    with pytest.raises(CalibrationError, match="no methods"):
         qtk.apply_layerwise(sim, data, [])
     with pytest.raises(CalibrationError, match="no site is called 'fc3"):
         qtk.apply_gptq(sim, data, sites="fc3.weight")
@@ -191,7 +194,7 @@ def test_bad_input_is_refused_and_changes_nothing():
     assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
 
 
-def test_what_a_step_cannot_improve_is_named_beforehand():
+def test_what_a_method_cannot_improve_is_named_beforehand():
     rules = [{"match": {"path": "fc1"}, "weight": {"dtype": "fp8_e4m3"}}]
     _, sim, data = problem(config={"version": 1, "extends": "default", "rules": rules})
     report = qtk.apply_adaround(sim, data, iterations=5, progress=False)
@@ -249,17 +252,15 @@ def test_odd_ways_of_asking():
 def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
     _, sim, data = problem()
     before = {name: value.clone() for name, value in sim.model.state_dict().items()}
-    from qtk.workflow import layerwise
+    real, calls = run.compute_update, []
 
-    real, calls = layerwise.improved, []
-
-    def improved(layer, *rest):
+    def compute_update(layer, *rest):
         calls.append(layer.name)
         if layer.name == "fc1.weight":
             signal.raise_signal(signal.SIGINT)
         return real(layer, *rest)
 
-    monkeypatch.setattr(layerwise, "improved", improved)
+    monkeypatch.setattr(run, "compute_update", compute_update)
     with pytest.raises(KeyboardInterrupt):
         qtk.apply_gptq(sim, data, progress=False)
     assert calls == ["conv.weight", "fc1.weight"]
@@ -283,6 +284,6 @@ def test_every_kind_of_model(name):
             qtk.apply_layerwise(sim, data, steps, progress=False)
         return
     report = qtk.apply_layerwise(sim, data, steps, progress=False)
-    assert all(layer.reason == "" for layer in report.layers), str(report)
+    assert all(layer.reason is None for layer in report.layers), str(report)
     sim.compute_encodings(data, progress=False)
     sim.check()

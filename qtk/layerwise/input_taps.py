@@ -1,4 +1,4 @@
-"""Watching the inputs of weighted ops inside modules that run as they please: loops over time, a model's own Python."""
+"""Taps on the inputs of weighted ops inside modules that are run as a whole: loops over time, a model's own Python."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TAPS = "qtk_taps"
 """The submodule of a graph that holds its taps."""
 
 Listener: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Gets input and weight of an op, as they are at a call."""
+"""Is called with input and weight of an op, at every call of it."""
 
 
 @contextmanager
-def tapped(module: nn.Module, listener: Listener) -> Iterator[None]:
-    """Shows ``listener`` what every weighted op in the graphs inside ``module`` is called with, while the body runs."""
-    changed: list[CapturedGraph] = []
+def input_taps(module: nn.Module, listener: Listener) -> Iterator[None]:
+    """Taps every weighted op in the graphs inside ``module`` while the body runs."""
+    tapped: list[CapturedGraph] = []
     try:
         for graph in graphs(module).values():
-            changed.append(graph)
+            tapped.append(graph)
             _add(graph, listener)
         yield
     finally:
-        for graph in changed:
-            _take_out(graph)
+        for graph in tapped:
+            _remove(graph)
 
 
 class _InputTap(Tap):
@@ -65,7 +65,7 @@ def _add(graph: CapturedGraph, listener: Listener) -> None:
     graph.recompile()
 
 
-def _take_out(graph: CapturedGraph) -> None:
+def _remove(graph: CapturedGraph) -> None:
     for node in graph.graph.find_nodes(op="call_module", target=TAPS):
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)

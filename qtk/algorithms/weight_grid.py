@@ -1,0 +1,47 @@
+"""The quantization grid of a layer's weights: for every weight the scale and zero point it is rounded with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtk.core.dtypes import FloatDtype
+from qtk.core.spec import QuantSpec
+from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize_float import fake_quantize_float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightGrid:
+    """Scale and zero point of every weight, laid out like the weights.
+
+    Shape: ``scale`` float32 and ``zero_point`` int32, or ``None``, in the shape of the weights, whatever it is.
+
+    >>> from qtk.core.dtypes import dtype
+    >>> grid = WeightGrid(QuantSpec(dtype("int4"), symmetric=True), torch.tensor([0.5, 0.1]))
+    >>> grid.nearest(torch.tensor([0.8, 9.0]))
+    tensor([1.0000, 0.7000])
+    """
+
+    spec: QuantSpec
+    scale: Tensor
+    zero_point: Tensor | None = None
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        """Each weight rounded to its nearest grid point. Shape: as ``scale``; in the dtype of ``weight``."""
+        block_size = (1,) * weight.ndim
+        weight_f32 = weight.to(torch.float32)
+        if isinstance(self.spec.dtype, FloatDtype):
+            rounded = fake_quantize_float(weight_f32, self.scale, block_size, self.spec.dtype.name)
+        else:
+            rounded = fake_quantize(
+                weight_f32, self.scale, self.zero_point, block_size, int(self.spec.qmin), int(self.spec.qmax)
+            )
+        return rounded.to(weight.dtype)
+
+    def __getitem__(self, index: int | Tensor | tuple[slice, Tensor | int | None]) -> WeightGrid:
+        """The grid of a selection of the weights."""
+        zero_point = None if self.zero_point is None else self.zero_point[index].contiguous()
+        return WeightGrid(self.spec, self.scale[index].contiguous(), zero_point)

@@ -1,0 +1,46 @@
+"""Which layers of a simulation the given layer-wise methods improve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from qtk.errors import CalibrationError
+from qtk.graph.simulation import Simulation
+from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
+from qtk.planning.selection import leaders
+
+
+def select_layers(
+    simulation: Simulation, methods: Sequence[LayerwiseMethod], sites: Iterable[str] | str | None
+) -> tuple[list[WeightedLayer], dict[str, str]]:
+    """The layers that the methods can improve, and the named weights that are left, each with the reason.
+
+    Raises: CalibrationError if there is no such layer, or for a name of no site.
+    """
+    every_layer, skipped = weighted_layers(simulation.model, simulation.plan)
+    selected = {site.name for site in leaders(simulation.plan, sites)}
+    layers = []
+    for layer in every_layer:
+        reason = _reason_to_skip(layer, methods)
+        if reason is None and layer.name in selected:
+            layers.append(layer)
+        elif reason is not None:
+            skipped[layer.name] = reason
+    skipped = {name: reason for name, reason in skipped.items() if name in selected}
+    if not layers:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in list(skipped.items())[:5])
+        raise CalibrationError(f"no layer to work on: none of the {len(selected)} sites is the weight of a matrix "
+                               f"product or convolution{reasons}")
+    return layers, skipped
+
+
+def _reason_to_skip(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) -> str | None:
+    if layer.quantizer.frozen and any(method.searches_scale for method in methods):
+        return "its encoding is frozen; sim.unfreeze(name) first"
+    if layer.quantizer.learns_range:
+        return "its range is being learned; fix_range() its quantizer first"
+    if layer.bias is None and all(method.needs_bias for method in methods):
+        return "it has no bias to correct"
+    reasons = (method.refuses(layer.quantizer.spec) for method in methods)
+    return next((reason for reason in reasons if reason is not None), None)

@@ -1,0 +1,106 @@
+"""Evaluates a captured graph on several paths side by side: as the float model and as the quantized model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.evaluate import evaluate_node
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.targets import attribute, called_module
+from qtk.layerwise.live_values import Values
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode, Quantizer
+
+
+class PathEvaluator:
+    """Evaluates nodes on every path; once where the paths read the same objects and no quantizer acts.
+
+    Parameters, bare or quantized, are read anew at each use, since their layer may have been updated in between. The
+    float path goes on with copies of the parameters as they were.
+
+    Args:
+        graph: with quantizers inserted.
+        quantized: for each path, whether quantizers act on it.
+    """
+
+    def __init__(self, graph: CapturedGraph, quantized: tuple[bool, ...]) -> None:
+        self.quantized = quantized
+        self.quantizers = quantizer_nodes(graph)
+        self._graph = graph
+        self._inner_quantizers = {
+            node: inner for node in graph.graph.nodes
+            if (module := called_module(node)) is not None and (inner := quantizers_in(module))
+        }
+        self._parameter_nodes: set[fx.Node] = set()
+        self._last_reads: dict[str, tuple[Tensor, int]] = {}  # of a parameter: itself, and the index of the node
+        self._float_copies: dict[str, Tensor] = {}
+        for index, node in enumerate(graph.graph.nodes):
+            if node.op == "get_attr" or (node in self.quantizers and node.all_input_nodes[0] in self._parameter_nodes):
+                self._parameter_nodes.add(node)
+            for read in node.all_input_nodes:
+                while read in self.quantizers and self.is_parameter(read):
+                    read = read.all_input_nodes[0]
+                if read.op == "get_attr":
+                    name = str(read.target)
+                    self._last_reads[name] = attribute(graph, name), index
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter, bare or quantized."""
+        return node in self._parameter_nodes
+
+    def value(self, node: fx.Node, values: Values, path: int) -> Any:
+        """What a node is worth on a path, from the values of the nodes before it."""
+        if not self.is_parameter(node):
+            return values[node][path]
+        copy = None if self.quantized[path] else self._float_copies.get(str(node.target))
+        return self.evaluate(node, values, path) if copy is None else copy
+
+    def evaluate(self, node: fx.Node, values: Values, path: int) -> Any:
+        """Runs a node on a path."""
+        def read(argument: fx.Node) -> Any:
+            return self.value(argument, values, path)
+
+        if self.quantized[path]:
+            return evaluate_node(node, read)
+        with in_mode(self._inner_quantizers.get(node, ()), Mode.BYPASS):
+            return evaluate_node(node, read, bypass_quantizer=True)
+
+    def run(self, node: fx.Node, values: Values) -> None:
+        """Runs a node on all paths and adds what it is worth to ``values``; inputs and parameters are there already."""
+        if node.op in ("placeholder", "output") or self.is_parameter(node):
+            return
+        first = self.evaluate(node, values, 0)
+        if node not in self._inner_quantizers and self._reads_the_same(node, values):
+            values[node] = (first,) * len(self.quantized)
+        else:
+            values[node] = (first, *(self.evaluate(node, values, path) for path in range(1, len(self.quantized))))
+
+    def keep_float(self, parameters: Sequence[Tensor | None]) -> None:
+        """Copies what the float path is still to read of parameters about to change."""
+        for name, (tensor, _) in self._last_reads.items():
+            if False in self.quantized and any(tensor is parameter for parameter in parameters):
+                self._float_copies[name] = tensor.detach().clone()
+
+    def drop_float(self, begin: int) -> None:
+        """Drops the copies that no node from index ``begin`` on reads."""
+        self._float_copies = {
+            name: copy for name, copy in self._float_copies.items() if self._last_reads[name][1] >= begin
+        }
+
+    def _reads_the_same(self, node: fx.Node, values: Values) -> bool:
+        """Whether a node reads the same objects on all paths."""
+        for read in node.all_input_nodes:
+            if self.is_parameter(read):
+                if read in self.quantizers or str(read.target) in self._float_copies:
+                    return False
+            elif any(value is not values[read][0] for value in values[read]):
+                return False
+        return True
+
+
+def quantizers_in(module: nn.Module) -> list[Quantizer]:
+    return [inner for inner in module.modules() if isinstance(inner, Quantizer)]

@@ -1,0 +1,129 @@
+"""One run of layer-wise methods over the layers of a simulation, with checkpoints and a progress bar."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from tqdm import tqdm
+
+from qtk.capture.calls import Call
+from qtk.layerwise.checkpoint import Checkpoint
+from qtk.layerwise.interrupts import uninterrupted
+from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
+from qtk.layerwise.layer_update import LayerUpdate, compute_update
+from qtk.layerwise.live_values import Offload
+from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.ranks import sum_over_ranks
+from qtk.layerwise.report import LayerResult
+from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.layerwise.walk import Inputs, LayerInput, OutputPower, walk
+from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.nn.device import device_of
+from qtk.observers.ranks import from_first
+
+
+class LayerwiseRun:
+    """Walks through the model once and updates layer after layer; every rank takes part.
+
+    Args:
+        model: with quantizers; its layers are changed.
+        methods: applied to each layer in order.
+        layers: those to improve, each with an encoding.
+        calls: how the model is called; one for each batch.
+        inputs: see ``qtk.layerwise.walk.Inputs``.
+        offload: where values are kept between layers.
+        checkpoint_dir: where finished layers are saved, and looked for.
+
+    Raises: CalibrationError if the directory belongs to another run.
+    """
+
+    def __init__(
+        self, model: nn.Module, methods: Sequence[LayerwiseMethod], layers: Sequence[WeightedLayer],
+        calls: Sequence[Call], *, inputs: Inputs, offload: Offload, checkpoint_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        self._methods = methods
+        self._layers = layers
+        self._device = device_of(model)
+        self._short_of_data: list[str] = []
+        self._checkpoint: Checkpoint | None = None
+        self._finished: frozenset[str] = frozenset()
+        if checkpoint_dir is not None:
+            names, settings = [layer.name for layer in layers], {"methods": repr(list(methods)), "inputs": inputs}
+            data = [(call.args, call.kwargs) for call in calls]
+            self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
+            self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
+        required = {
+            layer: None if layer.name in self._finished else _required_statistics(layer, methods) for layer in layers
+        }
+        self._walk = walk(model, calls, required, inputs=inputs, offload=offload)
+
+    def finish(self, *, progress: bool) -> list[LayerResult]:
+        """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
+        updates: dict[str, tuple[OutputPower, LayerUpdate]] = {}
+        with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
+            while (layer_input := self._next()) is not None:
+                update = self._update(layer_input)
+                if update is not None:
+                    with uninterrupted():
+                        update.write(layer_input.layer)
+                    updates[layer_input.layer.name] = layer_input.output, update
+                    ratio = update.after / update.before if update.before > 0 else 0.0
+                    bar.set_postfix_str(layer_input.layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
+                bar.update()
+        if self._short_of_data:
+            warnings.warn(
+                f"{len(self._short_of_data)} layers saw fewer rows of data than the methods need "
+                f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
+                "adaround", stacklevel=3,
+            )
+        return [_result(layer.name, *updates.get(layer.name, (None, None))) for layer in self._layers]
+
+    def _next(self) -> LayerInput | None:
+        """The next layer, with the statistics of the data of all ranks."""
+        problem: Exception | None = None
+        layer_input: LayerInput | None = None
+        try:
+            layer_input = next(self._walk, None)
+        except Exception as error:  # the other ranks are waiting
+            problem = error
+        moments = sum_over_ranks(None if layer_input is None else layer_input.moments, self._device, problem)
+        return None if layer_input is None else replace(layer_input, moments=moments)
+
+    def _update(self, layer_input: LayerInput) -> LayerUpdate | None:
+        """The update of a layer, from its checkpoint or computed; ``None`` if no data reached it."""
+        layer, moments, checkpoint = layer_input.layer, layer_input.moments, self._checkpoint
+        if checkpoint is not None and layer.name in self._finished:
+            return from_first(lambda: checkpoint.load(layer))
+        if moments is None or not moments.rows:
+            return None
+        if moments.rows < max(method.min_rows(moments.columns) for method in self._methods):
+            self._short_of_data.append(layer.name)
+
+        def compute() -> LayerUpdate:
+            update = compute_update(layer, self._methods, moments)
+            if checkpoint is not None:
+                checkpoint.save(layer, update)
+            return update
+
+        return from_first(compute)
+
+
+def _required_statistics(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) -> RequiredStatistics:
+    """Enough for all methods."""
+    encoding = layer.quantizer.encoding
+    assert encoding is not None
+    scale_index = scale_index_of(layer.weight.shape, encoding, layer.geometry)
+    block = columns_per_scale(scale_index)
+    is_whole = block == scale_index.shape[-1]
+    return RequiredStatistics.union([method.required_statistics(None if is_whole else block) for method in methods])
+
+
+def _result(name: str, output: OutputPower | None, update: LayerUpdate | None) -> LayerResult:
+    if update is None or output is None:
+        return LayerResult(name, reason="no data reached it")
+    powers = (output.signal, output.noise) if output.signal else (None, None)
+    return LayerResult(name, update.before, update.after, *powers)

@@ -1,0 +1,81 @@
+"""Both paths of a graph against running the model with quantizers on and off."""
+
+import torch
+from torch import nn
+
+import qtk
+from qtk.layerwise.path_evaluator import PathEvaluator
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.recurrent, self.last = nn.Linear(4, 4), nn.GRU(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.last(self.recurrent(torch.relu(self.first(x)))[0])
+
+
+def simulation():
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 4)
+    sim = qtk.QuantSim(Net().eval(), x, weight_bits=4)
+    sim.compute_encodings([x], progress=False)
+    return sim, x
+
+
+@torch.no_grad()
+def both(sim, x):
+    with in_mode(sim.quantizers.values(), Mode.BYPASS):
+        float_output = sim.model(x)
+    return float_output, sim.model(x)
+
+
+@torch.no_grad()
+def run(evaluator, graph, x):
+    """The values of the output on every path."""
+    nodes = list(graph.graph.nodes)
+    values = {node: (x,) * len(evaluator.quantized) for node in nodes if node.op == "placeholder"}
+    for node in nodes:
+        evaluator.run(node, values)
+    return values[nodes[-1].all_input_nodes[0]], values
+
+
+def test_each_path_is_what_the_model_computes():
+    sim, x = simulation()
+    outputs, _ = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
+    for output, expected in zip(outputs, both(sim, x), strict=True):
+        assert torch.equal(output, expected)
+    assert not torch.equal(*outputs)
+    assert all(quantizer.mode is Mode.SIMULATE for quantizer in sim.quantizers.values())
+    for path, quantized in enumerate((False, True)):
+        assert torch.equal(run(PathEvaluator(sim.model, (quantized,)), sim.model, x)[0][0], outputs[path])
+
+
+def test_a_node_runs_once_where_both_paths_read_the_same():
+    x = torch.randn(3, 4)
+    sim = qtk.QuantSim(nn.Sequential(nn.ReLU(), nn.Linear(4, 2)).eval(), x, weight_bits=4, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    _, values = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
+    relu, linear = (node for node in values if node.op == "call_function")
+    assert values[relu][0] is values[relu][1]
+    assert not torch.equal(*values[linear])
+
+
+def test_the_float_path_keeps_the_parameters_it_had():
+    sim, x = simulation()
+    before, _ = both(sim, x)
+    evaluator = PathEvaluator(sim.model, (False, True))
+    weight = sim.model.get_parameter("first.weight")
+    evaluator.keep_float((weight, None))
+    with torch.no_grad():
+        weight.mul_(0.5)
+    outputs, _ = run(evaluator, sim.model, x)
+    assert torch.equal(outputs[0], before)
+    assert torch.equal(outputs[1], both(sim, x)[1])
+    evaluator.drop_float(len(list(sim.model.graph.nodes)))
+    outputs, _ = run(evaluator, sim.model, x)
+    assert torch.equal(outputs[0], both(sim, x)[0])
+    assert not torch.equal(outputs[0], before)

@@ -1,0 +1,126 @@
+"""Statistics of three processes' data against those of one process that has all of it."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from qtk.errors import CalibrationError
+from qtk.layerwise.ranks import sum_over_ranks
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.numerics.im2col import Geometry
+
+ROOT = Path(__file__).parents[2]
+RANKS, WIDTH = 3, 96
+CPU = torch.device("cpu")
+EVERYTHING = RequiredStatistics(difference=True, sample_rows=7)
+FIGURES = ("gram", "cross", "difference", "mean", "mean_difference")
+
+
+def batch(rank):
+    """Rank 0 has two different inputs, rank 1 no data, rank 2 one input."""
+    generator = torch.Generator().manual_seed(rank)
+    quantized = torch.randn(5 + rank, WIDTH, generator=generator)
+    return quantized, (quantized + 0.1 * torch.randn(quantized.shape, generator=generator) if rank == 0 else None)
+
+
+def moments_of(ranks, required=EVERYTHING, weight=None):
+    moments = SecondMoments(Geometry.linear(), required, weight=weight)
+    for rank in ranks:
+        moments.observe(*batch(rank))
+    return moments
+
+
+def weight():
+    return torch.randn(1, 3, WIDTH, generator=torch.Generator().manual_seed(9))
+
+
+def main(directory):
+    """What each process runs."""
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    gathered, gather = [], distributed.all_gather_object
+    distributed.all_gather_object = lambda shares, own: (gathered.append(len(pickle.dumps(own))), gather(shares, own))
+    local = None if rank == 1 else moments_of([rank])
+    total = sum_over_ranks(local, CPU)
+    result = {name: getattr(total, name) for name in FIGURES} | {"rows": total.rows, "sample": total.sample}
+    result["gathered"] = sum(gathered)
+    result["local"] = None if local is None else local.gram
+    narrow = sum_over_ranks(None if rank == 1 else moments_of([rank], RequiredStatistics(), weight()), CPU)
+    result["linear"] = narrow.linear(weight())
+    result["nothing"] = sum_over_ranks(SecondMoments(Geometry.linear()) if rank else None, CPU)
+    for key, moments, problem in (
+        ("problem", None, ValueError("a full disk") if rank == 1 else None),
+        ("different", moments_of([rank], RequiredStatistics(gram=rank > 0)), None),
+    ):
+        try:
+            sum_over_ranks(moments, CPU, problem)
+        except (CalibrationError, ValueError) as error:
+            result[key] = f"{type(error).__name__}: {error}"
+    torch.save(result, Path(directory, f"{rank}.pt"))
+    distributed.destroy_process_group()
+    os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown ("terminate called ...")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def test_all_ranks_have_the_sums_of_all_data(results):
+    expected = moments_of([0, 2])
+    for result in results:
+        assert result["rows"] == expected.rows == 12
+        for name in FIGURES:
+            torch.testing.assert_close(result[name], getattr(expected, name), rtol=1e-6, atol=1e-6)
+            assert torch.equal(result[name], results[0][name])
+        assert result["nothing"] is None
+
+
+def test_the_weight_product_is_summed_where_it_takes_the_place_of_e(results):
+    expected = moments_of([0, 2], RequiredStatistics(), weight()).linear(weight())
+    for result in results:
+        torch.testing.assert_close(result["linear"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sample_rows_come_from_all_ranks_in_their_order(results):
+    first, second = moments_of([0]), moments_of([2])
+    rows = torch.cat([torch.cat([moments.sample[0] for moments in (first, second)], 1)[:, ::2]], 1)
+    for result in results:
+        torch.testing.assert_close(result["sample"][0], rows)
+
+
+def test_the_sums_of_a_rank_stay_its_own_and_are_not_gathered(results):
+    assert torch.equal(results[0]["local"], moments_of([0]).gram)
+    for result in results:  # sums of 3 · 96² numbers; only layouts and at most 7 sample rows travel as objects
+        assert result["gathered"] < WIDTH * WIDTH
+
+
+def test_what_is_wrong_on_one_rank_is_said_on_all(results):
+    assert [result["problem"] for result in results] == [
+        "CalibrationError: rank 1: ValueError: a full disk", "ValueError: a full disk",
+        "CalibrationError: rank 1: ValueError: a full disk",
+    ]
+    for result in results:
+        assert "different statistics" in result["different"]
+
+
+def test_one_process_keeps_what_it_has():
+    moments = moments_of([0])
+    assert sum_over_ranks(moments, CPU) is moments
+    with pytest.raises(ValueError, match="a full disk"):
+        sum_over_ranks(moments, CPU, ValueError("a full disk"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
