@@ -13,12 +13,13 @@ from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec
+from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 
 DEFAULT_BITS = 8
-"""What a constructor that was given no width says; a config that names one is right against it."""
+"""The width where neither the constructor nor the config's defaults name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class OpDecisions:
 class Rules:
     """A configuration with the constructor's bit widths, applied to the ops of one graph."""
 
-    def __init__(self, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None) -> None:
+    def __init__(self, config: QuantConfig, *, weight_bits: Width, activation_bits: Width) -> None:
         self.config = config
         defaults = config.defaults
         self.weight = _default("weight", defaults.weight, weight_bits, symmetric=True)
@@ -128,13 +129,20 @@ def _width(name: str) -> int:
     return BLOCK_FORMATS[name].dtype.bits if name in BLOCK_FORMATS else dtype(name).bits
 
 
-def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, symmetric: bool) -> Decision:
+def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symmetric: bool) -> Decision:
+    """The setting of ``defaults.<what>`` with the width that the constructor was given.
+
+    Raises: ConfigError if the two name different widths.
+    """
     setting = value if isinstance(value, TensorSetting) else TensorSetting()
-    own = setting.bits if setting.dtype is None else _width(setting.dtype)
-    if own is not None and bits not in (None, DEFAULT_BITS, own):
-        raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
-                          f"pass {what}_bits={own} or take the width out of the config")
-    width = DEFAULT_BITS if bits is None else integer(bits, signed=symmetric).bits
+    config_bits = setting.bits if setting.dtype is None else _width(setting.dtype)
+    if isinstance(bits, FromConfig) or bits is None:
+        width = DEFAULT_BITS
+    else:
+        width = integer(bits, signed=symmetric).bits
+        if config_bits not in (None, width):
+            raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; leave "
+                              f"{what}_bits out, pass {what}_bits={config_bits} or take the width out of the config")
     base = TensorSetting(symmetric=symmetric, bits=width)
     return Decision(base.overlaid(setting), bits is not None and value != "float",
                     "defaults" if bits is not None else f"{what}_bits=None")

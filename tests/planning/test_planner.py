@@ -7,7 +7,8 @@ from torch import nn
 
 from qtk.config.load import load_config
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
-from qtk.errors import ConfigError, SpecError
+from qtk.core.width import FROM_CONFIG
+from qtk.errors import SpecError
 from qtk.graph.unknown_ops import unknown_ops
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
@@ -348,12 +349,11 @@ def test_a_fixed_range_is_taken_from_the_rule():
     assert decided["0:out"].range == (0.0, 1.0)
 
 
-def test_config_and_arguments_must_not_contradict_each_other():
-    config = {"version": 1, "defaults": {"weight": {"bits": 6}}}
-    decided = by_name(plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=8))
-    assert decided["conv1.weight"].spec.dtype.bits == 6  # 8 is what a caller who said nothing passes
-    with pytest.raises(ConfigError, match=r"6 bits.*weight_bits=4"):
-        plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config, weight_bits=4)
+def test_a_width_left_out_is_that_of_the_config_else_8():
+    inputs, config = torch.randn(2, 3, 9, 9), {"version": 1, "defaults": {"weight": {"bits": 6}}}
+    decided = by_name(plan_of(ConvReluConv(), inputs, config, weight_bits=FROM_CONFIG, activation_bits=FROM_CONFIG))
+    assert decided["conv1.weight"].spec.dtype.bits == 6
+    assert decided["relu:out"].spec.dtype.bits == 8
 
 
 @pytest.mark.parametrize("bits", [0, 1, 17, 40])
