@@ -11,7 +11,8 @@ from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.schema import Bits, QuantConfig, check_op_names, check_schemes
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.tensor_setting import Bits
 from qtk.config.validate import UNION_TAGS, validate
 from qtk.core.width import FROM_CONFIG, FromConfig
 from qtk.errors import ConfigError

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from qtk.config.aimet import from_aimet, is_aimet
 from qtk.config.files import read_file
-from qtk.config.schema import QuantConfig, TensorSetting
+from qtk.config.schema import QuantConfig
 from qtk.config.shipped import shipped, shipped_names
+from qtk.config.tensor_setting import TensorSetting
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
 from qtk.registry import nearest

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from qtk.config.schema import QuantConfig, Rule, TensorSetting
+from qtk.config.schema import QuantConfig, Rule
+from qtk.config.tensor_setting import TensorSetting
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
@@ -141,8 +142,8 @@ def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symme
     else:
         width = integer(bits, signed=symmetric).bits
         if config_bits not in (None, width):
-            raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; leave "
-                              f"{what}_bits out, pass {what}_bits={config_bits} or take the width out of the config")
+            raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; "
+                              f"leave {what}_bits out, pass {config_bits}, or take the width out of the config")
     base = TensorSetting(symmetric=symmetric, bits=width)
     return Decision(base.overlaid(setting), bits is not None and value != "float",
                     "defaults" if bits is not None else f"{what}_bits=None")

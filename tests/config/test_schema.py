@@ -6,7 +6,8 @@ import pytest
 
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, TensorSetting, check_op_names, check_schemes
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.tensor_setting import TensorSetting
 from qtk.core.dtypes import BITS, dtype
 from qtk.errors import ConfigError
 
