@@ -1,4 +1,4 @@
-"""A hint at the names meant, where listing all known ones would fill a screen."""
+"""A hint at the nearest known names, for lists too long to print whole."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Rule(_Frozen):
     Args:
         match: the ops it is for.
         weight: what it says about their weights; likewise ``bias``, ``input``, ``output``.
-        optional: that no op matches is no mistake.
+        optional: no op needs to match.
     """
 
     match: Match
@@ -124,7 +124,7 @@ class QuantConfig(_Frozen):
 
 
 def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
-    """Are all ops named in rules and supergroups among ``known``?
+    """Checks that all ops named in rules and supergroups are among ``known``.
 
     Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
     """

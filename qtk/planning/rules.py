@@ -25,7 +25,7 @@ DEFAULT_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A setting, whether it is in force (``enabled``), and the rule that said so last."""
+    """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either."""
 
     setting: TensorSetting
     enabled: bool
@@ -47,7 +47,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class OpDecisions:
-    """What the configuration says about one op."""
+    """The decisions for the tensors of one op."""
 
     weight: Decision
     bias: Decision
@@ -68,7 +68,7 @@ class Rules:
 
     def decisions(self, node: fx.Node, flow: Flow, *, kind: str | None = None) -> OpDecisions:
         """The settings for the op or graph input ``node``; for one of ``kind``, if it stands for a formula."""
-        weight, bias, entry, output = self.weight, self.bias, self.activation, self.activation
+        weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
         for index, rule in enumerate(self.config.rules):
             if not _matches(rule, node, flow, kind):
                 continue
@@ -76,9 +76,9 @@ class Rules:
             reason = f"rules[{index}]"
             weight = weight.overlaid(rule.weight, reason)
             bias = bias.overlaid(rule.bias, reason)
-            entry = entry.overlaid(rule.input, reason)
-            output = output.overlaid(rule.output, reason)
-        return OpDecisions(weight, bias, entry, output)
+            incoming = incoming.overlaid(rule.input, reason)
+            outgoing = outgoing.overlaid(rule.output, reason)
+        return OpDecisions(weight, bias, incoming, outgoing)
 
     def unmatched(self) -> tuple[str, ...]:
         """The rules that no op matched so far though they are not optional, and what they look for."""
@@ -101,10 +101,10 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
     if blocks is not None:
-        chosen, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
+        codes, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
     else:
-        chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
-        symmetric = symmetric or isinstance(chosen, FloatDtype)
+        codes = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+        symmetric = symmetric or isinstance(codes, FloatDtype)
     granularity: Granularity = PerTensor()
     if axes is not None and (blocks is not None or setting.granularity == "per_block"):
         length = setting.block_size or (blocks.length if blocks is not None else None)
@@ -117,7 +117,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     elif setting.granularity == "per_token":
         granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
+    return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
                      scale_format=stored)
 
 
