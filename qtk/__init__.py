@@ -8,6 +8,7 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.core.width import FROM_CONFIG
 from qtk.errors import QtkError
 from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXPORTERS",
+    "FROM_CONFIG",
     "METHODS",
     "SCHEMES",
     "Encoding",

@@ -18,6 +18,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
+from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
 from qtk.errors import CaptureError
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
@@ -50,7 +51,7 @@ class QuantSim:
         example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
         scheme: how ranges are found; a name from ``qtk.SCHEMES``, with settings if need be:
             ``percentile(quantile=0.999)``.
-        weight_bits: width of weights, ``None`` to leave them in float; 8 gives way to a width in the config's defaults.
+        weight_bits: width of weights, ``None`` to leave them in float; left out, the config's defaults say it, else 8.
         activation_bits: width of activations likewise, ``None`` for a weight-only simulation.
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
@@ -65,8 +66,8 @@ class QuantSim:
         example_inputs: ExampleInputs,
         *,
         scheme: str = "min_max",
-        weight_bits: int | None = 8,
-        activation_bits: int | None = 8,
+        weight_bits: Width = FROM_CONFIG,
+        activation_bits: Width = FROM_CONFIG,
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
     ) -> None:
@@ -223,8 +224,8 @@ class QuantSim:
         """
         arguments = {
             "scheme": self.scheme,
-            "weight_bits": self.weight_bits,
-            "activation_bits": self.activation_bits,
+            "weight_bits": width_to_json(self.weight_bits),
+            "activation_bits": width_to_json(self.activation_bits),
             "config": self.config.model_dump(mode="json", exclude_none=True),
         }
         save(directory, self._simulation, arguments=arguments, force=force)
@@ -249,6 +250,10 @@ class QuantSim:
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
         stored = load(directory)
-        sim = cls(model, example_inputs, in_place=in_place, **stored.arguments)  # type: ignore[arg-type]
+        arguments = {
+            name: width_from_json(value) if name in ("weight_bits", "activation_bits") else value
+            for name, value in stored.arguments.items()
+        }
+        sim = cls(model, example_inputs, in_place=in_place, **arguments)  # type: ignore[arg-type]
         sim._simulation = restore(stored, sim._simulation)
         return sim

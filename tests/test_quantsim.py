@@ -264,6 +264,14 @@ def test_save_and_load_compute_the_same_bits(net, sim, batches, tmp_path):
     assert loaded.plan == sim.plan
 
 
+def test_a_width_left_out_is_left_out_again_after_loading(net, batches, tmp_path):
+    config = {"version": 1, "defaults": {"weight": {"bits": 4}}}
+    qtk.QuantSim(net, batches[0], config=config, activation_bits=6).save(tmp_path / "sim")
+    loaded = qtk.QuantSim.load(tmp_path / "sim", net, batches[0])
+    assert (loaded.weight_bits, loaded.activation_bits) == (qtk.FROM_CONFIG, 6)
+    assert loaded.quantizers["head.weight"].spec.dtype.bits == 4
+
+
 def test_loading_into_another_model_names_what_differs(sim, batches, tmp_path):
     class Other(Net):
         def __init__(self):

@@ -16,9 +16,11 @@ from qtk.cli import quantize as running
 from qtk.cli.imported import search_path
 from qtk.cli.recipe import Recipe, load_recipe
 from qtk.config.shipped import shipped
+from qtk.core.width import FROM_CONFIG
 from qtk.errors import QtkError
 
 EMBEDDED = "digits"
+LEFT_OUT = "Left out: what the config says, else 8."
 PIPE_WIDTH = 200
 """Columns where there is no terminal: tables are not folded."""
 
@@ -75,8 +77,10 @@ def inspect(
         typer.Option(help="Once for each input: 1,3,224,224 or, with a dtype, 1,16:int64."),
     ] = None,
     config: Annotated[str, typer.Option(help="A shipped target, or a YAML or AIMET JSON file.")] = "default",
-    weight_bits: Annotated[int, typer.Option(help="2 to 16; 0 leaves weights in float.")] = 8,
-    activation_bits: Annotated[int, typer.Option(help="2 to 16; 0 leaves activations in float.")] = 8,
+    weight_bits: Annotated[int | None, typer.Option(help=f"2 to 16; 0 leaves weights in float. {LEFT_OUT}")] = None,
+    activation_bits: Annotated[
+        int | None, typer.Option(help=f"2 to 16; 0 leaves activations in float. {LEFT_OUT}")
+    ] = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Show how a model is captured, what would be quantized how, and what would stay in float."""
@@ -87,8 +91,8 @@ def inspect(
             weights=weights,
             input_shapes=input_shape or (),
             config=config,
-            weight_bits=weight_bits or None,
-            activation_bits=activation_bits or None,
+            weight_bits=FROM_CONFIG if weight_bits is None else weight_bits or None,
+            activation_bits=FROM_CONFIG if activation_bits is None else activation_bits or None,
         )
 
 

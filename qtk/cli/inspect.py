@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtk.cli.model_source import Shape, build_model, usual_input_shape
 from qtk.core.dtypes import integer
+from qtk.core.width import FROM_CONFIG, Width
 from qtk.errors import ConfigError
 from qtk.quantsim import QuantSim
 from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
@@ -27,8 +28,8 @@ def inspect(
     weights: str | None = None,
     input_shapes: Sequence[str] = (),
     config: str = "default",
-    weight_bits: int | None = 8,
-    activation_bits: int | None = 8,
+    weight_bits: Width = FROM_CONFIG,
+    activation_bits: Width = FROM_CONFIG,
 ) -> None:
     """Prints the capture report and the plan of a model.
 
@@ -38,13 +39,13 @@ def inspect(
         weights: a file, or ``pretrained``.
         input_shapes: one text for each input, see ``example_input``; none: what the library says the model takes.
         config: a shipped target or a file.
-        weight_bits: of weights, ``None`` for float.
-        activation_bits: of activations, ``None`` for float.
+        weight_bits: as for ``QuantSim``.
+        activation_bits: likewise.
 
     Raises: QtkError if the model cannot be built or captured, or the configuration is wrong.
     """
     for bits in (weight_bits, activation_bits):
-        if bits is not None:
+        if isinstance(bits, int):
             integer(bits, signed=True)  # refuses widths that do not exist, before the model is built
     shapes = [parse_shape(text) for text in input_shapes]
     module = build_model(model, weights=weights)

@@ -5,23 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.schema import Bits, QuantConfig, check_op_names, check_schemes
-from qtk.config.validate import validate
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.tensor_setting import Bits
+from qtk.config.validate import UNION_TAGS, validate
+from qtk.core.width import FROM_CONFIG, FromConfig
 from qtk.errors import ConfigError
 from qtk.layerwise.methods import method
 from qtk.planning.planner import RULE_NAMES
+from qtk.planning.rules import Rules
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
 from qtk.workflow.export import EXPORTERS
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 """Names folders and keys."""
+
+RecipeWidth = Annotated[
+    Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
+    Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
+]
+"""A number of bits, ``null`` for float, or ``from_config``."""
 
 ONNX = "onnx"
 TOP1 = "top1"
@@ -56,11 +65,14 @@ class DataEntry(_Part):
 
 
 class Setting(_Part):
-    """Widths by a name; scheme and config where they are not those of the recipe; layer-wise steps, if any."""
+    """Widths by a name; scheme and config where they are not those of the recipe; layer-wise methods, if any.
+
+    A width left out is that of the config's defaults, else 8; ``null`` is float.
+    """
 
     name: Name
-    weight_bits: Bits | None
-    activation_bits: Bits | None
+    weight_bits: RecipeWidth = FROM_CONFIG
+    activation_bits: RecipeWidth = FROM_CONFIG
     scheme: str | None = None
     config: str | dict[str, object] | None = None
     layerwise: tuple[str, ...] = ()
@@ -132,6 +144,7 @@ class Recipe(_Part):
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)
             check_schemes(config, calibrator)
+            Rules(config, weight_bits=setting.weight_bits, activation_bits=setting.activation_bits)
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -1,4 +1,4 @@
-"""AIMET's quantsim JSON as a configuration of ours, meaning what it means there.
+"""Translates AIMET's quantsim JSON into our configuration schema, with the meaning it has in AIMET.
 
 1. Later sections win: ``defaults``, ``params``, ``op_type``, ``supergroups``, ``model_input``, ``model_output``.
 2. What a file does not turn on is float. An op type stands for several of our kinds, or for none (``aimet_ops``).
@@ -93,8 +93,8 @@ class _Reader:
         if self._flag(defaults, "unsigned_symmetric", "defaults"):
             self._ignore("defaults.unsigned_symmetric", "symmetric codes are signed here")
         ops = self._mapping(defaults, "ops", ("is_output_quantized", "is_symmetric"), "defaults")
-        own = self._mapping(defaults, "params", PARAM_KEYS, "defaults")
-        weight, bias = ({**own, **self._param(params, name, "")} for name in PARAM_NAMES)
+        common = self._mapping(defaults, "params", PARAM_KEYS, "defaults")
+        weight, bias = ({**common, **self._param(params, name, "")} for name in PARAM_NAMES)
         per_channel = self._flag(defaults, "per_channel_quantization", "defaults")
         activation_setting: Json | str = self._symmetry(ops, "defaults.ops", missing=False)
         weight_setting: Json | str = {
@@ -152,8 +152,8 @@ class _Reader:
             "output": symmetry | self._constraint(name, entry, where),
         }
         kinds = self._kinds(name, "op_type")
-        found = [{key: value for key, value in rule.items() if value} for rule in (switches, settings)]
-        return [{"match": {"op": list(kinds)}, **rule, "optional": True} for rule in found if rule and kinds]
+        rules = [{key: value for key, value in rule.items() if value} for rule in (switches, settings)]
+        return [{"match": {"op": list(kinds)}, **rule, "optional": True} for rule in rules if rule and kinds]
 
     def _constraint(self, name: str, entry: Mapping[str, object], where: str) -> Json:
         bounds = self._mapping(entry, "encoding_constraints", ("min", "max"), where)

@@ -27,12 +27,12 @@ def read_file(path: Path) -> object:
 
 def _parse_json(text: str, path: Path) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
+        mapping: dict[str, object] = {}
         for key, value in pairs:
-            if key in found:
+            if key in mapping:
                 raise ConfigError(f"{path}: key {key!r} appears twice in one object; remove one of them")
-            found[key] = value
-        return found
+            mapping[key] = value
+        return mapping
 
     try:
         return json.loads(text, object_pairs_hook=unique)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from qtk.config.aimet import from_aimet, is_aimet
 from qtk.config.files import read_file
-from qtk.config.schema import QuantConfig, TensorSetting
+from qtk.config.schema import QuantConfig
 from qtk.config.shipped import shipped, shipped_names
+from qtk.config.tensor_setting import TensorSetting
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
 from qtk.registry import nearest
@@ -42,24 +43,24 @@ def _from_value(value: object, name: str) -> QuantConfig:
         value = from_aimet(value, source=name)
     if isinstance(value, Mapping) and "extends" in value:
         base = load_config(value["extends"])
-        own = validate(QuantConfig, {key: item for key, item in value.items() if key != "extends"}, source=name)
-        return _extended(base, own)
+        extension = validate(QuantConfig, {key: item for key, item in value.items() if key != "extends"}, source=name)
+        return _extended(base, extension)
     return validate(QuantConfig, value, source=name)
 
 
-def _extended(base: QuantConfig, own: QuantConfig) -> QuantConfig:
-    """``own`` over ``base``: settings field by field, its rules after the base's, supergroups of both."""
+def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
+    """``extension`` over ``base``: settings field by field, its rules after the base's, supergroups of both."""
     defaults = {}
-    for name in own.defaults.model_fields_set:
-        below, above = getattr(base.defaults, name), getattr(own.defaults, name)
+    for name in extension.defaults.model_fields_set:
+        below, above = getattr(base.defaults, name), getattr(extension.defaults, name)
         both = isinstance(below, TensorSetting) and isinstance(above, TensorSetting)
         defaults[name] = below.overlaid(above) if both else above
     return QuantConfig(
-        version=own.version,
+        version=extension.version,
         defaults=base.defaults.model_copy(update=defaults),
-        rules=(*base.rules, *own.rules),
-        supergroups=tuple(dict.fromkeys((*base.supergroups, *own.supergroups))),
-        io=base.io.model_copy(update={name: getattr(own.io, name) for name in own.io.model_fields_set}),
+        rules=(*base.rules, *extension.rules),
+        supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
+        io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),
     )
 
 

@@ -1,4 +1,4 @@
-"""pydantic's findings in our words: the path of each key, what was given, the rule, and the nearest known key."""
+"""Validation with errors a user can act on: the path of each key, what was given, the rule, the nearest known key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def validate(model: type[M], data: object, *, source: str) -> M:
 def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
     path = tuple(part for part in details["loc"] if part not in UNION_TAGS)
     where = _path_text(path)
-    given, context = _shown(details["input"]), details.get("ctx", {})
+    shown, context = _shown(details["input"]), details.get("ctx", {})
     match details["type"]:
         case "extra_forbidden":
             hint = nearest(str(path[-1]), _keys_at(model, path[:-1]))
@@ -55,26 +55,26 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
             text = str(context["error"])
             return f"{where}: {text}" if where else text
         case "greater_than_equal":
-            return f"{where}: got {given}; must be at least {context['ge']}"
+            return f"{where}: got {shown}; must be at least {context['ge']}"
         case "less_than_equal":
-            return f"{where}: got {given}; must be at most {context['le']}"
+            return f"{where}: got {shown}; must be at most {context['le']}"
         case "literal_error":
-            return f"{where}: got {given}; must be {context['expected']}"
+            return f"{where}: got {shown}; must be {context['expected']}"
         case "model_type" | "model_attributes_type" | "dict_type":
             keys = f" with keys of {', '.join(_keys_at(model, path))}" if _keys_at(model, path) else ""
-            return f"{where}: got {given}; must be a mapping{keys}"
+            return f"{where}: got {shown}; must be a mapping{keys}"
         case "tuple_type" | "list_type":
-            return f"{where}: got {given}; must be a list"
+            return f"{where}: got {shown}; must be a list"
         case "too_short":
-            return f"{where}: got {given}; needs at least {context['min_length']} elements"
+            return f"{where}: got {shown}; needs at least {context['min_length']} elements"
     text = details["msg"].removeprefix("Input ").removeprefix("should ")
-    return f"{where}: got {given}; must {text}"
+    return f"{where}: got {shown}; must {text}"
 
 
 def _is_echo(details: ErrorDetails) -> bool:
     """Whether a list is called too short only because elements in it, reported by themselves, are wrong."""
-    given = details["input"]
-    return details["type"] == "too_short" and isinstance(given, Sized) and len(given) >= details["ctx"]["min_length"]
+    value = details["input"]
+    return details["type"] == "too_short" and isinstance(value, Sized) and len(value) >= details["ctx"]["min_length"]
 
 
 def _path_text(path: tuple[int | str, ...]) -> str:
@@ -99,8 +99,8 @@ def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     models = [model]
     for part in path:
         if isinstance(part, str):
-            found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-            models = [inner for annotation in found for inner in _models_in(annotation)]
+            annotations = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+            models = [inner for annotation in annotations for inner in _models_in(annotation)]
     return list(dict.fromkeys(name for m in models for name in m.model_fields))
 
 

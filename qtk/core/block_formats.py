@@ -1,4 +1,4 @@
-"""Formats that are a number format, a length of blocks and a way to store their scales, under the name of the three."""
+"""Block formats by name (``mxfp4``): a number format, a block length and the format of the scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qtk.core.spec import ScaleFormat
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """``length`` elements along the input channels share a scale."""
+    """Every ``length`` elements along the input channels share a scale stored as ``scale_format``."""
 
     name: str
     dtype: QDtype

@@ -1,4 +1,4 @@
-"""The answer of a calibrator: the numbers that turn reals into codes."""
+"""Scale and zero point: the numbers that turn reals into codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Encoding:
     Shape: ``scale`` float32 of ``spec.granularity.qparam_shape(x.shape)``; ``zero_point`` int32 of the same
     shape, ``None`` exactly when the spec is symmetric.
 
-    Raises: EncodingError if the range is taken at run time, a shape or dtype is off, a scale is not finite and
+    Raises: EncodingError if the spec is dynamic, a shape or dtype is off, a scale is not finite and
     positive, or a zero point lies outside the codes.
     """
 
@@ -28,7 +28,7 @@ class Encoding:
 
     def __post_init__(self) -> None:
         if self.spec.dynamic:
-            raise EncodingError(f"{self.spec}: each tensor has a range of its own, so that there is no encoding")
+            raise EncodingError(f"{self.spec} finds a range for each tensor at run time, so it has no encoding")
         if self.scale.dtype != torch.float32 or self.scale.ndim == 0:
             raise EncodingError(f"scale must be float32 with at least one axis, got {self.scale.dtype} of shape "
                                 f"{tuple(self.scale.shape)}")

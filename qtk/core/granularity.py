@@ -100,7 +100,7 @@ class PerBlock:
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """One scale for every row of the last axis, however many there are; for ranges taken at run time.
+    """One scale for every row of the last axis, however many there are; for dynamic quantization.
 
     >>> PerToken().qparam_shape((8, 197, 384))
     (8, 197, 1)

@@ -1,4 +1,4 @@
-"""What will be quantized, how, and by which rule: decided before the graph is touched."""
+"""The plan of a simulation: which values are quantized, how, and by which rule."""
 
 from __future__ import annotations
 

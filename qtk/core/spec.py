@@ -1,4 +1,4 @@
-"""The question a quantizer answers: which codes, scales shared how, around which zero."""
+"""How a tensor is quantized: number format, granularity, symmetry."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ScaleFormat(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """How a tensor is to be quantized; numbers come later, as an ``Encoding``.
+    """How a tensor is quantized; scale and zero point come later, in an ``Encoding``.
 
     Args:
         dtype: the format of the codes; a small float is symmetric and has no narrow range.
         granularity: which elements share a scale.
         symmetric: the zero point is 0 and not stored.
         narrow_range: leave the lowest code out (int8: -127…127).
-        dynamic: the range is that of each tensor, or of each of its rows (``PerToken``), at run time.
+        dynamic: dynamic quantization: each tensor, or each of its rows (``PerToken``), has its own range at run time.
         scale_format: how the scales of blocks are stored; ``None``: as float32.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
@@ -57,10 +57,10 @@ class QuantSpec:
             raise SpecError(f"scales stored as {self.scale_format.value} are those of symmetric blocks; use "
                             "symmetric=True and PerBlock(sizes), or leave scale_format out")
         if self.dynamic and not isinstance(self.granularity, PerTensor | PerToken):
-            raise SpecError(f"ranges taken at run time are per tensor or per token, got {self.granularity}; use one of "
+            raise SpecError(f"dynamic quantization is per tensor or per token, got {self.granularity}; use one of "
                             "these, or leave dynamic out")
         if isinstance(self.granularity, PerToken) and not self.dynamic:
-            raise SpecError("how many tokens there are is known at run time; use dynamic=True with PerToken()")
+            raise SpecError("PerToken() is for dynamic quantization: the number of tokens varies; use dynamic=True")
 
     @property
     def qmin(self) -> float:
@@ -115,7 +115,7 @@ class QuantSpec:
             case _:
                 raise SpecError(f"unknown granularity {raw!r}; use 'per_tensor', 'per_token', "
                                 "{'per_channel': axis} or {'per_block': sizes}")
-        known = [each.value for each in ScaleFormat]
+        known = [scale_format.value for scale_format in ScaleFormat]
         if stored is not None and stored not in known:
             raise SpecError(f"unknown scale_format {stored!r}; use one of {', '.join(known)}")
         return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range, dynamic=dynamic,

@@ -1,4 +1,4 @@
-"""How numbers flow: which node made them, who reads them, which axes they kept on the way."""
+"""Value flow through a graph: the op that makes a value, its readers, its axes, looking through data movement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 
 
 class Flow:
-    """The value flow of one captured graph; a snapshot, to be made anew after an edit."""
+    """The value flow of one captured graph; a snapshot, stale after an edit."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._static: dict[fx.Node, bool] = {}
@@ -77,7 +77,7 @@ class Flow:
         return [port for port in ports(node) if port.arg == row.bias and is_float(port.value)]
 
     def carried(self, node: fx.Node) -> fx.Node | None:
-        """The value whose numbers ``node`` merely moves, ``None`` if it makes its own."""
+        """The value whose elements ``node`` merely moves, ``None`` if it computes new ones."""
         if node not in self._carried:
             self._carried[node] = self._find_carried(node)
         return self._carried[node]
@@ -96,13 +96,13 @@ class Flow:
         return None
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The node that made the numbers of ``node``."""
+        """The node that computed the elements of ``node``."""
         while (source := self.carried(node)) is not None:
             node = source
         return node
 
     def readers(self, node: fx.Node) -> Iterator[Port]:
-        """Every port that reads the numbers of ``node``, looking through data movement; outputs included."""
+        """Every port that reads the elements of ``node``, looking through data movement; outputs included."""
         for user in node.users:
             if user.op == "output" or (not is_float(user) and not isinstance(user.meta.get("val"), (list, tuple))):
                 yield from (port for port in _output_ports(user) if port.value is node)

@@ -110,7 +110,7 @@ for _kind in ("upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsamp
               "_upsample_bilinear2d_aa _upsample_bicubic2d_aa").split():
     _add(_kind, OpRow(_kind, COMPUTE, family="interpolate"))
 
-# Data movement: the numbers stay, their place changes; also ops that pick some of them.
+# Data movement: elements keep their values and change their positions; also ops that select some of them.
 _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("reshape", reshaped_axis, "view reshape _unsafe_view flatten unflatten view_as reshape_as view_copy "
                                "_reshape_alias ravel"),

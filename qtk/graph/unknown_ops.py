@@ -1,4 +1,4 @@
-"""Ops that the op table has no row for."""
+"""Ops without a row in the op table."""
 
 from __future__ import annotations
 

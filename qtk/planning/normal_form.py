@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.graph.op_table import IDENTITY, SPLIT, row_of
-from qtk.graph.schema import aten_name, named_arguments
+from qtk.graph.schema import named_arguments
 from qtk.graph.sites import is_float
 
 ATEN = torch.ops.aten
@@ -33,7 +33,7 @@ Value: TypeAlias = fx.Node | float
 Sizes: TypeAlias = tuple[int | None, ...]
 """Of the axes of a tensor; ``None``: not fixed."""
 
-Given: TypeAlias = dict[str, Any]
+Arguments: TypeAlias = dict[str, Any]
 """The arguments of an op by name, defaults filled in."""
 
 
@@ -63,21 +63,23 @@ def unpairs(x: Tensor) -> Tensor:
     return x.flatten(-2)
 
 
-Rule: TypeAlias = "Callable[[NormalForm, Given], Value | None]"
+Rule: TypeAlias = "Callable[[NormalForm, Arguments], Value | None]"
 """How an op reads in normal form; ``None``: as it is."""
 
-HALVES, TURNS = (first_half, second_half), (evens, odds)
+HALVES, INTERLEAVED = (first_half, second_half), (evens, odds)
+
+
 class NormalForm:
     """The normal form of a graph, as a graph of its own that computes the same.
 
-    ``made_by`` has the original ops behind each of its nodes, the one that made the value last; ``passed`` are the
-    originals that rule 1 removed; ``static`` the nodes made from parameters alone.
+    ``made_by`` has the original ops behind each of its nodes, the one that made the value last; ``removed`` are the
+    originals that rule 1 took out; ``static`` the nodes made from parameters alone.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = fx.Graph()
         self.made_by: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self.passed: set[fx.Node] = set()
+        self.removed: set[fx.Node] = set()
         self.static: set[fx.Node] = set()
         self.by_target: dict[object, list[fx.Node]] = defaultdict(list)
         self._root = graph.owning_module
@@ -105,7 +107,7 @@ class NormalForm:
         if not isinstance(a, fx.Node):
             return a * b  # type: ignore[operator]
         if b == 1:
-            self.passed.add(self._node)
+            self.removed.add(self._node)
             return a
         return self.emit(ATEN.square, a) if a is b else self.emit(ATEN.mul, a, b)
 
@@ -116,21 +118,21 @@ class NormalForm:
             return self.emit(ATEN.rsqrt, a.args[0], also=self.made_by[a])
         return self.emit(ATEN.reciprocal, a)
 
-    def reduction(self, target: Callable[..., Any], given: Given, *also: fx.Node) -> fx.Node:
-        x, dim = given["self"], given.get("dim")
-        kwargs: dict[str, Any] = {"keepdim": bool(given.get("keepdim"))}
-        rank = given.get("rank", rank_of(x))
+    def reduction(self, target: Callable[..., Any], arguments: Arguments, *also: fx.Node) -> fx.Node:
+        x, dim = arguments["self"], arguments.get("dim")
+        kwargs: dict[str, Any] = {"keepdim": bool(arguments.get("keepdim"))}
+        rank = arguments.get("rank", rank_of(x))
         dims = range(rank) if dim in (None, [], ()) else dim if isinstance(dim, (list, tuple)) else (dim,)
         if target is ATEN.var:
-            correction = given.get("correction", int(given.get("unbiased", True)))
+            correction = arguments.get("correction", int(arguments.get("unbiased", True)))
             kwargs["correction"] = 1 if correction is None else correction
         return self.emit(target, x, tuple(sorted(axis % rank for axis in dims)), also=also, **kwargs)
 
-    def turn(self, x: fx.Node, axis: int, index: int, *also: fx.Node) -> fx.Node | None:
+    def interleaved(self, x: fx.Node, axis: int, index: int, *also: fx.Node) -> fx.Node | None:
         """The even or the odd entries of an axis that was cut into pairs."""
         if x.target is not pairs or axis % rank_of(x) != rank_of(x) - 1 or index not in (0, 1):
             return None
-        return self.emit(TURNS[index], x.args[0], rank_of(x) - 2, also=(*self.made_by[x], *also))
+        return self.emit(INTERLEAVED[index], x.args[0], rank_of(x) - 2, also=(*self.made_by[x], *also))
 
     def _create(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], also: tuple[fx.Node, ...] = ()
@@ -155,13 +157,13 @@ class NormalForm:
             if node.target is operator.getitem:
                 value = self._element(node.all_input_nodes[0], args[1])
             elif row is IDENTITY and is_float(node.all_input_nodes[0]):
-                self.passed.add(node)
+                self.removed.add(node)
                 value = args[0]
             elif name in RULES:
-                given = named_arguments(node, args, kwargs)
-                if not (row is not None and row.arithmetic) and not isinstance(given.get("self", node), fx.Node):
-                    given["self"] = self._copies[node.all_input_nodes[0]]
-                value = RULES[name](self, given)
+                arguments: Arguments = named_arguments(node, args, kwargs)
+                if not (row is not None and row.arithmetic) and not isinstance(arguments.get("self", node), fx.Node):
+                    arguments["self"] = self._copies[node.all_input_nodes[0]]
+                value = RULES[name](self, arguments)
             if value is not None:
                 return value
         return self._copy(node)
@@ -192,48 +194,49 @@ class NormalForm:
 
     def _element(self, maker: fx.Node, index: int) -> Value | None:
         """One of the results of an op that has several."""
-        source, name, parts = self._values[maker], _name(maker), maker.meta.get("val")
+        source, name, results = self._values[maker], _name(maker), maker.meta.get("val")
         if not isinstance(source, fx.Node) or source.op != "call_function":
             return None
-        given = named_arguments(maker, source.args, source.kwargs)
+        arguments: Arguments = named_arguments(maker, source.args, source.kwargs)
         if name == "max" and index == 0:
-            return self.reduction(ATEN.amax, given, maker)
+            return self.reduction(ATEN.amax, arguments, maker)
         if name in ("var_mean", "std_mean"):
             if index == 1:
-                return self.reduction(ATEN.mean, given, maker)
-            variance = self.reduction(ATEN.var, given, maker)
+                return self.reduction(ATEN.mean, arguments, maker)
+            variance = self.reduction(ATEN.var, arguments, maker)
             return variance if name == "var_mean" else self.emit(ATEN.sqrt, variance)
-        if row_of(maker) is not SPLIT or not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        if row_of(maker) is not SPLIT or not isinstance(results, (list, tuple)) or len(results) != 2:
             return None
-        x, axis = given["self"], given.get("dim", 0)
+        x, axis = arguments["self"], arguments.get("dim", 0)
         if name == "unbind":
-            return self.turn(x, axis, index, maker)
-        first, second = map(sizes_of, parts)
-        same = first == second and first[axis] is not None
-        return self.emit(HALVES[index], x, axis % rank_of(x), also=(maker,)) if same else None
+            return self.interleaved(x, axis, index, maker)
+        first, second = map(sizes_of, results)
+        are_halves = first == second and first[axis] is not None
+        return self.emit(HALVES[index], x, axis % rank_of(x), also=(maker,)) if are_halves else None
 
 
-def _add(form: NormalForm, given: Given) -> Value | None:
-    a, b = given["self"], given["other"]
-    if given.get("alpha", 1) != 1 or not (isinstance(a, fx.Node) or isinstance(b, fx.Node)):
+def _add(form: NormalForm, arguments: Arguments) -> Value | None:
+    a, b = arguments["self"], arguments["other"]
+    if arguments.get("alpha", 1) != 1 or not (isinstance(a, fx.Node) or isinstance(b, fx.Node)):
         return None
     return form.emit(ATEN.add, a, b) if isinstance(a, fx.Node) else form.emit(ATEN.add, b, a)
 
 
-def _sub(form: NormalForm, given: Given) -> Value | None:
-    a, b = given["self"], given["other"]
-    if given.get("alpha", 1) != 1:
+def _sub(form: NormalForm, arguments: Arguments) -> Value | None:
+    a, b = arguments["self"], arguments["other"]
+    if arguments.get("alpha", 1) != 1:
         return None
     return form.emit(ATEN.sub, a, b) if isinstance(b, fx.Node) else form.emit(ATEN.add, a, -b)
 
 
-def _div(form: NormalForm, given: Given) -> Value | None:
-    whole = given.get("rounding_mode") is None
-    return form.product(given["self"], form.reciprocal(given["other"])) if whole else None
+def _div(form: NormalForm, arguments: Arguments) -> Value | None:
+    if arguments.get("rounding_mode") is not None:
+        return None
+    return form.product(arguments["self"], form.reciprocal(arguments["other"]))
 
 
-def _pow(form: NormalForm, given: Given) -> Value | None:
-    x, exponent = given["self"], given["exponent"]
+def _pow(form: NormalForm, arguments: Arguments) -> Value | None:
+    x, exponent = arguments["self"], arguments["exponent"]
     if exponent == 3:
         return form.emit(ATEN.mul, form.emit(ATEN.square, x), x)
     if exponent == -1:
@@ -242,61 +245,67 @@ def _pow(form: NormalForm, given: Given) -> Value | None:
     return form.emit(known[exponent], x) if isinstance(exponent, (int, float)) and exponent in known else None
 
 
-def _clamp(form: NormalForm, given: Given) -> Value:
-    return form.emit(ATEN.clamp, given["self"], given.get("min", given.get("min_val")),
-                     given.get("max", given.get("max_val")))
+def _clamp(form: NormalForm, arguments: Arguments) -> Value:
+    return form.emit(ATEN.clamp, arguments["self"], arguments.get("min", arguments.get("min_val")),
+                     arguments.get("max", arguments.get("max_val")))
 
 
-def _maximum(form: NormalForm, given: Given) -> Value | None:
-    if "other" not in given:
-        return form.reduction(ATEN.amax, given)
-    number = given["other"]
-    return None if isinstance(number, fx.Node) else form.emit(ATEN.clamp, given["self"], number, None)
+def _maximum(form: NormalForm, arguments: Arguments) -> Value | None:
+    if "other" not in arguments:
+        return form.reduction(ATEN.amax, arguments)
+    number = arguments["other"]
+    return None if isinstance(number, fx.Node) else form.emit(ATEN.clamp, arguments["self"], number, None)
 
 
-def _std(form: NormalForm, given: Given) -> Value:
-    return form.emit(ATEN.sqrt, form.reduction(ATEN.var, given))
+def _softplus(form: NormalForm, arguments: Arguments) -> Value:
+    return form.emit(ATEN.softplus, arguments["self"], arguments["beta"], arguments["threshold"])
 
 
-def _norm(form: NormalForm, given: Given) -> Value | None:
-    x = given["self"]
-    if given.get("ord", given.get("p")) not in (None, 2):
+def _std(form: NormalForm, arguments: Arguments) -> Value:
+    return form.emit(ATEN.sqrt, form.reduction(ATEN.var, arguments))
+
+
+def _norm(form: NormalForm, arguments: Arguments) -> Value | None:
+    x = arguments["self"]
+    if arguments.get("ord", arguments.get("p")) not in (None, 2):
         return None
-    total = form.reduction(ATEN.sum, {**given, "self": form.emit(ATEN.square, x), "rank": rank_of(x)})
+    total = form.reduction(ATEN.sum, {**arguments, "self": form.emit(ATEN.square, x), "rank": rank_of(x)})
     return form.emit(ATEN.sqrt, total)
 
 
-def _linalg_norm(form: NormalForm, given: Given) -> Value | None:
+def _linalg_norm(form: NormalForm, arguments: Arguments) -> Value | None:
     """With an order and two axes it is a norm of matrices."""
-    of_vector = given["ord"] is None or (given["dim"] is not None and len(given["dim"]) == 1)
-    return _norm(form, given) if of_vector else None
+    of_vector = arguments["ord"] is None or (arguments["dim"] is not None and len(arguments["dim"]) == 1)
+    return _norm(form, arguments) if of_vector else None
 
 
-def _slice(form: NormalForm, given: Given) -> Value | None:
-    x, axis = given["self"], given["dim"] % rank_of(given["self"])
-    length, bounds = sizes_of(x.meta["val"])[axis], (given["start"], given["end"], given["step"])
+def _slice(form: NormalForm, arguments: Arguments) -> Value | None:
+    x, axis = arguments["self"], arguments["dim"] % rank_of(arguments["self"])
+    length, bounds = sizes_of(x.meta["val"])[axis], (arguments["start"], arguments["end"], arguments["step"])
     if length is None or length % 2 or any(not isinstance(bound, int | None) for bound in bounds):
         return None
     start, end, step = slice(*bounds).indices(length)
     if step == 2 and end == length and start < 2:
-        return form.emit(TURNS[start], x, axis)
+        return form.emit(INTERLEAVED[start], x, axis)
     if step == 1 and 2 * (end - start) == length and start in (0, length // 2):
         return form.emit(HALVES[int(start > 0)], x, axis)
     return None
 
 
-def _select(form: NormalForm, given: Given) -> Value | None:
-    return form.turn(given["self"], given["dim"], given["index"]) if isinstance(given["self"], fx.Node) else None
+def _select(form: NormalForm, arguments: Arguments) -> Value | None:
+    x = arguments["self"]
+    return form.interleaved(x, arguments["dim"], arguments["index"]) if isinstance(x, fx.Node) else None
 
 
-def _reshape(form: NormalForm, given: Given) -> Value | None:
-    x = given["self"]
+def _reshape(form: NormalForm, arguments: Arguments) -> Value | None:
+    x = arguments["self"]
     old, new = sizes_of(x.meta["val"]), form.sizes
     if _are_pairs(new, old):
         return form.emit(pairs, x)
     if _are_pairs(old, new):
         return form.emit(unpairs, x)
-    return form.emit(ATEN.reshape, x, shape) if (shape := given.get("shape", given.get("size"))) is not None else None
+    shape = arguments.get("shape", arguments.get("size"))
+    return None if shape is None else form.emit(ATEN.reshape, x, shape)
 
 
 def _are_pairs(longer: Sizes, shorter: Sizes) -> bool:
@@ -306,20 +315,20 @@ def _are_pairs(longer: Sizes, shorter: Sizes) -> bool:
     return count is not None and two == 2 and shorter[-1] == 2 * count
 
 
-def _cat(form: NormalForm, given: Given) -> Value:
-    return form.emit(ATEN.cat, given["tensors"], given["dim"] % len(form.sizes))
+def _cat(form: NormalForm, arguments: Arguments) -> Value:
+    return form.emit(ATEN.cat, arguments["tensors"], arguments["dim"] % len(form.sizes))
 
 
-def _stack(form: NormalForm, given: Given) -> Value:
-    return form.emit(ATEN.stack, given["tensors"], given["dim"] % len(form.sizes))
+def _stack(form: NormalForm, arguments: Arguments) -> Value:
+    return form.emit(ATEN.stack, arguments["tensors"], arguments["dim"] % len(form.sizes))
 
 
 def _reduce(target: Callable[..., Any]) -> Rule:
-    return lambda form, given: form.reduction(target, given)
+    return lambda form, arguments: form.reduction(target, arguments)
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("mul", "multiply"), lambda form, given: form.product(given["self"], given["other"])),
+    **dict.fromkeys(("mul", "multiply"), lambda form, arguments: form.product(arguments["self"], arguments["other"])),
     **dict.fromkeys(("div", "divide", "true_divide"), _div),
     **dict.fromkeys(("sub", "subtract"), _sub),
     **dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max", "hardtanh"), _clamp),
@@ -329,15 +338,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("cat", "concat"), _cat),
     **{name: _reduce(getattr(ATEN, name)) for name in ("sum", "mean", "amax", "var", "logsumexp")},
     "add": _add,
-    "rsub": lambda form, given: _sub(form, {**given, "self": given["other"], "other": given["self"]}),
-    "neg": lambda form, given: form.product(given["self"], -1),
+    "rsub": lambda form, arguments: _sub(form, {**arguments, "self": arguments["other"], "other": arguments["self"]}),
+    "neg": lambda form, arguments: form.product(arguments["self"], -1),
     "pow": _pow,
-    "square": lambda form, given: form.emit(ATEN.square, given["self"]),
-    "sqrt": lambda form, given: form.emit(ATEN.sqrt, given["self"]),
-    "rsqrt": lambda form, given: form.emit(ATEN.rsqrt, given["self"]),
-    "reciprocal": lambda form, given: form.reciprocal(given["self"]),
-    "relu6": lambda form, given: form.emit(ATEN.clamp, given["self"], 0, 6),
-    "softplus": lambda form, given: form.emit(ATEN.softplus, given["self"], given["beta"], given["threshold"]),
+    "square": lambda form, arguments: form.emit(ATEN.square, arguments["self"]),
+    "sqrt": lambda form, arguments: form.emit(ATEN.sqrt, arguments["self"]),
+    "rsqrt": lambda form, arguments: form.emit(ATEN.rsqrt, arguments["self"]),
+    "reciprocal": lambda form, arguments: form.reciprocal(arguments["self"]),
+    "relu6": lambda form, arguments: form.emit(ATEN.clamp, arguments["self"], 0, 6),
+    "softplus": _softplus,
     "std": _std,
     "linalg_norm": _linalg_norm,
     "slice": _slice,
@@ -349,7 +358,8 @@ the pattern matcher's own language."""
 
 
 def _name(node: fx.Node) -> str:
-    return aten_name(node.target) or ""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name.removeprefix("aten::")
 
 
 def sizes_of(value: Tensor) -> Sizes:

@@ -1,4 +1,4 @@
-"""Looks in a graph for what a piece of torch code computes, in whatever ops the graph spells it.
+"""Finds the places in a graph that compute what a piece of torch code computes, whichever ops spell it.
 
 Both are compared in their normal form. The arguments of the code say by their names what they may stand for.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from qtk.graph.sites import is_float
-from qtk.planning.normal_form import HALVES, TURNS, NormalForm, Value
+from qtk.planning.normal_form import HALVES, INTERLEAVED, NormalForm, Value
 
 ATEN = torch.ops.aten
 
@@ -43,13 +43,13 @@ ELEMENTWISE = (*NUMERIC, ATEN.reciprocal, ATEN.sqrt, ATEN.rsqrt)
 BROADCASTS = (ATEN.expand.default, ATEN.expand_as.default, ATEN.unsqueeze.default)
 """Ops that an elementwise reader would do by itself."""
 
-OVER_AXES = (ATEN.sum, ATEN.mean, ATEN.amax, ATEN.var, ATEN.logsumexp, ATEN.cat, ATEN.stack, *HALVES, *TURNS)
+OVER_AXES = (ATEN.sum, ATEN.mean, ATEN.amax, ATEN.var, ATEN.logsumexp, ATEN.cat, ATEN.stack, *HALVES, *INTERLEAVED)
 """Ops whose second argument is the axes they work on."""
 
 
 @dataclass
 class SpellingMatch:
-    """A match in the making: what the placeholders stand for, the ops it took from the normal form."""
+    """A match, perhaps incomplete: what the placeholders stand for, and the ops of the normal form in it."""
 
     arguments: dict[str, Value] = field(default_factory=dict)
     ops: list[fx.Node] = field(default_factory=list)
@@ -83,7 +83,7 @@ class PatternMatcher:
                 yield match
 
     def _match_all(self, todo: tuple[Pair, ...], match: SpellingMatch, form: NormalForm) -> bool:
-        """Whether all pairs match, and with them the whole; ``match`` is left as it was if they do not."""
+        """Whether all pairs match, and the match they complete is one; ``match`` is unchanged if not."""
         if not todo:
             return _has_one_set_of_axes(match) and inner_ops(match, form) is not None
         (pattern, value, elementwise), *others = todo
@@ -130,7 +130,7 @@ def inner_ops(match: SpellingMatch, form: NormalForm) -> list[fx.Node] | None:
         for user in unseen.pop().users:
             if user in inside:
                 continue
-            if user not in form.passed:
+            if user not in form.removed:
                 return None
             inside.add(user)
             unseen.append(user)
@@ -138,7 +138,7 @@ def inner_ops(match: SpellingMatch, form: NormalForm) -> list[fx.Node] | None:
 
 
 def _takes(name: str, value: Value, form: NormalForm) -> bool:
-    """Whether a placeholder of this name can stand for ``value``."""
+    """Whether a placeholder of this name may stand for ``value``."""
     if name in NUMBERS or not isinstance(value, fx.Node):
         return name in NUMBERS and not isinstance(value, fx.Node)
     return is_float(value) and (name in TABLES or (value in form.static) == (name in PARAMETERS))
@@ -151,21 +151,21 @@ def _is_number(wanted: float | None, value: Value | None) -> bool:
 
 
 def _through_broadcasts(value: fx.Node) -> list[fx.Node]:
-    passed = [value]
-    while passed[-1].target in BROADCASTS:
-        passed.append(passed[-1].all_input_nodes[0])
-    return passed
+    chain = [value]
+    while chain[-1].target in BROADCASTS:
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain
 
 
 def _orders(pattern: fx.Node, value: fx.Node) -> Iterator[list[Pair]]:
     """How the operands of two calls of one op may belong together; what says most about the match goes first."""
-    wanted, given = _operands(pattern), _operands(value)
-    if len(wanted) != len(given):
+    wanted, present = _operands(pattern), _operands(value)
+    if len(wanted) != len(present):
         return
     elementwise = pattern.target in ELEMENTWISE
-    for operands in (given, given[::-1]) if pattern.target in COMMUTATIVE else (given,):
-        together = [(p, g, elementwise) for p, g in zip(wanted, operands, strict=True)]
-        yield sorted(together, key=lambda pair: isinstance(pair[0], fx.Node) and pair[0].op == "placeholder")
+    for operands in (present, present[::-1]) if pattern.target in COMMUTATIVE else (present,):
+        pairs = [(p, operand, elementwise) for p, operand in zip(wanted, operands, strict=True)]
+        yield sorted(pairs, key=lambda pair: isinstance(pair[0], fx.Node) and pair[0].op == "placeholder")
 
 
 def _operands(node: fx.Node) -> list[Value | None]:
@@ -177,9 +177,9 @@ def _operands(node: fx.Node) -> list[Value | None]:
 
 
 def _has_one_set_of_axes(match: SpellingMatch) -> bool:
-    found = set()
+    sets_of_axes = set()
     for op in match.ops:
         if op.target in OVER_AXES:
             axes: Any = op.args[1]
-            found.add(axes if isinstance(axes, tuple) else (axes - (op.target is ATEN.stack),))
-    return len(found) <= 1
+            sets_of_axes.add(axes if isinstance(axes, tuple) else (axes - (op.target is ATEN.stack),))
+    return len(sets_of_axes) <= 1

@@ -1,4 +1,4 @@
-"""What models spell out in small ops though it is one op to a quantizer. To add a pattern, add a row.
+"""Formulas that models spell out in small ops and a quantizer treats as one op. To add a pattern, add a row.
 
 A spelling is plain torch code. Its arguments called ``weight`` and ``bias`` are parameters of the op, ``eps`` and
 ``factor`` any number, ``cos`` and ``sin`` what the model likes; every other name is data. Numbers in the code are part
@@ -220,24 +220,24 @@ def _join_halves(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat((a, b), -1)
 
 
-def _turns(x: Tensor) -> tuple[Tensor, Tensor]:
+def _interleaved(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., ::2], x[..., 1::2]
 
 
-def _join_turns(a: Tensor, b: Tensor) -> Tensor:
+def _interleave(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2)
 
 
 def _rotary(split: Callable[[Tensor], tuple[Tensor, Tensor]], join: Spelling) -> tuple[Spelling, ...]:
-    def whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def on_vectors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = split(x)
         return x * cos + join(-b, a) * sin
 
-    def by_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def on_components(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = split(x)
         return join(a * cos - b * sin, b * cos + a * sin)
 
-    return whole, by_parts
+    return on_vectors, on_components
 
 
 def _flat(groups: Iterable[Iterable[Spelling]]) -> tuple[Spelling, ...]:
@@ -273,7 +273,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern("hardsigmoid", HARD_SIGMOIDS),
     Pattern("softmax", _flat(map(_softmax, EXPONENTS))),
     Pattern("l2_normalize", (*map(_alone, L2_NORMS), *_flat(map(_weighted, L2_NORMS)))),
-    Pattern("rotary", (*_rotary(_halves, _join_halves), *_rotary(_turns, _join_turns))),
+    Pattern("rotary", (*_rotary(_halves, _join_halves), *_rotary(_interleaved, _interleave))),
     Pattern("gate", _flat(map(_gate, GATES))),
 )
 
@@ -281,13 +281,13 @@ PATTERNS: tuple[Pattern, ...] = (
 def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
     """The spelled-out ops of a captured graph: disjoint, the larger pattern first, in graph order.
 
-    Nobody outside a match reads its inner values; constants and parameters may be shared. What is computed from
-    parameters alone is no op, and one that has an excluded op in it is none either. The graph is only read.
+    No op outside a match reads its inner values; constants and parameters may be shared. A formula computed from
+    parameters alone, or with an excluded op in it, is no match. The graph is only read.
     """
     form = NormalForm(graph)
-    place = {node: index for index, node in enumerate(graph.nodes)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    found = []
+    matches = []
     for kind, matcher in _matchers():
         for match in matcher.matches(form):
             nodes = inner_ops(match, form)
@@ -295,8 +295,8 @@ def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
             if taken.isdisjoint(nodes) and not any(label(node, EXCLUDED) for node in nodes):
                 taken.update(nodes)
                 weight, bias = (form.original(match.arguments.get(name)) for name in ("weight", "bias"))
-                found.append(PatternMatch(kind, tuple(sorted(nodes, key=place.__getitem__)), weight, bias))
-    return sorted(found, key=lambda match: place[match.nodes[-1]])
+                matches.append(PatternMatch(kind, tuple(sorted(nodes, key=position.__getitem__)), weight, bias))
+    return sorted(matches, key=lambda match: position[match.nodes[-1]])
 
 
 @functools.cache
@@ -338,8 +338,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: Any = pytree.tree_map_only(Tensor, lambda value: self.nodes[id(value)], (args, kwargs or {}))
         node = self.graph.call_function(func, *read)
         self._record(node, result)
-        for index, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
-            self._record(self.graph.call_function(operator.getitem, (node, index)), part)
+        for index, element in enumerate(result if isinstance(result, (list, tuple)) else ()):
+            self._record(self.graph.call_function(operator.getitem, (node, index)), element)
         return result
 
     def _record(self, node: fx.Node, value: Any) -> None:

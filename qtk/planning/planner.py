@@ -25,6 +25,7 @@ from qtk.capture.prepared_model import PreparedModel, parameters_outside
 from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
+from qtk.core.width import Width
 from qtk.errors import SpecError
 from qtk.graph.graphs import roots
 from qtk.graph.op_table import OP_NAMES
@@ -42,7 +43,7 @@ RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
 
 
 def plan(
-    model: PreparedModel, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None, scheme: str
+    model: PreparedModel, config: QuantConfig, *, weight_bits: Width, activation_bits: Width, scheme: str
 ) -> QuantPlan:
     """Decides every site of a prepared model.
 

@@ -8,22 +8,24 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from qtk.config.schema import QuantConfig, Rule, TensorSetting
+from qtk.config.schema import QuantConfig, Rule
+from qtk.config.tensor_setting import TensorSetting
 from qtk.core.block_formats import BLOCK_FORMATS
 from qtk.core.dtypes import FloatDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec
+from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 
 DEFAULT_BITS = 8
-"""What a constructor that was given no width says; a config that names one is right against it."""
+"""The width where neither the constructor nor the config's defaults name one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A setting, whether it is in force (``enabled``), and the rule that said so last."""
+    """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either."""
 
     setting: TensorSetting
     enabled: bool
@@ -45,7 +47,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class OpDecisions:
-    """What the configuration says about one op."""
+    """The decisions for the tensors of one op."""
 
     weight: Decision
     bias: Decision
@@ -56,7 +58,7 @@ class OpDecisions:
 class Rules:
     """A configuration with the constructor's bit widths, applied to the ops of one graph."""
 
-    def __init__(self, config: QuantConfig, *, weight_bits: int | None, activation_bits: int | None) -> None:
+    def __init__(self, config: QuantConfig, *, weight_bits: Width, activation_bits: Width) -> None:
         self.config = config
         defaults = config.defaults
         self.weight = _default("weight", defaults.weight, weight_bits, symmetric=True)
@@ -66,7 +68,7 @@ class Rules:
 
     def decisions(self, node: fx.Node, flow: Flow, *, kind: str | None = None) -> OpDecisions:
         """The settings for the op or graph input ``node``; for one of ``kind``, if it stands for a formula."""
-        weight, bias, entry, output = self.weight, self.bias, self.activation, self.activation
+        weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
         for index, rule in enumerate(self.config.rules):
             if not _matches(rule, node, flow, kind):
                 continue
@@ -74,9 +76,9 @@ class Rules:
             reason = f"rules[{index}]"
             weight = weight.overlaid(rule.weight, reason)
             bias = bias.overlaid(rule.bias, reason)
-            entry = entry.overlaid(rule.input, reason)
-            output = output.overlaid(rule.output, reason)
-        return OpDecisions(weight, bias, entry, output)
+            incoming = incoming.overlaid(rule.input, reason)
+            outgoing = outgoing.overlaid(rule.output, reason)
+        return OpDecisions(weight, bias, incoming, outgoing)
 
     def unmatched(self) -> tuple[str, ...]:
         """The rules that no op matched so far though they are not optional, and what they look for."""
@@ -99,10 +101,10 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
     if blocks is not None:
-        chosen, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
+        codes, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
     else:
-        chosen = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
-        symmetric = symmetric or isinstance(chosen, FloatDtype)
+        codes = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+        symmetric = symmetric or isinstance(codes, FloatDtype)
     granularity: Granularity = PerTensor()
     if axes is not None and (blocks is not None or setting.granularity == "per_block"):
         length = setting.block_size or (blocks.length if blocks is not None else None)
@@ -115,7 +117,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     elif setting.granularity == "per_token":
         granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(chosen, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
+    return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
                      scale_format=stored)
 
 
@@ -128,13 +130,20 @@ def _width(name: str) -> int:
     return BLOCK_FORMATS[name].dtype.bits if name in BLOCK_FORMATS else dtype(name).bits
 
 
-def _default(what: str, value: TensorSetting | str | None, bits: int | None, *, symmetric: bool) -> Decision:
+def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symmetric: bool) -> Decision:
+    """The setting of ``defaults.<what>`` with the width that the constructor was given.
+
+    Raises: ConfigError if the two name different widths.
+    """
     setting = value if isinstance(value, TensorSetting) else TensorSetting()
-    own = setting.bits if setting.dtype is None else _width(setting.dtype)
-    if own is not None and bits not in (None, DEFAULT_BITS, own):
-        raise ConfigError(f"defaults.{what} of the config says {own} bits, {what}_bits={bits} was given; "
-                          f"pass {what}_bits={own} or take the width out of the config")
-    width = DEFAULT_BITS if bits is None else integer(bits, signed=symmetric).bits
+    config_bits = setting.bits if setting.dtype is None else _width(setting.dtype)
+    if isinstance(bits, FromConfig) or bits is None:
+        width = DEFAULT_BITS
+    else:
+        width = integer(bits, signed=symmetric).bits
+        if config_bits not in (None, width):
+            raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; "
+                              f"leave {what}_bits out, pass {config_bits}, or take the width out of the config")
     base = TensorSetting(symmetric=symmetric, bits=width)
     return Decision(base.overlaid(setting), bits is not None and value != "float",
                     "defaults" if bits is not None else f"{what}_bits=None")

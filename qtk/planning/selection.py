@@ -12,20 +12,20 @@ from qtk.registry import nearest
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The sites that own an encoding, in the order of the plan: all, or those behind the names.
+    """The sites that lead an encoding, in the order of the plan: all, or those that the names select.
 
-    A site that shares its encoding stands for the one it shares it with.
+    A site that shares its encoding selects its leader.
 
-    Raises: CalibrationError for a name or glob that is that of no site.
+    Raises: CalibrationError for a name or glob that matches no site.
     """
     if names is None:
         return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None)
     wanted: set[Site] = set()
     for name in [names] if isinstance(names, str) else names:
         glob = name.replace("[", "[[]")  # ports are numbered in brackets
-        found = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
-        if not found:
+        matching = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
+        if not matching:
             hint = nearest(name, [site.name for site in plan])
             raise CalibrationError(f"no site is called {name!r}; {hint}; print(sim.plan) shows all")
-        wanted |= {plan[site].leader or site for site in found}
+        wanted |= {plan[site].leader or site for site in matching}
     return dict.fromkeys(site for site in plan if site in wanted)

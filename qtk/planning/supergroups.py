@@ -13,7 +13,7 @@ from qtk.planning.patterns import PatternMatch
 
 @dataclass(frozen=True, slots=True)
 class Supergroup:
-    """A match: ``nodes`` in order, the ``pattern`` they matched."""
+    """The ``nodes`` of one match in graph order, and the chain of op names (``pattern``) they match."""
 
     nodes: tuple[fx.Node, ...]
     pattern: tuple[str, ...]
@@ -27,8 +27,8 @@ def match_supergroups(
 ) -> list[Supergroup]:
     """Disjoint matches, the longest pattern first at each op, ops in graph order.
 
-    Between two ops of a match the value has one reader, so nobody misses it when it is not quantized. Reshapes and
-    other data movement on the way do not break a chain. A formula spelled out in small ops counts as one op, its last.
+    A value between two ops of a match has no other reader, so its quantizer can be left out. Reshapes and other data
+    movement on the way do not break a chain. A formula spelled out in small ops counts as one op, its last.
 
     Args:
         graph: the graph.
@@ -65,7 +65,7 @@ def _chain(
 
 
 def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> tuple[str, ...]:
-    """What patterns may call the op; an op inside a formula has no name."""
+    """The names by which a chain may call the op; an op inside a formula has none."""
     if node in formulas:
         return (formulas[node].kind,) if node is formulas[node].nodes[-1] else ()
     row = flow.row(node)

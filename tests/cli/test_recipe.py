@@ -4,6 +4,7 @@ import pytest
 
 from qtk.cli.recipe import load_recipe
 from qtk.config.shipped import shipped, shipped_names
+from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError
 
 
@@ -58,6 +59,13 @@ def test_onnx_is_written_for_the_settings_named(project):
 SETTING = {"name": "a", "weight_bits": 8, "activation_bits": 8}
 
 
+def test_widths_left_out_are_those_of_the_config(project):
+    recipe = load_recipe(project.recipe(settings=[{"name": "a"}, {"name": "b", "weight_bits": None}]))
+    assert [(s.weight_bits, s.activation_bits) for s in recipe.settings] == [
+        (FROM_CONFIG, FROM_CONFIG), (None, FROM_CONFIG),
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -71,7 +79,8 @@ SETTING = {"name": "a", "weight_bits": 8, "activation_bits": 8}
         ({"settings": [{**SETTING, "weight_bits": 1}]}, r"settings\[0\]\.weight_bits: got 1; must be at least 2"),
         ({"settings": [SETTING, SETTING]}, "settings: the name 'a' appears twice"),
         ({"settings": [{**SETTING, "name": "fp32"}]}, "settings: 'fp32' is the model in float"),
-        ({"settings": [{"name": "a", "weight_bits": 8}]}, r"settings\[0\]\.activation_bits: missing"),
+        ({"settings": [{**SETTING, "weight_bits": "eight"}]}, r"settings\[0\]\.weight_bits: .* must be 'from_config'"),
+        ({"config": {"version": 1, "defaults": {"weight": {"bits": 4}}}}, "says 4 bits, weight_bits=8 was given"),
         ({"settings": [{**SETTING, "scheme": "mimmax"}]}, "unknown scheme 'mimmax'; did you mean 'min_max'"),
         ({"settings": [{**SETTING, "layerwise": ["gtpq"]}]}, "unknown layer-wise method 'gtpq'; did you mean 'gptq'"),
         ({"settings": [{**SETTING, "layerwise": ["gptq(damp=1.0)"]}]}, "setting 'damp'; did you mean 'damping'"),

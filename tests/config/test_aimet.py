@@ -7,7 +7,7 @@ import pytest
 
 from qtk.config.aimet import is_aimet
 from qtk.config.load import load_config
-from qtk.config.schema import TensorSetting
+from qtk.config.tensor_setting import TensorSetting
 from qtk.errors import ConfigError
 
 AIMET = Path(__file__).parent / "data" / "aimet_npu.json"

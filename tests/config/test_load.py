@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, TensorSetting
+from qtk.config.schema import QuantConfig
 from qtk.config.shipped import shipped_names
+from qtk.config.tensor_setting import TensorSetting
 from qtk.errors import ConfigError
 
 AIMET = Path(__file__).parent / "data" / "aimet_npu.json"

@@ -1,4 +1,4 @@
-"""The schema: what it takes, how it answers mistakes, and what overlaying settings does."""
+"""The schema: what it takes and how it answers mistakes."""
 
 import re
 
@@ -6,8 +6,8 @@ import pytest
 
 from qtk.calibrators.scheme import calibrator
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, TensorSetting, check_op_names, check_schemes
-from qtk.core.dtypes import BITS, dtype
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.tensor_setting import TensorSetting
 from qtk.errors import ConfigError
 
 DESIGN_EXAMPLE = {
@@ -110,36 +110,9 @@ def test_all_mistakes_are_listed_at_once():
         assert f"\n  {path}: " in message
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_agreeing_bits_and_dtype_are_no_contradiction(bits):
-    assert TensorSetting(bits=bits, dtype=f"int{bits}").bits == dtype(f"int{bits}").bits
-
-
 def test_a_bias_takes_its_width_from_the_defaults():
     rule = {"match": {"op": "conv"}, "bias": "quantized"}
     assert load_config({"version": 1, "defaults": {"bias": {"bits": 16}}, "rules": [rule]}).rules[0].bias == "quantized"
-
-
-@pytest.mark.parametrize(
-    ("below", "above", "expected"),
-    [
-        ({"bits": 8, "symmetric": True}, {"bits": 4}, {"bits": 4, "symmetric": True}),
-        ({"dtype": "int8", "symmetric": True}, {"bits": 4}, {"bits": 4, "symmetric": True}),
-        ({"bits": 8, "narrow_range": True}, {"dtype": "uint4"}, {"dtype": "uint4", "narrow_range": True}),
-        ({"bits": 8}, {"symmetric": False}, {"bits": 8, "symmetric": False}),
-        ({"symmetric": True}, {"symmetric": False}, {"symmetric": False}),
-        ({"granularity": "per_block", "block_size": 32}, {"granularity": "per_channel"},
-         {"granularity": "per_channel"}),
-        ({"granularity": "per_block", "block_size": 32}, {"bits": 4},
-         {"granularity": "per_block", "block_size": 32, "bits": 4}),
-        ({"range": (0.0, 1.0)}, {"range": (-1.0, 1.0)}, {"range": (-1.0, 1.0)}),
-        ({"scheme": "mse"}, {}, {"scheme": "mse"}),
-    ],
-)
-def test_overlaying_replaces_what_the_later_setting_gives_and_what_it_contradicts(below, above, expected):
-    lower, upper = TensorSetting(**below), TensorSetting(**above)
-    assert lower.overlaid(upper) == TensorSetting(**expected)
-    assert lower == TensorSetting(**below)
 
 
 def test_alternatives_in_a_supergroup_are_spelled_out_once_each():
@@ -162,6 +135,11 @@ def test_unknown_op_names_are_listed_with_path_and_nearest():
     assert "rules[0].match.op: unknown op 'sotfmax'; did you mean 'softmax'?" in str(caught.value)
     assert "supergroups [conv, rleu]: unknown op 'rleu'; did you mean 'relu'?" in str(caught.value)
     check_op_names(config, {"conv", "rleu", "sotfmax", "relu"})
+
+
+def test_method_is_no_key_for_a_scheme():
+    with pytest.raises(ConfigError, match=r"rules\[1\]\.output\.method: unknown key; .*scheme"):
+        load_config(with_setting({"method": "mse"}, "output"))
 
 
 def test_unknown_schemes_are_listed_with_path_and_nearest():
@@ -207,13 +185,3 @@ def test_a_format_in_blocks_has_no_other_granularity_nor_width():
         load_config(with_setting({"dtype": "mxfp4", "bits": 8}))
     with pytest.raises(ConfigError, match="did you mean 'mxfp4'"):
         load_config(with_setting({"dtype": "mxpf4"}))
-
-
-def test_overlaying_formats_in_blocks():
-    channel, mx = TensorSetting(bits=8, granularity="per_channel"), TensorSetting(dtype="mxfp4")
-    assert channel.overlaid(mx) == mx
-    assert TensorSetting(bits=8, granularity="per_block", block_size=64).overlaid(mx) == mx
-    assert mx.overlaid(TensorSetting(granularity="per_channel")) == TensorSetting(
-        dtype="fp4_e2m1", granularity="per_channel"
-    )
-    assert mx.overlaid(TensorSetting(bits=4)) == TensorSetting(bits=4)

@@ -1,9 +1,10 @@
 import pytest
 
 from qtk.config.load import load_config
-from qtk.config.schema import TensorSetting
+from qtk.config.tensor_setting import TensorSetting
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import ScaleFormat
+from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, SpecError
 from qtk.planning.rules import Decision, Rules, to_spec
 
@@ -55,11 +56,29 @@ def test_only_a_width_or_the_word_switches_a_float_back_on(enabled, value, expec
     assert decision.reason == ("before" if value is None else "after")
 
 
-def test_widths_come_from_the_constructor_unless_the_config_agrees():
+def test_widths_come_from_the_constructor():
     rules = Rules(load_config({"version": 1}), weight_bits=4, activation_bits=None)
     assert (rules.weight.setting.bits, rules.weight.enabled) == (4, True)
     assert rules.activation.enabled is False
-    config = load_config({"version": 1, "defaults": {"activation": {"dtype": "int16"}}})
-    assert Rules(config, weight_bits=8, activation_bits=16).activation.setting.dtype == "int16"
-    with pytest.raises(ConfigError, match="pass activation_bits=16"):
-        Rules(config, weight_bits=8, activation_bits=4)
+
+
+WIDE = load_config({"version": 1, "defaults": {"weight": {"dtype": "mxfp4"}, "activation": {"dtype": "int16"}}})
+
+
+def test_widths_left_out_are_those_of_the_config():
+    rules = Rules(WIDE, weight_bits=FROM_CONFIG, activation_bits=FROM_CONFIG)
+    assert (rules.weight.setting.dtype, rules.activation.setting.dtype) == ("mxfp4", "int16")
+    assert Rules(WIDE, weight_bits=4, activation_bits=16).activation.setting == rules.activation.setting
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ({"weight_bits": 8}, "says 4 bits, weight_bits=8 was given; .* pass 4,"),
+        ({"weight_bits": 6}, "says 4 bits, weight_bits=6 was given"),
+        ({"activation_bits": 8}, "says 16 bits, activation_bits=8 was given; leave activation_bits out"),
+    ],
+)
+def test_a_width_that_contradicts_the_config_is_an_error_8_like_any_other(widths, message):
+    with pytest.raises(ConfigError, match=message):
+        Rules(WIDE, **{"weight_bits": FROM_CONFIG, "activation_bits": FROM_CONFIG} | widths)

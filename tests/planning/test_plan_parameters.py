@@ -1,0 +1,118 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.errors import SpecError
+from tests.planning.plans import PER_CHANNEL, by_name, plan_of
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "axis"),
+    [
+        (nn.Conv1d(4, 6, 3), (2, 4, 9), 0),
+        (nn.Conv3d(4, 6, 1), (2, 4, 3, 3, 3), 0),
+        (nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 5), 1),
+        (nn.ConvTranspose1d(4, 6, 3, groups=2), (2, 4, 5), 1),
+        (nn.Linear(4, 6), (2, 4), 0),
+    ],
+)
+def test_per_channel_weights_are_kept_along_their_output_axis(module, shape, axis):
+    decided = by_name(plan_of(nn.Sequential(module), torch.randn(shape), PER_CHANNEL))
+    assert decided["0.weight"].spec.granularity == PerChannel(axis)
+    assert decided["0:out"].spec.granularity == PerTensor()
+
+
+class FunctionalWeights(nn.Module):
+    """Weights that reach their op transposed, sliced or reshaped."""
+
+    def __init__(self):
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(5, 7))
+        self.packed = nn.Parameter(torch.randn(12, 7))
+        self.flat = nn.Parameter(torch.randn(6, 3, 7))
+        self.right = nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, x):
+        a, b = self.packed.chunk(2, dim=0)
+        return (
+            F.linear(x, self.transposed.t().t()),
+            x @ self.transposed.t(),
+            F.linear(x, a) + F.linear(x, b),
+            F.linear(x, self.flat.reshape(18, 7)),
+            x @ self.right,
+        )
+
+
+def test_the_channel_axis_is_followed_back_to_the_parameter():
+    decided = by_name(plan_of(FunctionalWeights(), torch.randn(3, 7), PER_CHANNEL))
+    assert decided["transposed"].spec.granularity == PerChannel(0)
+    assert decided["packed"].spec.granularity == PerChannel(0)
+    assert decided["right"].spec.granularity == PerChannel(1)
+    # reshape merges axes 0 and 1: the axis has no place in the parameter, so the value the op reads is quantized
+    assert "flat" not in decided
+    assert decided["reshape:out"].spec.granularity == PerChannel(0)
+    assert decided["reshape:out"].static
+
+
+def test_blocks_run_along_the_input_channels():
+    config = {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 4}}}
+    net = nn.Sequential(nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(24, 5))
+    decided = by_name(plan_of(net, torch.randn(2, 8, 4, 4), config))
+    assert decided["0.weight"].spec.granularity == PerBlock((1, 4, -1, -1))
+    assert decided["2.weight"].spec.granularity == PerBlock((1, 4))
+
+
+def test_a_block_size_that_does_not_divide_names_every_layer():
+    config = {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 5}}}
+    net = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 16), nn.Linear(16, 18), nn.Linear(18, 2))
+    with pytest.raises(SpecError, match=r"2\.weight: block_size 5 .*\(18, 16\)(.|\n)*3\.weight"):
+        plan_of(net, torch.randn(2, 10), config)
+
+
+def test_a_parameter_added_to_activations_is_a_constant_operand():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.position, self.gain = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return (x + self.position) * self.gain
+
+    decided = by_name(plan_of(Net(), torch.randn(3, 4)))
+    assert list(decided) == ["x:input", "position", "add:out", "mul:out"]
+    assert decided["position"].static
+    assert decided["position"].spec.dtype.name == "uint8"
+
+
+def test_one_weight_used_twice_has_one_site_and_each_call_its_own_output():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.fc(self.act(self.fc(x))))
+
+    names = list(by_name(plan_of(Net(), torch.randn(3, 4))))
+    assert names == ["x:input", "fc.weight", "fc:out", "act:out", "fc@1:out", "act@1:out"]
+
+
+def test_a_weight_computed_from_parameters_is_quantized_where_the_op_reads_it():
+    class Standardized(nn.Conv2d):
+        def forward(self, x):
+            w = self.weight
+            w = (w - w.mean(dim=(1, 2, 3), keepdim=True)) / w.std(dim=(1, 2, 3), keepdim=True)
+            return F.conv2d(x, w, self.bias)
+
+    quant_plan = plan_of(nn.Sequential(Standardized(3, 4, 3)), torch.randn(2, 3, 5, 5), PER_CHANNEL)
+    decided = by_name(quant_plan)
+    assert list(decided) == ["input:input", "0.div:out", "0.conv2d:out"]
+    assert decided["0.div:out"].spec.granularity == PerChannel(0)
+    assert decided["0.div:out"].spec.dtype.name == "int4"
+
+
+def test_prelu_has_a_slope_a_channel():
+    decided = by_name(plan_of(nn.Sequential(nn.PReLU(5)), torch.randn(2, 5), PER_CHANNEL))
+    assert decided["0.weight"].spec.granularity == PerChannel(0)

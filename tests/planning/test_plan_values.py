@@ -1,0 +1,78 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtk.config.load import load_config
+from qtk.graph.unknown_ops import unknown_ops
+from qtk.planning.planner import plan
+from qtk.workflow.prepare import prepare_model
+from tests.planning.plans import BARE, ConvReluConv, by_name, plan_of
+
+
+def test_a_supergroup_keeps_only_its_last_quantizer():
+    quant_plan = plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), {**BARE, "supergroups": [["conv", "relu"]]})
+    assert "conv1:out" not in by_name(quant_plan)
+    assert "relu:out" in by_name(quant_plan)
+    reasons = {site.name: why for site, why in quant_plan.unquantized.items()}
+    assert "supergroup conv → relu" in reasons["conv1:out"]
+
+
+class TapInside(ConvReluConv):
+    def forward(self, x):
+        hidden = self.conv1(x)
+        return self.conv2(self.relu(hidden)), hidden
+
+
+def test_a_value_that_someone_else_reads_is_not_swallowed_by_a_supergroup():
+    assert "conv1:out" in by_name(
+        plan_of(TapInside(), torch.randn(2, 3, 9, 9), {**BARE, "supergroups": [["conv", "relu"]]})
+    )
+
+
+def test_the_longest_supergroup_wins():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return F.relu(self.bn(self.conv(x)))
+
+    config = {**BARE, "supergroups": [["conv", "batch_norm"], ["conv", "batch_norm", "relu"]]}
+    names = list(by_name(plan_of(Net(), torch.randn(2, 3, 4, 4), config)))
+    assert [name for name in names if name.endswith(":out")] == ["relu:out"]
+
+
+def test_an_op_without_a_row_is_listed_and_its_value_quantized_where_it_is_read():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(torch.special.bessel_j0(x) + torch.special.bessel_j0(self.gain))
+
+    prepared = prepare_model(Net().eval(), torch.randn(2, 3, 4), dynamic_shapes=None)
+    name = "aten.special_bessel_j0.default"
+    assert unknown_ops(prepared) == (name,)
+    decided = plan(prepared, load_config(BARE), weight_bits=8, activation_bits=8, scheme="min_max")
+    read = [site.name for site, p in decided.items() if "bessel" in p.reason]
+    assert read == ["special_bessel_j0:out"]
+    left = {site.name for site, why in decided.unquantized.items() if why == f"read by {name}, not in the op table"}
+    assert left == {"x:input", "gain"}
+
+
+def test_io_settings_leave_model_inputs_and_outputs_in_float():
+    config = {**BARE, "io": {"inputs": "float", "outputs": "float"}}
+    names = list(by_name(plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), config)))
+    assert names == ["conv1.weight", "conv1:out", "relu:out", "conv2.weight"]
+
+
+def test_values_without_elements_are_no_sites():
+    class Prefixed(nn.Module):  # as rotary embeddings do with the tokens before the image, of which there may be none
+        def forward(self, x):
+            return torch.cat([x[:, :0], x[:, :0] * 3.0, x * 2.0], 1)
+
+    quant_plan = plan_of(Prefixed(), torch.randn(2, 4))
+    assert set(by_name(quant_plan)) == {"x:input", "mul_1:out", "concat:out"}
+    assert {site.name: why for site, why in quant_plan.unquantized.items()}["mul:out"] == "has no elements"
