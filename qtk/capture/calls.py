@@ -127,12 +127,13 @@ def with_rows(model: nn.Module, call: Call) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def raised_in(model: nn.Module, error: BaseException) -> str:
-    """The path of the innermost module whose code raised ``error``; empty if it is the model itself, or not known."""
+def raised_in(model: nn.Module, error: BaseException) -> str | None:
+    """The path of the innermost submodule whose code raised ``error``; ``None`` for the model itself, or not known."""
     paths = {module: path for path, module in model.named_modules()}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
-    return next((paths[owner] for owner in reversed([*owners]) if isinstance(owner, nn.Module) and owner in paths), "")
+    innermost = (paths[owner] for owner in reversed([*owners]) if isinstance(owner, nn.Module) and owner in paths)
+    return next(innermost, None) or None
 
 
 def _is_scripted(module: nn.Module) -> bool:

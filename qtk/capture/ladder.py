@@ -239,8 +239,9 @@ class _Climb:
 
     def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
         own = sum(parameter.numel() for parameter in module.parameters())
-        text = "" if reason is None else str(reason) if isinstance(reason, QtkError) else first_line(reason)
-        self.parts[module] = Part(path, type(module).__name__, rung, own, text.partition("\n")[0])
+        text = str(reason) if isinstance(reason, QtkError) else None if reason is None else first_line(reason)
+        first = None if text is None else text.partition("\n")[0]
+        self.parts[module] = Part(path, type(module).__name__, rung, own, first)
 
 
 @contextmanager
