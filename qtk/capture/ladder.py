@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call, with_rows
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
