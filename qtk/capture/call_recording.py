@@ -1,15 +1,65 @@
-"""How a user's data call a model: the arguments of every call, without what comes of them."""
+"""Recording of calls while a model runs: those of its submodules, and those that a user's data make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtk.capture.calls import Call, detached
 from qtk.graph.captured_graph import CapturedGraph
+
+
+def record_calls(
+    model: nn.Module, calls: Sequence[Call], *, of: Collection[nn.Module] | None = None
+) -> dict[nn.Module, list[Call]]:
+    """Runs ``model`` as ``calls`` did and records the calls of modules below it.
+
+    Args:
+        model: what is run.
+        calls: how; their outputs do not matter.
+        of: the modules in question; ``None``: all that the code of ``model`` itself calls.
+
+    Returns: modules in order of their first call. Calls made from inside another recorded one are left out, and those
+        that raise, should ``model`` catch it.
+    """
+    found: dict[nn.Module, list[Call]] = {}
+    running: list[tuple[tuple[Any, ...], dict[str, Any], BaseException | None]] = []
+    depth = 0
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        if depth == 0:
+            found.setdefault(module, [])
+            running.append((detached(args), detached(kwargs), sys.exc_info()[1]))
+        depth += 1
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            own_args, own_kwargs, handled = running.pop()
+            if sys.exc_info()[1] is handled:  # else the call raised
+                found[module].append(Call(own_args, own_kwargs, detached(output)))
+
+    if of is None:
+        of = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+    handles = [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for module in of]
+    handles += [
+        module.register_forward_hook(after, with_kwargs=True, always_call=True) for module in of
+    ]
+    try:
+        with torch.no_grad():
+            for call in calls:
+                model(*detached(call.args), **detached(call.kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {module: made for module, made in found.items() if made}
 
 
 class Recorded(BaseException):
@@ -38,4 +88,3 @@ def recording(model: nn.Module, *, run: bool) -> Iterator[list[Call]]:
     finally:
         for handle in handles:
             handle.remove()
-

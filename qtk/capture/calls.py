@@ -1,10 +1,8 @@
-"""How the submodules of a module are called, recorded while it runs."""
+"""One call of a module: what goes in, what comes out, and what two calls have in common."""
 
 from __future__ import annotations
 
-import sys
 import traceback
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -55,54 +53,6 @@ def _kind_of(leaf: object) -> object:
     return leaf.ndim, "float" if leaf.is_floating_point() else leaf.dtype
 
 
-def record_calls(
-    model: nn.Module, calls: Sequence[Call], *, of: Collection[nn.Module] | None = None
-) -> dict[nn.Module, list[Call]]:
-    """Runs ``model`` as ``calls`` did and records the calls of modules below it.
-
-    Args:
-        model: what is run.
-        calls: how; their outputs do not matter.
-        of: the modules in question; ``None``: all that the code of ``model`` itself calls.
-
-    Returns: modules in order of their first call. Calls made from inside another recorded one are left out, and those
-        that raise, should ``model`` catch it.
-    """
-    found: dict[nn.Module, list[Call]] = {}
-    running: list[tuple[tuple[Any, ...], dict[str, Any], BaseException | None]] = []
-    depth = 0
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal depth
-        if depth == 0:
-            found.setdefault(module, [])
-            running.append((detached(args), detached(kwargs), sys.exc_info()[1]))
-        depth += 1
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            own_args, own_kwargs, handled = running.pop()
-            if sys.exc_info()[1] is handled:  # else the call raised
-                found[module].append(Call(own_args, own_kwargs, detached(output)))
-
-    below = [module for module in model.modules() if module is not model and not _is_scripted(module)]
-    below = below if of is None else list(of)
-    handles = [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for module in below]
-    handles += [
-        module.register_forward_hook(after, with_kwargs=True, always_call=True) for module in below
-    ]
-    try:
-        with torch.no_grad():
-            for call in calls:
-                model(*detached(call.args), **detached(call.kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {module: made for module, made in found.items() if made}
-
-
 def detached(tree: Tree) -> Tree:
     """The same with copies of its tensors."""
     copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
@@ -127,13 +77,10 @@ def with_rows(model: nn.Module, call: Call) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def raised_in(model: nn.Module, error: BaseException) -> str:
-    """The path of the innermost module whose code raised ``error``; empty if it is the model itself, or not known."""
+def raised_in(model: nn.Module, error: BaseException) -> str | None:
+    """The path of the innermost submodule whose code raised ``error``; ``None`` for the model itself, or not known."""
     paths = {module: path for path, module in model.named_modules()}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
-    return next((paths[owner] for owner in reversed([*owners]) if isinstance(owner, nn.Module) and owner in paths), "")
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
+    innermost = (paths[owner] for owner in reversed([*owners]) if isinstance(owner, nn.Module) and owner in paths)
+    return next(innermost, None) or None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call, record_calls
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import tensor_difference

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call, with_rows
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
@@ -239,8 +240,9 @@ class _Climb:
 
     def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
         own = sum(parameter.numel() for parameter in module.parameters())
-        text = "" if reason is None else str(reason) if isinstance(reason, QtkError) else first_line(reason)
-        self.parts[module] = Part(path, type(module).__name__, rung, own, text.partition("\n")[0])
+        text = str(reason) if isinstance(reason, QtkError) else None if reason is None else first_line(reason)
+        first = None if text is None else text.partition("\n")[0]
+        self.parts[module] = Part(path, type(module).__name__, rung, own, first)
 
 
 @contextmanager

@@ -14,14 +14,14 @@ class Part:
         type_name: its class.
         rung: ``export``, ``fx + export``, ``built``, ``python``, ``opaque``, ``excluded`` or ``not called``.
         parameters: number of elements of all its parameters.
-        reason: why no better rung was reached.
+        reason: why no better rung was reached, ``None`` if none is better.
     """
 
     path: str
     type_name: str
     rung: str
     parameters: int
-    reason: str = ""
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +77,5 @@ class PrepareReport:
 
     def _line(self, part: Part) -> str:
         share = part.parameters / self.parts[0].parameters if self.parts[0].parameters else 0.0
-        reason = f"  {part.reason}" if part.reason else ""
+        reason = "" if part.reason is None else f"  {part.reason}"
         return f"  {part.path or '(the model)'} ({part.type_name}): {part.rung}, {share:.1%} of the parameters{reason}"

@@ -45,7 +45,8 @@ def parameters_outside(model: PreparedModel) -> dict[str, str]:
         while parameter not in held and name not in found and path:
             path = path.rpartition(".")[0]
             if path in parts:
-                found[name] = f"its module is {parts[path].rung}: {parts[path].reason}".removesuffix(": ")
+                reason = parts[path].reason
+                found[name] = f"its module is {parts[path].rung}" + ("" if reason is None else f": {reason}")
     return found
 
 

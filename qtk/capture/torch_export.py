@@ -9,18 +9,23 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.errors import CaptureError
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
-DynamicShapes: TypeAlias = Any
+Shapes: TypeAlias = "Mapping[str, Shapes] | Mapping[int, object] | tuple[Shapes, ...] | list[Shapes] | None"
+"""Nested as the inputs; for a tensor, axis → ``Dim``, ``Dim.AUTO``, a size, or ``None`` for the size of the example."""
+
+DynamicShapes: TypeAlias = (
+    Literal["batch", "all"] | Mapping[str, Shapes] | tuple[Shapes, ...] | list[Shapes] | ShapesCollection | None
+)
 """``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
 
 GIVEN = "the given dynamic_shapes"
@@ -47,6 +52,19 @@ class Capture:
     reasons: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def check_dynamic_shapes(dynamic_shapes: DynamicShapes) -> None:
+    """Raises: CaptureError if it is none of what ``DynamicShapes`` says."""
+    if isinstance(dynamic_shapes, str):
+        known = dynamic_shapes in ("batch", "all")
+    else:
+        known = dynamic_shapes is None or isinstance(dynamic_shapes, (Mapping, tuple, list, ShapesCollection))
+    if not known:
+        raise CaptureError(
+            f"dynamic_shapes is {dynamic_shapes!r}; give 'batch', 'all', None, or what torch.export takes: a dict of "
+            "shapes by argument, or a tuple of them"
+        )
 
 
 def capture(
@@ -89,7 +107,7 @@ def capture(
                 continue
             inputs = _tensor_inputs(program)
             tied = _tied_sizes(inputs)
-            if tied and label != GIVEN:
+            if tied is not None and label != GIVEN:
                 reasons.append(f"{rung}, {label}: only sizes with {tied} would do")
                 continue
             dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
@@ -184,16 +202,17 @@ def free_shapes(
             return None
         return dict.fromkeys(range(leaf.ndim if every_axis else 1), Dim.AUTO)
 
-    return pytree.tree_map(free, bound)
+    shapes: DynamicShapes = pytree.tree_map(free, bound)
+    return shapes
 
 
-def _tied_sizes(inputs: Mapping[str, Tensor]) -> str:
+def _tied_sizes(inputs: Mapping[str, Tensor]) -> str | None:
     """How a size of one input follows from others, if the code of the model made one do: ``x.shape[0] = 10 - s80``."""
     for name, value in inputs.items():
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and is_free(size) and not size.node.expr.is_Symbol:
                 return f"{name}.shape[{axis}] = {size}"
-    return ""
+    return None
 
 
 def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:

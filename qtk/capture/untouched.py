@@ -1,8 +1,8 @@
-"""A model that is run, switched and traced, and afterwards is as it was."""
+"""Restores a module's attributes, flags, buffers and RNG state on exit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,32 +18,74 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Lists and dicts that are attributes get their items back.
     """
-    scripted = {module: module.training for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
-    attributes = {module: dict(module.__dict__) for module in model.modules() if module not in scripted}
-    tables = {module: {name: dict(module.__dict__[name]) for name in TABLES} for module in attributes}
-    held = [value for own in attributes.values() for name, value in own.items() if name not in TABLES]
-    lists = [(value, list(value)) for value in held if type(value) is list]
-    dicts = [(value, dict(value)) for value in held if type(value) is dict]
-    values = {buffer: buffer.clone() for buffer in model.buffers() if not is_lazy(buffer)}
-    devices = {tensor.device.index for tensor in (*model.parameters(), *values) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    restores = (_flags(scripted), _containers(plain), _attributes(plain), _buffer_values(model))
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
         try:
             yield
         finally:
-            for script, training in scripted.items():
-                script.train(training)
-            for some_list, items in lists:
-                some_list[:] = items
-            for some_dict, entries in dicts:
-                some_dict.clear()
-                some_dict.update(entries)
-            for module, before in attributes.items():
-                module.__dict__.clear()
-                module.__dict__.update(before)
-                for name, table in tables[module].items():
-                    getattr(module, name).clear()
-                    getattr(module, name).update(table)
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    if buffer.shape == value.shape:
-                        buffer.copy_(value)
+            for restore in restores:
+                restore()
+
+
+def _flags(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Restores training flags, all that can be set of a scripted module."""
+    flags = {module: module.training for module in modules}
+
+    def restore() -> None:
+        for module, training in flags.items():
+            module.train(training)
+
+    return restore
+
+
+def _containers(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Restores the items of lists and dicts that are attributes."""
+    held = [value for module in modules for name, value in vars(module).items() if name not in TABLES]
+    lists = [(value, list(value)) for value in held if type(value) is list]
+    dicts = [(value, dict(value)) for value in held if type(value) is dict]
+
+    def restore() -> None:
+        for some_list, items in lists:
+            some_list[:] = items
+        for some_dict, entries in dicts:
+            _refill(some_dict, entries)
+
+    return restore
+
+
+def _attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Restores the attributes themselves and the tables of parameters, buffers and children."""
+    attributes = {module: dict(vars(module)) for module in modules}
+    tables = [(module, name, dict(vars(module)[name])) for module in modules for name in TABLES]
+
+    def restore() -> None:
+        for module, values in attributes.items():
+            _refill(vars(module), values)
+        for module, name, entries in tables:
+            _refill(vars(module)[name], entries)
+
+    return restore
+
+
+def _buffer_values(model: nn.Module) -> Callable[[], None]:
+    values = {buffer: buffer.clone() for buffer in model.buffers() if not is_lazy(buffer)}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffer, value in values.items():
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+
+    return restore
+
+
+def _refill(table: dict[str, object], entries: dict[str, object]) -> None:
+    table.clear()
+    table.update(entries)
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if not is_lazy(buffer))]
+    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})

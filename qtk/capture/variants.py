@@ -17,14 +17,15 @@ def add_variant(main: CapturedGraph, kind: str, other: CapturedGraph) -> None:
     Raises: CaptureError if both have a member of one name that is not the same; then nothing has changed.
     """
     clash = _clash(main, other, "")
-    if clash:
+    if clash is not None:
         raise CaptureError(f"graphs for several kinds of calls would each have a {clash} of their own")
     _move(main, other)
     other.adopt(main.__dict__)
     main.meta.setdefault(VARIANTS, {})[kind] = other
 
 
-def _clash(main: nn.Module, other: nn.Module, path: str) -> str:
+def _clash(main: nn.Module, other: nn.Module, path: str) -> str | None:
+    """The first member of one name that is not the same in both."""
     for table in ("_parameters", "_buffers"):
         mine, theirs = main.__dict__[table], other.__dict__[table]
         for name in mine.keys() & theirs.keys():
@@ -37,11 +38,11 @@ def _clash(main: nn.Module, other: nn.Module, path: str) -> str:
             continue
         if type(a) is type(b) is nn.Module:
             inner = _clash(a, b, f"{path}{name}.")
-            if inner:
+            if inner is not None:
                 return inner
         elif repr(a) != repr(b) or any(isinstance(module, CapturedGraph) for module in (*a.modules(), *b.modules())):
             return f"{path}{name}"
-    return ""
+    return None
 
 
 def _move(main: nn.Module, other: nn.Module) -> None:

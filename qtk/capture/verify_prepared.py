@@ -1,26 +1,23 @@
-"""Does the prepared model compute what the original computes?"""
+"""Comparison of a prepared model with its original, in eval mode and in train mode."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from qtk.capture.calls import detached
+from qtk.capture.custom_backward import lost_backwards
 from qtk.capture.torch_export import first_line
 from qtk.capture.untouched import untouched
+from qtk.capture.without_dropout import WithoutDropout, attentions_that_drop, calls_that_drop
 from qtk.errors import VerificationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
-from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.torch_private import pytree
 
@@ -86,116 +83,37 @@ def train_difference(
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    lost = Counter(type(module).__name__ for module, _ in _attributes_that_drop(original, LOST))
-    lost += _attentions_that_drop(original) - _attentions_that_drop(prepared)
-    both, calls, custom = [], [], list[set[str]]()
+    both: list[Outcome] = []
+    modules, calls = [], []
     known = in_eval is not None and _does_the_same_in_both_modes(prepared)
+    attentions = attentions_that_drop(original) - attentions_that_drop(prepared)
     for model in (original,) if known else (original, prepared):
         with untouched(model):
-            for module, name in list(_attributes_that_drop(model.train(), {**LOST, **KEPT})):
-                setattr(module, name, 0.0)
-            with torch.no_grad(), _WithoutDropout() as mode, _custom_functions() as seen:
+            mode = WithoutDropout(model.train())
+            with torch.no_grad(), mode:
                 both.append(_outcome(model, *detached((args, kwargs))))
+        modules.append(Counter(type(module).__name__ for module in mode.modules))
         calls.append(mode.calls)
-        custom.append(seen)
-    if in_eval is not None and known:
+    if in_eval is not None and isinstance(prepared, CapturedGraph) and known:
         both.append(in_eval)
-        calls.append(_drops(prepared))
-        custom.append(set())
-    lost += calls[0] - calls[1]
+        modules.append(Counter[str]())
+        calls.append(calls_that_drop(prepared))
+    lost = modules[0] - modules[1] + Counter({"MultiheadAttention": attentions}) + (calls[0] - calls[1])
     notes = [
         f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
         for name, count in lost.items()
     ]
     notes += [
         f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
-        for name in sorted(custom[0] - custom[1])
+        for name in lost_backwards(original, prepared, args, kwargs)
     ]
     return _both_differences(*both), notes
-
-
-@contextmanager
-def _custom_functions() -> Iterator[set[str]]:
-    """The names of the ``torch.autograd.Function`` classes, torch's own apart, that run inside."""
-    seen: set[str] = set()
-    apply = vars(torch.autograd.Function)["apply"]
-
-    def recorded(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if not kind.__module__.startswith("torch."):
-            seen.add(kind.__qualname__)
-        return apply.__get__(None, kind)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(recorded)
-    try:
-        yield seen
-    finally:
-        torch.autograd.Function.apply = apply
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
     """But for dropout."""
     modules = prepared.modules()
     return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
-
-
-def _drops(graph: nn.Module) -> Counter[str]:
-    """Calls that drop in a run of a captured graph in train mode: each has a module of its own."""
-    names = {Dropout: "dropout", Attention: "scaled_dot_product_attention"}
-    droppers = [module for module in graph.modules() if isinstance(module, (Dropout, Attention)) and module.p > 0]
-    return Counter(names[type(module)] for module in droppers)
-
-
-def _attributes_that_drop(model: nn.Module, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[nn.Module, str]]:
-    for module in model.modules():
-        for name in known.get(type(module).__name__, ()):
-            probability = getattr(module, name, None)
-            if isinstance(probability, float) and probability > 0:
-                yield module, name
-
-
-LOST = {
-    "DropPath": ("drop_prob",),  # timm
-    "StochasticDepth": ("p",),  # torchvision
-    "DropBlock2d": ("drop_prob", "p"),
-    "DropBlock3d": ("p",),
-}
-"""Class → attributes with the probability of a drop that is no dropout op, of which capture sees nothing."""
-
-ATTENTIONS = {"MultiheadAttention": ("dropout",), "Attention": ("p",)}
-"""Likewise of attention, in torch and in what is captured of it; only weights that are asked for are lost."""
-
-KEPT = {**ATTENTIONS, **dict.fromkeys(("LSTM", "GRU", "RNN", "Recurrent"), ("dropout",))}
-"""Likewise, of a drop inside an op that capture does see."""
-
-
-def _attentions_that_drop(model: nn.Module) -> Counter[str]:
-    return Counter({"MultiheadAttention": len(list(_attributes_that_drop(model, ATTENTIONS)))})
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Every dropout function returns its input, and attention keeps all of its weights; those that drop are counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            bound = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.calls[name] += bound.get("dropout_p", 0.0) > 0.0
-            return func(**{**bound, "dropout_p": 0.0})
-        if "dropout" in name:
-            probability, training = (*args, *(None, None))[1:3]
-            probability = kwargs.get("p", 0.5 if probability is None else probability)
-            training = kwargs.get("training", kwargs.get("train", True if training is None else training))
-            self.calls["dropout"] += bool(training and probability)
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 def _both_differences(expected: Outcome, found: Outcome) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx, nn
@@ -33,28 +33,34 @@ def insert(model: nn.Module, plan: QuantPlan) -> dict[Site, Quantizer]:
     Raises: EncodingError if the plan names a site the model does not have.
     """
     located = [(module, *_locations(module.graph)) for module in graphs(model).values()]
-    missing = [site.name for site in plan if not any(site in values or site in edges for _, values, edges in located)]
-    if missing:
-        raise EncodingError(f"the plan belongs to another model: no such sites: {', '.join(missing[:5])}")
+    _check_sites(plan, [{*values, *edges} for _, values, edges in located])
     quantizers: dict[Site, Quantizer] = {}
     for module, values, edges in located:
-        own = [site for site in plan if site in values or site in edges]
-        for site in own:
-            leader, decided = plan[site].leader or site, plan[plan[site].leader or site]
+        for site in [site for site in plan if site in values or site in edges]:
+            leader = _leader(plan, site)
             if leader not in quantizers:
-                cache = decided.static and leader in values
-                quantizers[leader] = Quantizer(decided.spec, site=leader.name, cache=cache)
+                cache = plan[leader].static and leader in values
+                quantizers[leader] = Quantizer(plan[leader].spec, site=leader.name, cache=cache)
             target = quantizer_target(leader)
             if leader == site or not _has(module, target):
                 module.add_submodule(target, quantizers[leader])
-        for site in own:
-            target = quantizer_target(plan[site].leader or site)
             if site in values:
                 _after(values[site], target, site)
             else:
                 _on_edge(edges[site], target, site)
         module.recompile()
-    return {site: quantizers[decided.leader or site] for site, decided in plan.items()}
+    return {site: quantizers[_leader(plan, site)] for site in plan}
+
+
+def _check_sites(plan: QuantPlan, located: Sequence[set[Site]]) -> None:
+    missing = [site.name for site in plan if not any(site in sites for sites in located)]
+    if missing:
+        raise EncodingError(f"the plan belongs to another model: no such sites: {', '.join(missing[:5])}")
+
+
+def _leader(plan: QuantPlan, site: Site) -> Site:
+    """The site whose quantizer ``site`` shares; itself if it has its own."""
+    return plan[site].leader or site
 
 
 def remove(model: nn.Module) -> None:
@@ -129,8 +135,8 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
     Changes the model. Returns: the simulation without them, each listed in its plan as unquantized with its reason.
     """
     model, plan = simulation.model, simulation.plan
-    leaders = {plan[site].leader or site: reason for site, reason in reasons.items()}
-    gone = {site: leaders[leader] for site in plan if (leader := plan[site].leader or site) in leaders}
+    leaders = {_leader(plan, site): reason for site, reason in reasons.items()}
+    gone = {site: leaders[leader] for site in plan if (leader := _leader(plan, site)) in leaders}
     targets = {quantizer_target(leader) for leader in leaders}
     for module in graphs(model).values():
         for node in quantizer_nodes(module):

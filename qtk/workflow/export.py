@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from torch import fx, nn
 
-from qtk.capture.calls import Call, record_calls, with_rows
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call, with_rows
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.packed import PackedRecurrent
 from qtk.core.encoding import Encoding

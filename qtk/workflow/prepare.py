@@ -1,4 +1,4 @@
-"""``prepare_model``: any module in, a graph out that shows every tensor and computes the same."""
+"""``prepare_model``: from a module to a graph that shows every tensor and computes the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.capture.calls import Call, detached, raised_in
+from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedModel
-from qtk.capture.torch_export import DynamicShapes, first_line, with_batch_of_two
+from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, first_line, with_batch_of_two
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import EXCLUDED, GRAPH_PATH, add_labels, join, label
+from qtk.graph.sites import join
 from qtk.nn.fast_path import fast_path_off
-from qtk.registry import nearest
 from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model"]
@@ -43,22 +43,48 @@ def prepare_model(
 ) -> PreparedModel:
     """Captures ``model`` as an ATen graph with its own parameters, names and train/eval behaviour.
 
-    The fast path of torch's transformers is off meanwhile: what is captured and compared is the model as written.
-
-    What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
-    report has a line for each. No model that runs is refused.
-
     >>> import qtk, torch
     >>> prepared = qtk.prepare_model(torch.nn.Linear(4, 2), torch.randn(3, 4))
     >>> prepared(torch.randn(7, 4)).shape
     torch.Size([7, 2])
-    >>> prepared.report.rung
-    'export'
+
+    A tuple goes in as ``model(*inputs)``, a dict as ``model(**inputs)``:
+
+    >>> bilinear, x, y = torch.nn.Bilinear(4, 3, 2), torch.randn(5, 4), torch.randn(5, 3)
+    >>> by_position = qtk.prepare_model(bilinear, (x, y))
+    >>> by_name = qtk.prepare_model(bilinear, {"input1": x, "input2": y})
+    >>> torch.equal(by_position(x, y), by_name(input1=x, input2=y))
+    True
+
+    Sizes other than the batch are fixed, and so is the batch if ``dynamic_shapes`` is ``None``:
+
+    >>> fixed = qtk.prepare_model(torch.nn.Linear(4, 2), torch.randn(3, 4), dynamic_shapes=None)
+    >>> fixed(torch.randn(7, 4))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    qtk.errors.CaptureError: input input has shape (7, 4), the model was captured for (3, 4); prepare it again with ...
+
+    Excluded modules stay in float:
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    >>> prepared = qtk.prepare_model(net, torch.randn(3, 4), modules_to_exclude=["1"])
+    >>> "1.weight" in qtk.QuantSim(prepared, torch.randn(3, 4)).quantizers
+    False
+
+    The report says how the model was captured and how far it is from the original:
+
+    >>> print(prepared.report)  # doctest: +ELLIPSIS
+    captured by export in ... s, dynamic batch
+    max |prepared - original| in eval mode: 0
+    max |prepared - original| in train mode: 0
+
+    What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
+    report has a line for each. No model that runs is refused. The fast path of torch's transformers is off meanwhile:
+    what is captured and compared is the model as written.
 
     Args:
         model: any module that runs on ``example_inputs``; left as it is, its parameters shared with the result. A
             prepared model is returned as it is; one prepared without inputs is captured now.
-        example_inputs: a tensor, tuple or dict. Without them only a symbolic trace is made, and ``QuantSim``, which
+        example_inputs: a tensor, tuple or mapping. Without them only a symbolic trace is made, and ``QuantSim``, which
             has inputs, finishes it.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
             ``torch.export``, and then one graph or an error.
@@ -69,56 +95,35 @@ def prepare_model(
         VerificationError if no rung of the ladder computes what the model computes.
     """
     started = time.perf_counter()
+    check_dynamic_shapes(dynamic_shapes)
     if isinstance(model, PreparedModel):
         if model.report.complete:
-            if modules_to_exclude:
-                raise CaptureError("the model is prepared already; name modules_to_exclude when preparing it first")
-            return model
+            return _as_it_is(model, modules_to_exclude)
         model = model.meta[ORIGINAL]
-    names = [_names(model, module) for module in modules_to_exclude]
-    excluded = set().union(*names)
+    excluded = [module_names(model, module) for module in modules_to_exclude]
     if example_inputs is None:
         return _traced(model, started)
     args, kwargs = split_inputs(example_inputs)
     notes = [*_register_dataclasses((args, kwargs))]
     expected = _run_once(model, args, kwargs)
     notes += _register_dataclasses(expected[0])
-    try:
-        prepared: PreparedModel = capture_graph(
-            model, [Call(args, kwargs, None)], dynamic_shapes, verify=verify, expected=expected
-        )
-    except CaptureError as error:
-        if dynamic_shapes not in ("batch", "all", None):
-            raise  # shapes that the caller asked for cannot be had, on no rung
-        prepared = capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=excluded)
-    for module in graphs(prepared).values():
-        _exclude(module.graph, excluded)
-    owners = _owners(prepared)
-    notes += [f"modules_to_exclude: {min(own)} runs no op" for own in names if own.isdisjoint(owners)]
-    notes += _unregistered(model)
-    report = prepared.report
-    if verify:
-        try:
-            with untouched(model):
-                several = with_batch_of_two(model.eval(), args, kwargs) if report.dynamic else (args, kwargs)
-            equal = report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
-            in_eval = expected if equal else None
-            difference, lost = train_difference(model, prepared, *several, in_eval=in_eval)
-            report = replace(report, train_difference=difference)
-            notes += lost
-        except VerificationError as error:
-            notes.append(failure(error))
-        except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
-            notes.append(f"train mode could not be compared: {first_line(error)}")
-    _restore(prepared, {path: module.training for path, module in model.named_modules(remove_duplicate=False)})
-    nodes = [node for module in graphs(prepared).values() for node in module.graph.nodes]
-    opaque = [str(node.target) for node in nodes if _is_nested(node)]
+    prepared = _captured(model, args, kwargs, dynamic_shapes, expected=expected, excluded=excluded, verify=verify)
+    notes += [*exclude(prepared, excluded), *_unregistered(model)]
+    difference, differences = _train_difference(model, prepared, args, kwargs, expected) if verify else (None, [])
+    _restore_training_flags(prepared, model)
     prepared.meta[REPORT] = replace(
-        report,
-        opaque_parts=(*report.opaque_parts, *opaque),
-        notes=tuple(notes),
+        prepared.report,
+        train_difference=difference,
+        opaque_parts=(*prepared.report.opaque_parts, *_nested_ops(prepared)),
+        notes=(*notes, *differences),
         elapsed_s=time.perf_counter() - started,
     )
+    return prepared
+
+
+def _as_it_is(prepared: PreparedModel, modules_to_exclude: Collection[nn.Module | str]) -> PreparedModel:
+    if modules_to_exclude:
+        raise CaptureError("the model is prepared already; name modules_to_exclude when preparing it first")
     return prepared
 
 
@@ -138,6 +143,41 @@ def _traced(model: nn.Module, started: float) -> PreparedModel:
     return prepared
 
 
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: DynamicShapes,
+    *,
+    expected: Outcome,
+    excluded: Collection[set[str]],
+    verify: bool,
+) -> PreparedModel:
+    """One graph if it can be had, else islands in the model's own Python."""
+    try:
+        return capture_graph(model, [Call(args, kwargs, None)], dynamic_shapes, verify=verify, expected=expected)
+    except CaptureError as error:
+        if dynamic_shapes not in ("batch", "all", None):
+            raise  # shapes that the caller asked for cannot be had, on no rung
+        paths = set().union(*excluded)
+        return capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=paths)
+
+
+def _train_difference(
+    model: nn.Module, prepared: PreparedModel, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome
+) -> tuple[float | None, list[str]]:
+    """The difference in train mode, ``None`` if it is too large or unknown, and notes."""
+    try:
+        with untouched(model):
+            several = with_batch_of_two(model.eval(), args, kwargs) if prepared.report.dynamic else (args, kwargs)
+        equal = prepared.report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
+        return train_difference(model, prepared, *several, in_eval=expected if equal else None)
+    except VerificationError as error:
+        return None, [failure(error)]
+    except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
+        return None, [f"train mode could not be compared: {first_line(error)}"]
+
+
 def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """What comes out. Raises: CaptureError if nothing does, or if an input is not what it was."""
     try:
@@ -145,7 +185,7 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         path = raised_in(model, error)
-        where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
+        where = "" if path is None else f", in {path} ({type(model.get_submodule(path)).__name__})"
         hint = "; to pass one dict, wrap it in a tuple" if kwargs and isinstance(error, TypeError) else ""
         raise CaptureError(
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
@@ -187,43 +227,15 @@ def _unregistered(model: nn.Module) -> Iterator[str]:
                 )
 
 
-def _names(model: nn.Module, module: nn.Module | str) -> set[str]:
-    """Every name of an excluded module."""
-    known = dict(model.named_modules(remove_duplicate=False))
-    wanted = module if isinstance(module, nn.Module) else known.get(module)
-    found = {path for path, other in known.items() if other is wanted}
-    if not found:
-        what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-        hint = f"; {nearest(module, known)}" if isinstance(module, str) else ""
-        raise CaptureError(f"modules_to_exclude: {what} is no submodule of {type(model).__name__}{hint}")
-    return found
+def _nested_ops(prepared: PreparedModel) -> list[str]:
+    """The ops that take graphs of their own, whose inside is not shown."""
+    nodes = [node for module in graphs(prepared).values() for node in module.graph.nodes]
+    return [str(node.target) for node in nodes if isinstance(node.target, HigherOrderOperator)]
 
 
-def _exclude(graph: fx.Graph, paths: set[str]) -> None:
-    for node in graph.nodes:
-        if not paths.isdisjoint(_stack(node)):
-            add_labels(node, **{EXCLUDED: "1"})
-
-
-def _owners(model: PreparedModel) -> set[str]:
-    """The modules that run an op or, in Python, run as they are."""
-    stacks = {path for module in graphs(model).values() for node in module.graph.nodes for path in _stack(node)}
-    return stacks | {part.path for part in model.report.parts}
-
-
-def _stack(node: fx.Node) -> Iterator[str]:
-    """The paths of the modules around ``node``; those a symbolic trace has dissolved are prefixes of what is left."""
-    for value in (node.meta.get("nn_module_stack") or {}).values():
-        parts = join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]).split(".")
-        yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
-
-
-def _is_nested(node: fx.Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator)
-
-
-def _restore(prepared: PreparedModel, flags: dict[str, bool]) -> None:
+def _restore_training_flags(prepared: PreparedModel, model: nn.Module) -> None:
     """Gives every module the training flag of its original, recovered modules that of their owner."""
+    flags = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
     for path, module in prepared.named_modules(remove_duplicate=False):
         while path not in flags:
             path = path.rpartition(".")[0]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.capture.calls import Call, record_calls
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call
 from qtk.capture.inputs import split_inputs
 from qtk.core.granularity import PerChannel
 from qtk.errors import CheckError, NotCalibratedError

@@ -8,7 +8,8 @@ import torch
 from torch import fx, nn
 
 from qtk.capture import ladder
-from qtk.capture.calls import Call, record_calls
+from qtk.capture.call_recording import record_calls
+from qtk.capture.calls import Call
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepared_model import PreparedTree
 from qtk.capture.verify_prepared import eval_outcome

@@ -3,9 +3,10 @@ import logging
 import pytest
 import torch
 from torch import fx, nn
+from torch.export import Dim, ShapesCollection
 
 from qtk.capture.inputs import split_inputs
-from qtk.capture.torch_export import capture
+from qtk.capture.torch_export import capture, check_dynamic_shapes
 from qtk.errors import CaptureError
 
 
@@ -151,3 +152,16 @@ def test_split_inputs():
     assert split_inputs({"x": x}) == ((), {"x": x})
     with pytest.raises(CaptureError, match="must be a tensor, a tuple or a dict, got int"):
         split_inputs(3)
+
+
+@pytest.mark.parametrize("dynamic_shapes", ["bach", 1, True, Dim.AUTO])
+def test_dynamic_shapes_of_another_type_are_an_error_that_says_what_to_give(dynamic_shapes):
+    with pytest.raises(CaptureError, match=r"dynamic_shapes is .*; give 'batch', 'all', None, or what torch\.export"):
+        check_dynamic_shapes(dynamic_shapes)
+
+
+@pytest.mark.parametrize(
+    "dynamic_shapes", ["batch", "all", None, {"x": {0: Dim.AUTO}}, ({0: Dim("n")},), [None], ShapesCollection()]
+)
+def test_dynamic_shapes_that_may_be_given(dynamic_shapes):
+    check_dynamic_shapes(dynamic_shapes)
