@@ -96,10 +96,10 @@ class FirstBatchHistogram(Counted):
         assert self._width is not None
         assert self._shares is not None
         for columns in torch.split(rows, max(1, CHUNK // len(rows)), dim=1):
-            place = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
-            slot = (place.abs() + 0.5).floor() * place.sign()
+            position = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
+            slot = (position.abs() + 0.5).floor() * position.sign()
             inside = (slot >= 0) & (slot < BINS)
-            owner = torch.arange(len(rows), device=rows.device)[:, None] * BINS
-            found = torch.where(inside, owner + slot.where(inside, 0.0).long(), len(rows) * BINS)
-            counts = torch.bincount(found.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
+            row_start = torch.arange(len(rows), device=rows.device)[:, None] * BINS
+            flat_slot = torch.where(inside, row_start + slot.where(inside, 0.0).long(), len(rows) * BINS)
+            counts = torch.bincount(flat_slot.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
             self._shares += counts.reshape(len(rows), BINS) / rows.shape[1]
