@@ -1,4 +1,4 @@
-"""Sites by what a user calls them: names, or globs over names."""
+"""Selection of sites by names, or globs over names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qtk.registry import nearest
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The sites that own an encoding, in the order of the plan: all, or those behind the names.
+    """The sites that own an encoding, in the order of the plan: all, or those that names or globs select.
 
-    A site that shares its encoding stands for the one it shares it with.
+    A site that shares an encoding selects the site that owns it.
 
-    Raises: CalibrationError for a name or glob that is that of no site.
+    Raises: CalibrationError for a name or glob that matches no site.
     """
     if names is None:
         return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None)
