@@ -1,4 +1,4 @@
-"""Every error qtk raises on bad input: one root, each also the builtin a caller would expect."""
+"""The errors of qtk: one root, each also the builtin exception a caller would expect."""
 
 
 class QtkError(Exception):
@@ -30,7 +30,7 @@ class NotCalibratedError(QtkError, RuntimeError):
 
 
 class CheckError(QtkError, RuntimeError):
-    """The simulation is not in the state its plan promises; the message lists every finding."""
+    """The simulation differs from its plan; the message lists every finding."""
 
 
 class EncodingError(QtkError, ValueError):
@@ -38,4 +38,4 @@ class EncodingError(QtkError, ValueError):
 
 
 class ExportError(QtkError, RuntimeError):
-    """A file could not be written, read back, or does not compute what the simulation computes."""
+    """A file could not be written or read back, or its outputs differ from the simulation's."""

@@ -41,10 +41,33 @@ class QuantSim:
     >>> import qtk, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
     >>> batches = [torch.randn(16, 8) for _ in range(4)]
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> sim = qtk.QuantSim(model, batches[0])
     >>> sim.compute_encodings(batches, progress=False)
     >>> sim.model(batches[0]).shape
     torch.Size([16, 4])
+
+    The plan says what is quantized, how and why, before any data is seen:
+
+    >>> print(qtk.QuantSim(model, batches[0], weight_bits=4).plan)
+    input:input  uint8 per_tensor asymmetric  min_max  (model input; defaults)
+    0.weight  int4 per_channel(axis=0) symmetric  min_max  (weight of linear; defaults)
+    1:out  uint8 per_tensor asymmetric  min_max  (relu; defaults)
+    0.bias  float  (float by defaults)
+    0:out  float  (inside supergroup linear → relu)
+
+    Weights alone, which need no data:
+
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4, activation_bits=None, scheme="mse")
+    >>> sim.compute_encodings(None)
+    >>> list(sim.encodings())
+    ['0.weight']
+
+    A config decides site by site:
+
+    >>> rule = {"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}
+    >>> sim = qtk.QuantSim(model, batches[0], config={"version": 1, "rules": [rule]})
+    >>> str(sim.quantizers["0.weight"].spec)
+    'fp8_e4m3 per_tensor symmetric'
 
     Args:
         model: a float model, or one from ``prepare_model``.
@@ -132,16 +155,39 @@ class QuantSim:
         num_batches: int | None = None,
         progress: bool = True,
     ) -> None:
-        """Finds every encoding that is not frozen: weights from their values, activations from one pass over ``data``.
+        """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
+
+        >>> import qtk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+        >>> batches = [torch.randn(16, 8) for _ in range(4)]
+        >>> sim = qtk.QuantSim(model, batches[0])
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> list(sim.encodings())
+        ['input:input', '0.weight', '1:out']
+
+        A loader of (image, label) pairs:
+
+        >>> pairs = [(batch, 0) for batch in batches]
+        >>> sim.compute_encodings(pairs, forward=lambda model, batch: model(batch[0]), progress=False)
+
+        A function that runs the model itself:
+
+        >>> sim.compute_encodings(lambda model: model(batches[0]), progress=False)
+
+        Some sites only, or those whose encoding is missing:
+
+        >>> sim.compute_encodings(batches, sites="*:out", num_batches=2, progress=False)
+        >>> sim.forget("0.weight")
+        >>> sim.compute_encodings(batches, only_missing=True, progress=False)
 
         Under ``torchrun``, with a process group initialized, every rank passes its share of the data and all get the
         same encodings.
 
         Args:
-            data: batches, or a function that runs the model over its own; ``None`` if only weights are quantized, or
-                activations in ranges taken at run time.
+            data: batches, or a function that runs the model over its own; ``None`` if no activation is quantized
+                statically.
             sites: names of the sites to calibrate, or globs over names; ``None``: all.
-            only_missing: leave the encodings that there are, as after ``forget``.
+            only_missing: compute only encodings that are missing, as after ``forget``.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
@@ -158,27 +204,65 @@ class QuantSim:
     def set_range(self, sites: str, low: float, high: float) -> None:
         """Gives a site, or all that a glob names, an encoding that just holds [low, high], and freezes it.
 
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.set_range("1:out", 0.0, 6.0)
+        >>> float(sim.encodings()["1:out"].maximum)
+        6.0
+
         Raises: CalibrationError if there is no such site or low < high does not hold.
         """
         set_range(self._simulation, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Keeps the encodings of the named sites, or of all, as they are."""
+        """Keeps the encodings of the named sites, or of all, as they are.
+
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim.freeze()
+        >>> sim.unfreeze("1:out")
+        >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
+        ['input:input', '0.weight']
+        """
         freeze(self._simulation, sites, frozen=True)
 
     def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Lets encodings change again."""
+        """Lets encodings change again that ``freeze``, ``set_range`` or a layer-wise method froze."""
         freeze(self._simulation, sites, frozen=False)
 
     def forget(self, sites: Iterable[str] | str | None = None) -> None:
-        """Drops encodings, e.g. after weights changed; ``compute_encodings(data, only_missing=True)`` finds new ones.
+        """Drops encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
+
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim.forget("0.weight")
+        >>> list(sim.encodings())
+        ['input:input', '1:out']
 
         Raises: EncodingError if one is frozen.
         """
         forget(self._simulation, sites)
 
     def check(self) -> None:
-        """Compares the simulation with its plan. Raises: CheckError listing every finding."""
+        """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
+
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.check()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        qtk.errors.CheckError: 3 findings:
+          input:input: no encoding; run sim.compute_encodings(data)
+          ...
+
+        Raises: CheckError listing every finding.
+        """
         check(self._simulation)
 
     def compare(
@@ -189,13 +273,41 @@ class QuantSim:
         num_batches: int | None = None,
         progress: bool = True,
     ) -> list[SiteError]:
-        """SQNR in dB and largest error in scale units at every site, against float, worst first."""
+        """SQNR in dB and largest error in scale units at every site, against float, worst first.
+
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> worst = sim.compare(batches, progress=False)[0]
+        >>> 10 < worst.sqnr_db < 80
+        True
+        """
         return compare(self._simulation, data, forward=forward, num_batches=num_batches, progress=progress)
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none.
+
+        >>> import pathlib, qtk, tempfile, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+        >>> sim = qtk.QuantSim(model, torch.randn(16, 8))
+        >>> sim.compute_encodings([torch.randn(16, 8)], progress=False)
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> sim.export(folder / "both")
+        >>> (folder / "both" / "model.onnx").exists()
+        True
+
+        Encodings alone, which need no package onnx:
+
+        >>> sim.export(folder / "encodings", formats=["encodings"])
+        >>> sorted(path.name for path in (folder / "encodings").glob("*.json"))
+        ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
+
+        A directory is replaced only if that is asked for:
+
+        >>> sim.export(folder / "encodings", formats=["encodings_json"], force=True)
 
         Args:
             directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
@@ -214,11 +326,28 @@ class QuantSim:
     def verify_export(
         self, directory: str | os.PathLike[str], data: Iterable[Batch], *, forward: Forward | None = None
     ) -> ExportVerification:
-        """Runs the exported files in their runtimes on ``data`` and compares them with the simulation; printable."""
+        """Runs the exported files in their runtimes on ``data`` and compares them with the simulation; printable.
+
+        >>> import pathlib, tempfile
+        >>> import qtk, torch
+        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
+        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
+        >>> sim.export(folder)
+        >>> sim.verify_export(folder, batches).exact.top1
+        1.0
+        """
         return verify_export(self.model, directory, data, forward=forward)
 
     def save(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
         """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
+
+        >>> import pathlib, qtk, tempfile, torch
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "saved"
+        >>> qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)).save(folder)
+        >>> sorted(path.name for path in folder.glob("[a-z]*"))
+        ['model.safetensors', 'sim.json']
 
         Raises: ExportError if the directory exists and ``force`` is not set, or cannot be written.
         """
@@ -240,6 +369,15 @@ class QuantSim:
         in_place: bool = False,
     ) -> QuantSim:
         """The simulation that ``save`` wrote, made anew from the float ``model`` it belongs to.
+
+        >>> import pathlib, qtk, tempfile, torch
+        >>> x, folder = torch.randn(8, 4), pathlib.Path(tempfile.mkdtemp()) / "saved"
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), x)
+        >>> sim.compute_encodings([x], progress=False)
+        >>> sim.save(folder)
+        >>> again = qtk.QuantSim.load(folder, torch.nn.Linear(4, 2).eval(), x)
+        >>> torch.equal(again.model(x), sim.model(x))
+        True
 
         Args:
             directory: what ``save`` wrote.

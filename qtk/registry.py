@@ -1,4 +1,4 @@
-"""Names that users type: schemes, exporters. Unknown names answer with the known ones and the nearest."""
+"""Names that users type: schemes, exporters. The error for an unknown name lists the known ones and the nearest."""
 
 from __future__ import annotations
 

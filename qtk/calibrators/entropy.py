@@ -1,10 +1,11 @@
-"""The range whose codes lose the least information: Kullback-Leibler divergence, as TensorRT and ONNX Runtime do.
+"""The range of least Kullback-Leibler divergence between values and codes, as in TensorRT and ONNX Runtime.
 
 For a range, P is the histogram with what lies outside added to the outermost occupied bins inside, and Q the histogram
 inside with each code's count spread evenly over its occupied bins; both as shares. ``KL(P ‖ Q) = Σ P · log(P / Q)``,
-less what chance alone adds in n elements, 1/2n for every occupied bin of a code but one (Miller and Madow).
-A bin belongs to the code nearest to its middle. Real 0 is exact in every range, so the bin it is in counts no more than
-its neighbours: the zeros of a ReLU would otherwise decide alone. (S. Migacz, 8-bit inference with TensorRT, GTC 2017.)
+less the bias of n samples, 1/2n for every occupied bin of a code but one (Miller and Madow).
+A bin belongs to the code nearest to its middle. Real 0 is exact in every range, so its bin is given at most the
+count of its neighbours: the zeros of a ReLU would otherwise dominate. (S. Migacz, 8-bit inference with
+TensorRT, GTC 2017.)
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from qtk.observers.weighted_samples import WeightedSamples
 
 ELEMENTS_A_BIN = 16
 ROUNDING = 1e-12
-"""Divergences this near are equal."""
+"""Divergences closer than this count as equal."""
 AT_ONCE = 1 << 18
-"""Ends of codes looked up together."""
+"""Boundaries of codes searched together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
     """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least divergence.
 
-    The widest of equal ones wins. A distribution needs 16 elements a bin and more bins than codes: a scale with fewer
-    of either keeps its whole range. So do the channels of most weights, as in the tools named above, and small floats.
+    The widest of equal ranges wins. A scale with fewer than 16 elements a bin, or no more bins than codes, keeps its
+    full range: so do the channels of most weights, as in the tools named above. Floating-point formats keep it too.
 
     Args:
         bins: of the histograms, at least so many over the range.
@@ -60,38 +61,40 @@ class Entropy:
         """The encodings of least divergence. Raises: CalibrationError if a scale saw nothing."""
         return choose_all(observers, specs, self._choose)
 
-    def _choose(self, points: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         levels = spec.qmax - spec.qmin + 1
         fewest = ELEMENTS_A_BIN * self.bins
-        few = points.counts is None and points.values.shape[1] < fewest
+        few = samples.counts is None and samples.values.shape[1] < fewest
         if few or self.bins <= levels or isinstance(spec.dtype, FloatDtype):
-            return choose_range(points.low, points.high, spec)
-        if bool((points.reach == 0).all()):
-            points = self._counted(points)
-        enough = torch.as_tensor(points.counts).sum(1) >= fewest
-        points = _without_zeros(points)
-        fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=points.low.device) / self.steps
+            return choose_range(samples.low, samples.high, spec)
+        if bool((samples.reach == 0).all()):
+            samples = self._counted(samples)
+        enough = torch.as_tensor(samples.counts).sum(1) >= fewest
+        samples = _without_zeros(samples)
+        fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=samples.low.device) / self.steps
         divergences = torch.cat([
-            self._divergences(points, chosen, spec)
-            for chosen in fractions.split(max(1, AT_ONCE // int(points.scales * levels)))  # type: ignore[no-untyped-call]
+            self._divergences(samples, chosen, spec)
+            for chosen in fractions.split(max(1, AT_ONCE // int(samples.scales * levels)))  # type: ignore[no-untyped-call]
         ])
         least = divergences <= divergences.amin(0) + ROUNDING
         fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
-        return choose_range(points.low * fraction, points.high * fraction, spec)
+        return choose_range(samples.low * fraction, samples.high * fraction, spec)
 
-    def _counted(self, points: WeightedSamples) -> WeightedSamples:
-        """Single elements as a histogram."""
+    def _counted(self, samples: WeightedSamples) -> WeightedSamples:
+        """A histogram of single elements."""
         observer = Histogram(PerChannel(0), bins=self.bins)
-        values = points.values if points.counts is None else points.values.masked_fill(points.counts == 0, -torch.inf)
+        values = samples.values
+        if samples.counts is not None:
+            values = values.masked_fill(samples.counts == 0, -torch.inf)
         observer.observe(values.to(torch.float32))
-        return observer.points()
+        return observer.samples()
 
-    def _divergences(self, points: WeightedSamples, fractions: Tensor, spec: QuantSpec) -> Tensor:
+    def _divergences(self, samples: WeightedSamples, fractions: Tensor, spec: QuantSpec) -> Tensor:
         """KL(P ‖ Q) of every range, infinite where nothing lies inside. Shape: [fractions, scales]."""
-        counts = torch.as_tensor(points.counts).to(torch.float64)
-        ends = _ends_of_codes(points.low * fractions[:, None], points.high * fractions[:, None], spec)
-        found = torch.searchsorted(points.values, ends.transpose(0, 1).reshape(points.scales, -1).contiguous())
-        cuts = found.reshape(points.scales, len(fractions), -1).transpose(0, 1).contiguous()
+        counts = torch.as_tensor(samples.counts).to(torch.float64)
+        ends = _ends_of_codes(samples.low * fractions[:, None], samples.high * fractions[:, None], spec)
+        found = torch.searchsorted(samples.values, ends.transpose(0, 1).reshape(samples.scales, -1).contiguous())
+        cuts = found.reshape(samples.scales, len(fractions), -1).transpose(0, 1).contiguous()
         mass, occupied, terms = (
             _sums(of, cuts) for of in (counts, (counts > 0).double(), xlogy(counts, counts))
         )
@@ -103,12 +106,12 @@ class Entropy:
         above = total - _looked_up(_cumulated(counts), last)
         lowest, highest = _outermost(counts, first, last)
 
-        def folded(bin: Tensor, own: Tensor, outside: Tensor) -> Tensor:
-            """What a bin of ``own`` elements adds when those ``outside`` are counted there too, in P alone."""
+        def folded(bin: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+            """What the ``outside`` elements add when P counts them in a bin that has ``inside`` elements."""
             code = torch.searchsorted(cuts, bin[..., None].contiguous(), right=True) - 1
             spread = even.gather(-1, code.clamp(0, even.shape[-1] - 1))[..., 0]
-            both = own + outside
-            added: Tensor = xlogy(both, both) - xlogy(own, own) - xlogy(outside, spread)
+            both = inside + outside
+            added: Tensor = xlogy(both, both) - xlogy(inside, inside) - xlogy(outside, spread)
             return added
 
         divergence += folded(lowest, _looked_up(counts, lowest), below)
@@ -118,19 +121,22 @@ class Entropy:
         return divergence.masked_fill(inside == 0, torch.inf).nan_to_num(nan=torch.inf)
 
 
-def _without_zeros(points: WeightedSamples) -> WeightedSamples:
-    """The bin that holds 0 with no more elements than the fuller of its neighbours."""
-    counts = torch.as_tensor(points.counts)
-    own = (points.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
+def _without_zeros(samples: WeightedSamples) -> WeightedSamples:
+    """The samples with the count of the bin that holds 0 limited to that of its fuller neighbour."""
+    counts = torch.as_tensor(samples.counts)
+    own = (samples.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
     beside = torch.nn.functional.pad(counts, (1, 1))  # bin i is at i + 1
     most = torch.maximum(beside.gather(1, own), beside.gather(1, own + 2))
     found = counts.gather(1, own)
-    holds = ((points.low <= 0) & (points.high >= 0))[:, None]
-    return replace(points, counts=counts.scatter(1, own, torch.where(holds, torch.minimum(found, most), found)))
+    holds = ((samples.low <= 0) & (samples.high >= 0))[:, None]
+    return replace(samples, counts=counts.scatter(1, own, torch.where(holds, torch.minimum(found, most), found)))
 
 
 def _ends_of_codes(low: Tensor, high: Tensor, spec: QuantSpec) -> Tensor:
-    """Half a code below the first, between any two, half above the last. Shape: as ``low`` and [codes + 1]."""
+    """The boundaries of the codes, from half a step below the first to half a step above the last.
+
+    Shape: as ``low``, and [codes + 1].
+    """
     scale, zero_point = choose_range(low, high, spec)
     zero = torch.zeros_like(scale) if zero_point is None else zero_point
     halves = torch.arange(int(spec.qmin), int(spec.qmax) + 2, dtype=torch.float64, device=scale.device) - 0.5

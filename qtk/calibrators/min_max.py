@@ -1,4 +1,4 @@
-"""The range is everything that was seen."""
+"""The range is from the smallest to the largest value seen."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class MinMax:
 
 def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
     """For each observer of a range the encoding that just holds it. Raises: CalibrationError if a scale saw nothing."""
-    found = []
+    encodings = []
     for observer, spec in zip(observers, specs, strict=True):
         assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
-        found.append(encoding_of_range(observer.minimum, observer.maximum, spec))
-    return found
+        encodings.append(encoding_of_range(observer.minimum, observer.maximum, spec))
+    return encodings
 
 
 def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:
@@ -50,7 +50,7 @@ def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: Quan
     if bool(unseen.any()):
         which = ", ".join(str(tuple(index)) for index in unseen.nonzero()[:8].tolist())
         raise CalibrationError(
-            f"{int(unseen.sum())} of {unseen.numel()} scales saw only mask marks (−inf and the like), at {which}; "
-            "calibrate with data that is not masked there, or quantize this site per tensor"
+            f"{int(unseen.sum())} of {unseen.numel()} scales saw only attention-mask sentinels (−inf and the like), "
+            f"at {which}; calibrate with data that is not masked there, or quantize this site per tensor"
         )
     return Encoding(spec, *choose_range(minimum, maximum, spec))

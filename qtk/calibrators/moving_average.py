@@ -15,7 +15,7 @@ from qtk.observers.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Takes the exponential averages of each batch's extremes as the range; outliers of single batches fade.
+    """Takes the exponential averages of the extremes of each batch as the range, so that single outliers fade.
 
     Args:
         momentum: weight of the newest batch, 0 < momentum ≤ 1.
@@ -24,7 +24,7 @@ class MovingAverage:
     momentum: float = 0.1
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> moving_average.MovingAverage:
-        """A fresh observer. Raises: CalibrationError if the momentum is none."""
+        """A fresh observer. Raises: CalibrationError if ``momentum`` is not in (0, 1]."""
         return moving_average.MovingAverage(granularity, momentum=self.momentum)
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:

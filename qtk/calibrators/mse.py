@@ -1,4 +1,4 @@
-"""The range with the least mean error: the observed one, shrunk step by step."""
+"""Minimises the quantization error over shrunk copies of the observed range."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qtk.observers.observer import Observer
 class Mse:
     """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least ``Σ |x - x̂|^norm``.
 
-    Weights count element by element, activations by the middles of histogram bins.
+    The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
 
     Args:
         norm: 2, the squared error; other norms (BRECQ's and QDrop's 2.4) take longer.

@@ -1,4 +1,4 @@
-"""The range leaves out the outermost values."""
+"""The range between two quantiles; the values outside are clipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qtk.observers.weighted_samples import WeightedSamples
 class Percentile:
     """The upper end is the smallest value with at least ``quantile`` of all values at or below it, the lower end alike.
 
-    Of n weights the upper end is the ⌈quantile · n⌉-th smallest. Activations are known by the bins of a histogram: the
+    Of n weights the upper end is the ⌈quantile · n⌉-th smallest. Activations are counted in a histogram: the
     end is the outer edge of the bin that holds that value, or the extreme, if that is nearer.
 
     Args:
@@ -45,28 +45,28 @@ class Percentile:
         """The encodings that hold all but the outermost. Raises: CalibrationError if a scale saw nothing."""
         return choose_all(observers, specs, self._choose)
 
-    def _choose(self, points: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-        low, high = self._range(points)
+    def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+        low, high = self._range(samples)
         return choose_range(low, high, spec)
 
-    def _range(self, points: WeightedSamples) -> tuple[Tensor, Tensor]:
-        if points.counts is None:
-            elements = points.values.shape[1]
+    def _range(self, samples: WeightedSamples) -> tuple[Tensor, Tensor]:
+        if samples.counts is None:
+            elements = samples.values.shape[1]
             last = math.ceil(self.quantile * elements)
             if last == elements:
-                return points.low, points.high
-            ends = (points.values.kthvalue(rank).values for rank in (elements - last + 1, last))
+                return samples.low, samples.high
+            ends = (samples.values.kthvalue(rank).values for rank in (elements - last + 1, last))
             low, high = (end.to(torch.float64) for end in ends)
             return low, high
-        values, order = (points.values, None) if bool((points.reach > 0).all()) else points.values.sort(1)
-        counts = points.counts if order is None else points.counts.gather(1, order)
+        values, order = (samples.values, None) if bool((samples.reach > 0).all()) else samples.values.sort(1)
+        counts = samples.counts if order is None else samples.counts.gather(1, order)
         below = counts.cumsum(1)
         total = below[:, -1:]
         wanted = (total.double() * self.quantile).ceil().long()
         upper = values.gather(1, (below < wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
         lower = values.gather(1, (below <= total - wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
-        width = 2 * points.reach  # bins begin at multiples of it; 0 for single elements
+        width = 2 * samples.reach  # bins begin at multiples of it; 0 for single elements
         step = width.where(width > 0, 1.0)
         upper = torch.where(width > 0, ((upper / step).floor() + 1) * step, upper)
         lower = torch.where(width > 0, (lower / step).floor() * step, lower)
-        return lower.clamp(min=points.low), upper.clamp(max=points.high)
+        return lower.clamp(min=samples.low), upper.clamp(max=samples.high)

@@ -1,4 +1,4 @@
-"""The names users give to ways of finding ranges. To add one, add its line here."""
+"""Schemes: the names of the ways to find ranges. To add one, add its line here."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Calibrator(Protocol):
     """Pairs the statistics it needs with the decision it makes from them; a frozen dataclass of plain numbers."""
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> Observer:
-        """A fresh observer for one site; of one that is ``static``, seen once and whole, if that is said."""
+        """A new observer for one site; ``static``: of a tensor that is observed once."""
         ...
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings for what ``observers``, all of this calibrator's, saw.
+        """The encodings for what ``observers``, made by this calibrator, saw.
 
-        Raises: CalibrationError if that was nothing.
+        Raises: CalibrationError if one saw nothing.
         """
         ...
 
@@ -46,7 +46,7 @@ SCHEMES.add("tf_enhanced", TfEnhanced(), aliases=("post_training_tf_enhanced",))
 def calibrator(scheme: str) -> Calibrator:
     """The calibrator of a name, with its settings changed where some are given.
 
-    Raises: ConfigError if the name, or a setting, is unknown or makes no sense.
+    Raises: ConfigError if the name or a setting is unknown, or a setting is out of range.
 
     >>> calibrator("percentile(quantile=0.999)")
     Percentile(quantile=0.999, bins=1024)
@@ -60,7 +60,7 @@ def calibrator(scheme: str) -> Calibrator:
 
 
 def canonical_scheme(scheme: str) -> str:
-    """``scheme`` by its registered name, and only with settings that are not the default.
+    """``scheme`` under its registered name, with only the settings that differ from the default.
 
     Raises: ConfigError as ``calibrator``.
 

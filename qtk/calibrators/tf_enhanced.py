@@ -1,10 +1,10 @@
-"""The range of least quantization noise, clipping counted dearer: what AIMET calls tf_enhanced.
+"""Minimises the squared quantization error over scale and zero point: AIMET's tf_enhanced.
 
-The grid of candidates is AIMET 2.x's: with N = qmax - qmin and the observed range widened to hold 0,
+The candidates are those of AIMET 2.x: with N = qmax - qmin and the observed range widened to hold 0,
 
     symmetric     scales k/100 of the one that holds the range, k = 1…101
-    asymmetric    scales k/16 of it, k = 1…17, with the range starting at 20 places from -N to 0 scales or at the
-                  observed minimum; each clamped to the observed range
+    asymmetric    scales k/16 of it, k = 1…17, each with 20 starts of the range from -N to 0 scales, and with the
+                  observed minimum as its start; every range clamped to the observed one
 
 scales being at least ``min(2^-23, 0.01/N)``. The cost is ``Σ count · (x - x̂)²``, times ``gamma`` where x is clipped,
 computed in float64; the first of equal candidates wins.
@@ -34,16 +34,16 @@ STEPS, STEPS_SYMMETRIC, PLACES = 16, 100, 20
 
 @dataclass(frozen=True, slots=True)
 class TfEnhanced:
-    """Searches the scale, and the place of the range, with the least noise.
+    """Minimises the squared error over scale and zero point, errors of clipped values weighted by ``gamma``.
 
-    Weights count element by element, activations by the middles of histogram bins.
+    The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
 
     Args:
         bins: of the histograms of activations, at least so many over the range.
-        growth: how far batches may widen the range of the first one, as ``Histogram`` says; ``None``: any.
-        gamma: how much dearer clipping is than rounding.
-        variant: ``v2`` as above; ``v1`` the algorithm of AIMET's C++ library, ``qtk.calibrators.tf_enhanced_v1``, for
-            which bins and growth are 512 and 3.
+        growth: how far later batches may extend the range of the first, see ``Histogram``; ``None``: without limit.
+        gamma: weight of the error of a clipped value.
+        variant: ``v2`` as in AIMET 2.x; ``v1`` as in AIMET's older C++ library, see ``qtk.calibrators.tf_enhanced_v1``;
+            its bins and growth are fixed to 512 and 3.
     """
 
     bins: int = 512
@@ -65,14 +65,14 @@ class TfEnhanced:
         return sampler(granularity, static=static, bins=self.bins, growth=self.growth)
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings of least noise. Raises: CalibrationError if a scale saw nothing."""
+        """The encodings of least error. Raises: CalibrationError if a scale saw nothing."""
         if self.variant == "v1":
             return tf_enhanced_v1.encodings(observers, specs, gamma=self.gamma)
         return least_error(observers, specs, propose, norm=2, clipped=self.gamma)
 
 
 def propose(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """The grid of candidates.
+    """The candidates.
 
     Shape: ``low``, ``high`` float64 [scales]; scales float32 and zero points int32 or ``None``, [candidates, scales].
     """

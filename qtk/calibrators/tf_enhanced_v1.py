@@ -1,11 +1,16 @@
-"""tf_enhanced as AIMET's C++ library searches it.
+"""The variant ``v1`` of tf_enhanced: reproduces ``TfEnhancedEncodingAnalyzer`` of AIMET's C++ library.
 
-N = qmax - qmin; the observed range goes from the first to the last bin with anything in it, holds 0 and is at least
-0.01 wide. All rounding is half away from zero.
+It reproduces the histogram (``FirstBatchHistogram``), the candidates, their cost and the rounding, half away from zero,
+as published in ``TfEnhancedEncodingAnalyzer.cpp`` and ``math_functions.cpp``. It differs where AIMET computes the
+fractions of symmetric scales in float32 (here float64), and does not reproduce AIMET's strict-symmetric and
+unsigned-symmetric modes.
+
+N = qmax - qmin; the observed range goes from the left end of the first to that of the last occupied bin, holds 0 and is
+at least 0.01 wide; [-1, 1] if only zeros were seen.
 
     symmetric     scales k/100 of the largest magnitude over N/2, k = 1…101
     asymmetric    scales k/16 of the observed one, k = 1…17, with the range starting at ``int(-N + i·N/20)`` scales,
-                  i = 0…20, clamped to the observed range unless it holds more than that, which is skipped; and the
+                  i = 0…20: skipped if wider than the observed range on both sides, else clamped to it; and the
                   observed range itself
     cost          ``Σ share · (x - x̂)²`` over the middles of the bins inside the candidate's range, and
                   ``gamma · Σ share · (x - end)²`` over those outside, where ``end`` is the middle of the bin in which
@@ -33,7 +38,7 @@ SMALLEST_RANGE = 0.01
 
 
 def encodings(observers: Sequence[Observer], specs: Sequence[QuantSpec], *, gamma: float) -> list[Encoding]:
-    """The encodings of least noise; [-1, 1] where only zeros were seen. Raises: CalibrationError if nothing was."""
+    """The encodings of least cost. Raises: CalibrationError if a site saw nothing."""
     return [_encoding(observer, spec, gamma) for observer, spec in zip(observers, specs, strict=True)]
 
 
@@ -41,11 +46,11 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
     assert isinstance(observer, FirstBatchHistogram)
     if not observer.count:
         raise CalibrationError("no data was observed; calibrate with data that reaches this site")
-    found = observer.shares()
-    if found is None:
+    histogram = observer.shares()
+    if histogram is None:
         one = torch.ones(observer.shape, device=observer.device)
         return encoding_of_range(-one, one, spec)
-    left, shares, seen = found
+    left, shares, seen = histogram
     occupied = shares > 0
     empty = ~occupied.any(1)  # only zeros, in a tensor that has other numbers elsewhere
     first = occupied.to(torch.int8).argmax(1, keepdim=True)
@@ -54,9 +59,9 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
     high = left.gather(1, last)[:, 0].clamp(min=0.0)
     high = torch.maximum(high, low + SMALLEST_RANGE).masked_fill(empty, 1.0)
     low, high = (bound.masked_fill(~seen, torch.nan) for bound in (low, high))
-    whole = encoding_of_range(low.reshape(observer.shape), high.reshape(observer.shape), spec)
+    full = encoding_of_range(low.reshape(observer.shape), high.reshape(observer.shape), spec)
     if isinstance(spec.dtype, FloatDtype) or spec.scale_format is not None:
-        return whole
+        return full
     scales, starts = [], []
     for begin in range(0, len(left), SCALES_AT_ONCE):
         own = slice(begin, begin + SCALES_AT_ONCE)
@@ -68,8 +73,8 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
         starts.append(start.gather(0, best)[0])
     start = spec.qmin - torch.cat(starts)
     nothing = empty.reshape(observer.shape)
-    scale = torch.where(nothing, whole.scale, held_scale(torch.cat(scales), start, spec).reshape(observer.shape))
-    zero_point = whole.zero_point
+    scale = torch.where(nothing, full.scale, held_scale(torch.cat(scales), start, spec).reshape(observer.shape))
+    zero_point = full.zero_point
     if zero_point is not None:
         zero_point = torch.where(nothing, zero_point, start.to(torch.int32).reshape(observer.shape))
     return Encoding(spec, scale, zero_point)
@@ -83,7 +88,7 @@ def _symmetric(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tens
 
 
 def _asymmetric(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Scales, 0 for what is skipped, and where their ranges start, in scales. Shape: [candidates, scales]."""
+    """Scales, 0 for skipped candidates, and the starts of their ranges in scales. Shape: [candidates, scales]."""
     steps = spec.qmax - spec.qmin
     widest = (high - low) / steps
     start = _rounded(low / widest)

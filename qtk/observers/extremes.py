@@ -1,4 +1,4 @@
-"""Smallest and largest measurement of one tensor, mask marks left out."""
+"""Minimum and maximum of one tensor for each scale, attention-mask sentinels left out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from qtk.ops.statistics import min_max
 ADVICE = "clean the data, or find the layer that produces them"
 
 SENTINEL = -1e30
-"""Values down here (−inf, finfo.min) mark masked places; they are no measurement."""
+"""Values ≤ this (−inf, ``finfo.min``) mark masked attention scores; they enter no statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
     """What one tensor adds to the statistics of each scale.
 
-    ``count`` elements were measured, ``sentinels`` left out. Where ``seen`` is false a scale's elements were all left
-    out, and its ``low`` and ``high`` mean nothing; ``seen`` is ``None`` if that happened nowhere. What an accelerator
-    counted is still on it, and ``broken`` says there whether the tensor held NaN or +inf.
+    ``count`` elements entered, ``sentinels`` were left out. Where ``seen`` is false a scale has only sentinels, and its
+    ``low`` and ``high`` are meaningless; ``seen`` is ``None`` if every scale has a value. On an accelerator the counts
+    stay tensors, and ``broken`` says whether the tensor held NaN or +inf.
 
     Shape: ``low``, ``high`` float32, ``seen`` bool, in the qparam shape.
     """
@@ -37,12 +37,12 @@ class Extremes:
 
     @property
     def nothing(self) -> bool:
-        """Whether all elements were left out, as far as that is known without waiting for a device."""
+        """Whether all elements were left out; false where that is not known without a synchronization."""
         return isinstance(self.count, int) and self.count == 0
 
 
 class Counted:
-    """What every observer counts. On an accelerator nobody waits for the counts before they are asked for."""
+    """What every observer counts; on an accelerator the counts are read only when asked for."""
 
     def __init__(self) -> None:
         self._count: int | Tensor = 0
@@ -56,11 +56,11 @@ class Counted:
 
     @property
     def sentinels(self) -> int:
-        """Elements left out as mask marks."""
+        """Elements left out as attention-mask sentinels."""
         return int(self._sentinels)
 
     def check(self) -> None:
-        """Raises: CalibrationError if NaN or +inf came by and could not be refused at once."""
+        """Raises: CalibrationError if NaN or +inf was observed on an accelerator."""
         if self._broken is not None and bool(self._broken):
             raise CalibrationError(f"NaN or +inf among the {self.count} elements seen; {ADVICE}")
 
@@ -99,8 +99,8 @@ def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
     if x.numel() == 0:
         return None
     bound = sentinel_bound(x.dtype)
-    if not looked_at(x):
-        return _without_looking(x, granularity, bound)
+    if not on_cpu(x):
+        return _without_sync(x, granularity, bound)
     low, high = _reduce(x, granularity)
     if bool(((low > bound) & (high < torch.inf)).all()):  # false at NaN too
         return Extremes(low, high, x.numel(), 0)
@@ -111,23 +111,23 @@ def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
             f"{' and '.join(broken)} among the {x.numel()} elements of a {x.dtype} tensor of shape {tuple(x.shape)}; "
             f"{ADVICE}"
         )
-    marks = x <= bound
-    low, _ = _reduce(x.masked_fill(marks, torch.inf), granularity)
-    sentinels = int(marks.sum())
+    masked = x <= bound
+    low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
+    sentinels = int(masked.sum())
     seen = low < torch.inf
     return Extremes(low, high, x.numel() - sentinels, sentinels, None if bool(seen.all()) else seen)
 
 
-def looked_at(x: Tensor) -> bool:
-    """Whether numbers of ``x`` may decide what is done next: elsewhere than on the CPU that waits for the device."""
+def on_cpu(x: Tensor) -> bool:
+    """Whether values of ``x`` can be read without synchronizing with an accelerator."""
     return x.device.type == "cpu"
 
 
-def _without_looking(x: Tensor, granularity: Granularity, bound: float) -> Extremes:
-    marks = x <= bound
-    low, _ = _reduce(x.masked_fill(marks, torch.inf), granularity)
-    _, high = _reduce(x.masked_fill(marks, -torch.inf), granularity)
-    sentinels = marks.sum()
+def _without_sync(x: Tensor, granularity: Granularity, bound: float) -> Extremes:
+    masked = x <= bound
+    low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
+    _, high = _reduce(x.masked_fill(masked, -torch.inf), granularity)
+    sentinels = masked.sum()
     broken = (low.isnan() | (high == torch.inf)).any()
     return Extremes(low, high, x.numel() - sentinels, sentinels, low != torch.inf, broken)
 

@@ -14,7 +14,7 @@ from qtk.observers.min_max import same_shape
 BINS = 512
 GROWTH = 3.0
 CHUNK = 1 << 22
-"""Elements placed at once."""
+"""Elements counted at once."""
 
 
 class FirstBatchHistogram(Counted):
@@ -33,11 +33,11 @@ class FirstBatchHistogram(Counted):
         self._shares: Tensor | None = None  # float64 [scales, BINS], summed over batches
         self._batches = 0
         self.device = torch.device("cpu")  # of what was seen
-        self._seen: Tensor | None = None  # bool [scales]: anything but mask marks
+        self._seen: Tensor | None = None  # bool [scales]: saw anything but sentinels
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         found = extremes(x, self.granularity)
         if found is None:
             return
@@ -62,12 +62,12 @@ class FirstBatchHistogram(Counted):
         self._batches += 1
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
-        self._place(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
+        self._bin(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
 
     def merge(self, other: FirstBatchHistogram) -> None:
-        """Takes in what ``other`` has seen.
+        """Adds the statistics of ``other``.
 
-        Raises: CalibrationError if their granularities differ, or unless one of them has seen nothing but mask marks.
+        Raises: CalibrationError if their granularities differ, or both have seen values.
         """
         if other.granularity != self.granularity:
             raise CalibrationError(f"statistics {other.granularity} cannot join statistics {self.granularity}")
@@ -91,15 +91,15 @@ class FirstBatchHistogram(Counted):
         left = self._first[:, None] + self._width[:, None] * torch.arange(BINS, device=self._first.device)
         return left, self._shares / self._batches, self._seen
 
-    def _place(self, rows: Tensor) -> None:
+    def _bin(self, rows: Tensor) -> None:
         assert self._first is not None
         assert self._width is not None
         assert self._shares is not None
         for columns in torch.split(rows, max(1, CHUNK // len(rows)), dim=1):
-            place = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
-            slot = (place.abs() + 0.5).floor() * place.sign()
+            position = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
+            slot = (position.abs() + 0.5).floor() * position.sign()
             inside = (slot >= 0) & (slot < BINS)
-            owner = torch.arange(len(rows), device=rows.device)[:, None] * BINS
-            found = torch.where(inside, owner + slot.where(inside, 0.0).long(), len(rows) * BINS)
-            counts = torch.bincount(found.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
+            row_start = torch.arange(len(rows), device=rows.device)[:, None] * BINS
+            flat_slot = torch.where(inside, row_start + slot.where(inside, 0.0).long(), len(rows) * BINS)
+            counts = torch.bincount(flat_slot.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
             self._shares += counts.reshape(len(rows), BINS) / rows.shape[1]

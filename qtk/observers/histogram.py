@@ -1,9 +1,9 @@
-"""Streaming histograms on grids whose width is a power of two.
+"""Streaming histograms on grids whose bin width is a power of two.
 
-The width of a grid is the smallest power of two with which the range seen so far fits into the bins, the first bin the
-one that holds the smallest number. Both follow from the range alone, and two neighbouring bins of a grid are one bin of
-the next wider: so a histogram does not depend on the order in which data came, none is ever split, and two merge into
-what one would have counted.
+The bin width is the smallest power of two with which the range seen so far fits into the bins; the first bin holds the
+smallest value. Both follow from the range alone, and two neighbouring bins of a grid are one bin of the next wider
+grid: so a histogram does not depend on the order of the data, no bin is ever split, and merging two histograms gives
+the histogram of all their data.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
-from qtk.observers.extremes import Counted, extremes, looked_at, sentinel_bound
+from qtk.observers.extremes import Counted, extremes, on_cpu, sentinel_bound
 from qtk.observers.min_max import same_shape
 from qtk.observers.weighted_samples import WeightedSamples
 from qtk.ops.statistics import histogram
 
 SMALLEST_EXPONENT = -100
 DIGITS = 24
-"""Of float32: bins narrower than its last digit tell nothing apart."""
+"""Significant bits of float32: no bin is narrower than the last of them."""
 
 
 class Histogram(Counted):
     """Counts what each scale saw in at least ``bins`` and at most twice as many bins between its extremes.
 
     Args:
-        bins: how fine.
-        growth: if given, no batch widens the range of the first one, [low, high], by more than
-            ``growth · (high - low) / 2`` on either side; what lies beyond counts in the outermost bins. Then the first
-            batch decides, and order matters where a batch goes beyond.
+        bins: the resolution.
+        growth: if given, the range of the first batch, [low, high], is extended by at most
+            ``growth · (high - low) / 2`` on either side; values beyond count in the outermost bins. Then the
+            result depends on which batch comes first.
 
     >>> from qtk.core.granularity import PerTensor
     >>> observer = Histogram(PerTensor(), bins=2)
@@ -60,16 +60,16 @@ class Histogram(Counted):
 
     @property
     def minimum(self) -> Tensor | None:
-        """Lower end of the range, ``None`` until something was seen; NaN for a scale that saw only mask marks.
+        """Lower end of the range, ``None`` until something was seen; NaN for a scale that saw only sentinels.
 
         Shape: float32 in the qparam shape.
         """
-        return None if self._low is None else self._shown(self._low.masked_fill(self._low.isinf(), torch.nan))
+        return None if self._low is None else self._as_qparams(self._low.masked_fill(self._low.isinf(), torch.nan))
 
     @property
     def maximum(self) -> Tensor | None:
         """Upper end of the range; as ``minimum``."""
-        return None if self._high is None else self._shown(self._high.masked_fill(self._high.isinf(), torch.nan))
+        return None if self._high is None else self._as_qparams(self._high.masked_fill(self._high.isinf(), torch.nan))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Histogram(Counted):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         found = extremes(x, self.granularity)
         if found is None:
             return
@@ -107,12 +107,12 @@ class Histogram(Counted):
             assert self._first is not None
             assert self._exponent is not None
             assert self._counts is not None
-            inside = self._limited(x, block_size, low.reshape(-1), high.reshape(-1))
+            inside = self._clamped(x, block_size, low.reshape(-1), high.reshape(-1))
             self._counts += histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
         self._add(found)
 
     def merge(self, other: Histogram) -> None:
-        """Takes in what ``other`` has seen. Raises: CalibrationError if it counts otherwise."""
+        """Adds the statistics of ``other``. Raises: CalibrationError if granularity, bins or growth differ."""
         if (other.granularity, other.bins, other.growth) != (self.granularity, self.bins, self.growth):
             raise CalibrationError(
                 f"a histogram {other.granularity} of {other.bins} bins and growth {other.growth} cannot join one "
@@ -126,11 +126,11 @@ class Histogram(Counted):
             self._shape = other._shape
             self._widen(other._low, other._high, other._limits)
             assert self._counts is not None
-            self._counts += self._moved(other._counts, other._first, other._exponent).to(self._counts.device)
+            self._counts += self._rebinned(other._counts, other._first, other._exponent).to(self._counts.device)
         self._add_all(other)
 
-    def points(self) -> WeightedSamples:
-        """The middles of the bins, no farther out than the extremes. Raises: CalibrationError if nothing was seen."""
+    def samples(self) -> WeightedSamples:
+        """The middles of the bins, clamped to the extremes. Raises: CalibrationError if nothing was seen."""
         edges, counts = self.edges, self._counts
         if edges is None or counts is None or self._low is None or self._high is None:
             raise CalibrationError("no data was observed; calibrate with data that reaches this site")
@@ -140,11 +140,11 @@ class Histogram(Counted):
         middles = torch.minimum(torch.maximum(middles, low[:, None]), high[:, None])
         return WeightedSamples(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2)
 
-    def _shown(self, bound: Tensor) -> Tensor:
+    def _as_qparams(self, bound: Tensor) -> Tensor:
         return bound.reshape(self._shape or ())
 
     def _widen(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None = None) -> None:
-        """Makes the grid hold [low, high] too, as far as the limits let it."""
+        """Extends the grid to hold [low, high], within the limits."""
         if self.growth is not None:
             self._limit(low, high, limits)
         if self._low is None or self._high is None:
@@ -156,21 +156,21 @@ class Histogram(Counted):
             before = self._low, self._high
             self._low = torch.minimum(self._low.to(low.device), low)
             self._high = torch.maximum(self._high.to(low.device), high)
-            if looked_at(low) and torch.equal(self._low, before[0]) and torch.equal(self._high, before[1]):
+            if on_cpu(low) and torch.equal(self._low, before[0]) and torch.equal(self._high, before[1]):
                 return
         first, exponent = _grid(self._low, self._high, 2 * self.bins)
         if self._counts is None or self._first is None or self._exponent is None:
             self._first, self._exponent = first, exponent
             self._counts = torch.zeros((len(first), 2 * self.bins), dtype=torch.int64, device=first.device)
             return
-        if looked_at(first) and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
+        if on_cpu(first) and torch.equal(first, self._first) and torch.equal(exponent, self._exponent):
             return
         old = self._counts, self._first, self._exponent
         self._first, self._exponent = first, exponent
-        self._counts = self._moved(*old)
+        self._counts = self._rebinned(*old)
 
     def _limit(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None) -> None:
-        """Fixes the limits of the scales that are seen for the first time: those given, or by the range."""
+        """Sets the limits of scales that see their first values: those given, or by the range."""
         assert self.growth is not None
         if limits is None:
             room = torch.where(high > low, high - low, 1.0)
@@ -188,10 +188,10 @@ class Histogram(Counted):
         )
         self._limits = lower, upper
 
-    def _moved(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
-        """Counts on another grid as counts on this one; what lies beyond is in the outermost bins.
+    def _rebinned(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
+        """Counts on another grid as counts on this one; values beyond count in the outermost bins.
 
-        Only a grid whose growth was limited may be finer than what it takes in: then the middles of bins are moved.
+        With limited growth this grid may be the finer one: then whole bins are moved by their middles.
         """
         assert self._first is not None
         assert self._exponent is not None
@@ -210,12 +210,12 @@ class Histogram(Counted):
         lower, upper = (limit.to(value.device) for limit in self._limits)
         return torch.minimum(torch.maximum(value, lower), upper)
 
-    def _limited(self, x: Tensor, block_size: tuple[int, ...], low: Tensor, high: Tensor) -> Tensor:
-        """``x``, what lies beyond the limits moved to them; mask marks stay out."""
+    def _clamped(self, x: Tensor, block_size: tuple[int, ...], low: Tensor, high: Tensor) -> Tensor:
+        """``x`` clamped to the limits; sentinels become −inf, which no bin counts."""
         if self._limits is None:
             return x
         lower, upper = (limit.to(x.device) for limit in self._limits)
-        if looked_at(x) and not bool(((low < lower) | (high > upper)).any()):
+        if on_cpu(x) and not bool(((low < lower) | (high > upper)).any()):
             return x
         split, inside = split_shape(x.shape, block_size)
         lined = [1 if axis in inside else length for axis, length in enumerate(split)]

@@ -28,7 +28,7 @@ class MinMax(Counted):
 
     @property
     def minimum(self) -> Tensor | None:
-        """Smallest value seen, ``None`` until there is one; NaN for a scale that saw none, only mask marks.
+        """Smallest value seen, ``None`` until there is one; NaN for a scale that saw none, only sentinels.
 
         Shape: float32 in the qparam shape.
         """
@@ -41,7 +41,7 @@ class MinMax(Counted):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         found = extremes(x, self.granularity)
         if found is None:
             return
@@ -50,7 +50,7 @@ class MinMax(Counted):
         self._add(found)
 
     def merge(self, other: MinMax) -> None:
-        """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
+        """Adds the statistics of ``other``. Raises: CalibrationError if its granularity or shape differs."""
         if other.granularity != self.granularity:
             raise CalibrationError(f"statistics {other.granularity} cannot join statistics {self.granularity}")
         if other._low is not None and other._high is not None:

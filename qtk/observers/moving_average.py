@@ -12,15 +12,16 @@ from qtk.observers.min_max import same_shape
 
 
 class MovingAverage(Counted):
-    """``state ← state + momentum · (batch - state)`` of both extremes; the first batch is taken whole.
+    """``state ← state + momentum · (batch - state)`` of both extremes; the first batch initializes
+    the state.
 
-    Beside the state, the first batch and what is left of its weight are kept, so that two averages join exactly as if
-    the batches of the second had followed those of the first.
+    The first batch and its remaining weight are kept too, so that merging two averages gives exactly what observing the
+    batches of the second after those of the first would have given.
 
     Args:
         momentum: weight of the newest batch, 0 < momentum ≤ 1.
 
-    Raises: CalibrationError if the momentum is none.
+    Raises: CalibrationError if ``momentum`` is not in (0, 1].
     """
 
     def __init__(self, granularity: Granularity, *, momentum: float = 0.1) -> None:
@@ -36,7 +37,7 @@ class MovingAverage(Counted):
 
     @property
     def minimum(self) -> Tensor | None:
-        """The averaged minimum, ``None`` until something was seen; NaN for a scale that saw only mask marks.
+        """The averaged minimum, ``None`` until something was seen; NaN for a scale that saw only sentinels.
 
         Shape: float32 in the qparam shape.
         """
@@ -49,7 +50,7 @@ class MovingAverage(Counted):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         found = extremes(x, self.granularity)
         if found is None:
             return
@@ -62,9 +63,9 @@ class MovingAverage(Counted):
         self._add(found)
 
     def merge(self, other: MovingAverage) -> None:
-        """Takes in what ``other`` has seen, as if it had followed.
+        """Adds the statistics of ``other``, as if its batches had followed.
 
-        Raises: CalibrationError if it averages otherwise.
+        Raises: CalibrationError if its granularity or momentum differs.
         """
         if (other.granularity, other.momentum) != (self.granularity, self.momentum):
             raise CalibrationError(
@@ -76,10 +77,10 @@ class MovingAverage(Counted):
         self._add_all(other)
 
     def _follow(self, first: Tensor, state: Tensor, decay: Tensor) -> None:
-        """Appends batches that by themselves average to ``state``.
+        """Appends batches whose own average is ``state``.
 
-        They took their first batch whole; behind other batches it weighs only ``momentum``, and what came before has
-        the rest of its weight: ``state + decay · (before - first)``.
+        Their first batch initialized that average; after earlier batches it has weight ``momentum`` instead, and the
+        earlier average the rest of its weight: ``state + decay · (before - first)``.
         """
         if self._first is None or self._state is None or self._decay is None:
             self._first, self._state, self._decay = first, state, decay

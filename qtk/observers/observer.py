@@ -1,4 +1,4 @@
-"""What every observer does."""
+"""The protocol of observers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Self
 class Observer(Protocol):
     """Collects statistics of one site, tensor by tensor.
 
-    ``count`` elements entered the statistics, ``sentinels`` were left out as mask marks.
+    ``count`` elements entered the statistics, ``sentinels`` were left out as attention-mask sentinels.
     """
 
     @property
@@ -21,17 +21,17 @@ class Observer(Protocol):
     def sentinels(self) -> int: ...
 
     def check(self) -> None:
-        """Raises: CalibrationError if it was shown NaN or +inf on a device on which ``observe`` does not look."""
+        """Raises: CalibrationError if NaN or +inf was observed on an accelerator, where ``observe`` does not wait."""
 
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in; runs without grad by itself.
+        """Observes one tensor, without grad.
 
         Raises: CalibrationError if it holds NaN or +inf; the statistics are as before then. On an accelerator
             ``check`` raises it later.
         """
 
     def merge(self, other: Self) -> None:
-        """Takes in what ``other`` has seen, as if it had been observed here next.
+        """Adds the statistics of ``other``, as if it had been observed here next.
 
         Raises: CalibrationError if ``other`` observes another way.
         """

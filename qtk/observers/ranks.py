@@ -1,4 +1,4 @@
-"""Work in several processes: each observes its share of the data, then all know what all have seen."""
+"""Calibration in several processes: each rank observes its share of the data, then all statistics are merged."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ T = TypeVar("T")
 def joined(
     observers: Mapping[Site, Observer], device: torch.device, problem: Exception | None = None
 ) -> Mapping[Site, Observer]:
-    """What the observers of all ranks have seen, joined in the order of the ranks; what is given, if there is one rank.
+    """The observers of all ranks, merged in the order of the ranks; those given, if there is one rank.
 
-    Every rank of the default process group must call it; one exchange in all.
+    Every rank of the default process group must call it; it exchanges data once.
 
     Args:
         observers: those of this rank, by site.
-        device: where the result shall be.
-        problem: what went wrong here, to be raised everywhere.
+        device: of the result.
+        problem: an error of this rank, to be raised on every rank.
 
-    Raises: the problem; on other ranks CalibrationError naming the rank that has it.
+    Raises: ``problem``; on other ranks CalibrationError naming the rank that has it.
     """
     if not several_ranks():
         if problem is not None:
@@ -47,7 +47,7 @@ def joined(
 
 
 def agree(problem: Exception | None) -> None:
-    """Raises the problem of any rank on all of them. Every rank must call it. Raises: as ``joined``."""
+    """Raises the error of any rank on all ranks. Every rank must call it. Raises: as ``joined``."""
     if several_ranks():
         exchanged(None, problem)
     elif problem is not None:
@@ -55,9 +55,9 @@ def agree(problem: Exception | None) -> None:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns on the first rank, on all of them; only that one runs it.
+    """Runs ``make`` on the first rank and returns its result on all.
 
-    Raises: what it raises there; on other ranks CalibrationError saying so.
+    Raises: what ``make`` raises; on other ranks CalibrationError with its message.
     """
     if not several_ranks():
         return make()
@@ -81,11 +81,11 @@ def several_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def exchanged(own: T, problem: Exception | None) -> list[T]:
-    """What every rank has, in their order. Raises: the problem of this rank; CalibrationError for those of others."""
-    shares: list[tuple[str | None, T]] = [(None, own)] * distributed.get_world_size()
+def exchanged(value: T, problem: Exception | None) -> list[T]:
+    """The value of every rank, in order. Raises: ``problem``; CalibrationError for the errors of other ranks."""
+    shares: list[tuple[str | None, T]] = [(None, value)] * distributed.get_world_size()
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    distributed.all_gather_object(shares, (said, own))
+    distributed.all_gather_object(shares, (said, value))
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(shares) if text is not None]
     if problem is not None:
         raise problem

@@ -1,4 +1,4 @@
-"""Everything, as it is: for weights, which are seen once."""
+"""Raw values: every element, for weights, which are observed once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from qtk.observers.weighted_samples import WeightedSamples
 
 
 class RawValues(Counted):
-    """Keeps the tensors it sees, so that a search weighs every element."""
+    """Keeps every element, so that a search computes its error on the values themselves."""
 
     def __init__(self, granularity: Granularity) -> None:
         super().__init__()
         self.granularity = granularity
-        self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a mask mark
+        self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a sentinel
         self._shape: tuple[int, ...] = ()
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Takes one tensor in. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
         found = extremes(x, self.granularity)
         if found is None:
             return
@@ -40,7 +40,7 @@ class RawValues(Counted):
         self._add(found)
 
     def merge(self, other: RawValues) -> None:
-        """Takes in what ``other`` has seen. Raises: CalibrationError if its granularity or shape differs."""
+        """Adds the statistics of ``other``. Raises: CalibrationError if its granularity or shape differs."""
         if other.granularity != self.granularity or (self._seen and other._seen and self._shape != other._shape):
             raise CalibrationError(f"tensors {other.granularity} of {other._shape} scales cannot join tensors "
                                    f"{self.granularity} of {self._shape}")
@@ -53,7 +53,7 @@ class RawValues(Counted):
         """The qparam shape."""
         return self._shape
 
-    def points(self) -> WeightedSamples:
+    def samples(self) -> WeightedSamples:
         """Every element. Raises: CalibrationError if nothing was seen."""
         if not self.count:
             raise CalibrationError("no data was observed; calibrate with data that reaches this site")
@@ -61,8 +61,8 @@ class RawValues(Counted):
         counts = None
         low, high = values.amin(1).to(torch.float64), values.amax(1).to(torch.float64)
         if self.sentinels:
-            marks = values.isnan()
-            low, high = values.masked_fill(marks, torch.inf).amin(1), values.masked_fill(marks, -torch.inf).amax(1)
+            masked = values.isnan()
+            low, high = values.masked_fill(masked, torch.inf).amin(1), values.masked_fill(masked, -torch.inf).amax(1)
             low, high = (bound.to(torch.float64).masked_fill(low > high, torch.nan) for bound in (low, high))
-            counts, values = (~marks).to(torch.int64), values.masked_fill(marks, 0.0)
+            counts, values = (~masked).to(torch.int64), values.masked_fill(masked, 0.0)
         return WeightedSamples(values, counts, low, high, torch.zeros_like(low))

@@ -1,4 +1,4 @@
-"""What searches over ranges look at: the numbers of each scale, or the bins they fell into, and how often."""
+"""The values seen by each scale with their counts: single elements, or the middles of histogram bins."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightedSamples:
-    """``counts`` elements of a scale lie within ``reach`` of each of its ``values``, all of them in [low, high].
+    """What a search over ranges is given of every scale.
 
-    Shape: ``values``, of a floating dtype, and ``counts`` int64 [scales, points]; ``counts`` is ``None`` where each
-    counts once; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw nothing. Values that are bins
-    ascend.
+    ``counts`` elements lie within ``reach`` of each of the ``values``, all of them in [low, high].
+
+    Shape: ``values``, of a floating dtype, and ``counts`` int64 [scales, samples]; ``counts`` is ``None`` where each
+    value is one element; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw nothing. Middles of
+    bins ascend.
     """
 
     values: Tensor
@@ -28,11 +30,11 @@ class WeightedSamples:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """WeightedSamples of one kind can be put under one another."""
+        """Samples of one kind can be concatenated along the scales."""
         return self.values.shape[1], self.counts is None, self.values.dtype, self.values.device
 
     def of(self, scales: slice | Tensor) -> WeightedSamples:
-        """Those of some of the scales."""
+        """The samples of some of the scales."""
         return WeightedSamples(
             self.values[scales], None if self.counts is None else self.counts[scales], self.low[scales],
             self.high[scales], self.reach[scales],

@@ -1,4 +1,4 @@
-"""``qtk::candidate_errors``: what each of many candidate ranges would cost, all in one pass over a tensor.
+"""``qtk::candidate_errors``: the quantization error of many candidate ranges, in one pass over a tensor.
 
 Formula in ``qtk.numerics.candidate_errors``; ``block_size`` as in ``qtk.ops.fake_quantize``. It carries no gradient.
 """

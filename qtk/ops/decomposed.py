@@ -36,17 +36,17 @@ class FakeQuantize(torch.autograd.Function):
         block_size, qmin, qmax = ctx.spec
         _, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
         steps, _, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
-        slope = grad.reshape(steps.shape)
+        upstream = grad.reshape(steps.shape)
         code = steps.round() + zero
         inside = (code >= qmin) & (code <= qmax)
-        dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, slope, 0.0).reshape(x.shape))
+        dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, upstream, 0.0).reshape(x.shape))
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)
-            effective_gradient = _sum(slope * error, block_size, x.shape).reshape(scale.shape)
+            effective_gradient = _sum(upstream * error, block_size, x.shape).reshape(scale.shape)
             of_scale = scale_gradient(effective_gradient, scale)
         if wants_zero_point:
-            clipped = torch.where(inside, 0.0, slope.float())
+            clipped = torch.where(inside, 0.0, upstream.float())
             of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * effective_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
 
@@ -54,7 +54,7 @@ class FakeQuantize(torch.autograd.Function):
 def _lined_up(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """``x / scale``, and both numbers of the range, broadcastable against it."""
+    """``x / scale``, the effective scale and the effective zero point, broadcastable against each other."""
     split = split_shape(x.shape, block_size)[0]
     step = align(effective_scale(scale), x.shape, block_size)
     zero = 0.0 if zero_point is None else align(effective_zero_point(zero_point, qmin, qmax), x.shape, block_size)

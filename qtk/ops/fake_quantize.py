@@ -2,9 +2,9 @@
 
 The formula is that of ``qtk.numerics.affine``, the gradient that of ``qtk.numerics.straight_through``.
 ``block_size`` is ``[]`` for one scale over the whole tensor, else one entry an axis: 1 for one index, -1 for the whole
-axis, n for blocks of n. A backend that is faster registers itself for its device key on ``qtk::fake_quantize`` and
-``qtk::fake_quantize_backward``. The C++ library, where it is built, brings the schemas and the autograd of all devices
-along, for theirs cost a tenth.
+axis, n for blocks of n. A faster backend registers itself for its device key on ``qtk::fake_quantize`` and
+``qtk::fake_quantize_backward``. The C++ library, where it is built, also defines the schemas and the autograd of all
+devices, at a tenth of the overhead.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _autograd_twice(ctx: Any, grad: Tensor, *of_ranges: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of dx: linear in the gradient it came from, constant in ``x`` and the range almost everywhere."""
+    """The gradient of dx: linear in the upstream gradient, constant in ``x`` and the range almost everywhere."""
     *spec, wants_scale, wants_zero_point = ctx.spec
     if wants_scale or wants_zero_point:
         raise NotImplementedError(
@@ -124,7 +124,7 @@ if not _NATIVE:
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
-    """``x`` rounded to the grid of its codes, with straight-through gradients.
+    """Fake-quantizes ``x``, with the gradients of the straight-through estimator.
 
     Shape: ``x`` any, of a floating dtype; ``scale`` float32 and ``zero_point`` int32 (float32 while it is learned) in
     the qparam shape; result as ``x``, same strides.

@@ -1,8 +1,8 @@
 """``qtk::fake_quantize_dynamic``: finds the range of a tensor and fake-quantizes it, in one op, with its gradient.
 
 Formulas of ``qtk.numerics.dynamic``; ``block_size`` as in ``qtk.ops.fake_quantize``. Where a scale belongs to a row the
-kernels read each element from memory once. The range counts as a constant: the gradient is that of
-``qtk::fake_quantize``, straight through. As there, the C++ library brings schema and autograd along.
+kernels read each element from memory once. The range counts as a constant: the gradient is the
+straight-through estimator of ``qtk::fake_quantize``. As there, the C++ library also defines schema and autograd.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if not _NATIVE:
 
 
 def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, *, symmetric: bool) -> Tensor:
-    """``x`` rounded to codes of its own range, with straight-through gradients.
+    """Fake-quantizes ``x`` in its own range, with the gradients of the straight-through estimator.
 
     Shape: ``x`` any, of a floating dtype; result as ``x``, same strides.
 
@@ -87,7 +87,7 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
 def range_of(
     x: Tensor, block_size: Sequence[int], qmin: float, qmax: float, *, symmetric: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of the range that ``x`` has, without gradient; for compilers in plain aten.
+    """Scale and zero point of the range of ``x``, without gradient; in plain aten while compiling.
 
     Shape: ``x`` any; results float32 and int32, of as many axes, no zero point if symmetric.
     """

@@ -1,4 +1,4 @@
-"""``qtk::fake_quantize_float``: the op behind a quantizer to a small float, with its gradient.
+"""``qtk::fake_quantize_float``: the op behind every quantizer to a floating-point format, with its gradient.
 
 Formulas of ``qtk.numerics.minifloat``; ``block_size`` and backends as in ``qtk.ops.fake_quantize``. A format is given
 by its bits of exponent and mantissa and its largest number. Compilers see plain aten.
@@ -89,7 +89,7 @@ def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _autograd_twice(ctx: Any, grad: Tensor, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of dx: linear in the gradient it came from, constant in ``x`` almost everywhere."""
+    """The gradient of dx: linear in the upstream gradient, constant in ``x`` almost everywhere."""
     if ctx.wants_scale:
         raise NotImplementedError(
             "qtk::fake_quantize_float has no second derivative with respect to a learned range; call fix_range() first"
@@ -128,7 +128,7 @@ class _Decomposed(torch.autograd.Function):
 
 
 def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: str) -> Tensor:
-    """``x`` rounded to the numbers of a small float times its scale, with straight-through gradients.
+    """Fake-quantizes ``x`` to a small float times its scale, with the gradients of the straight-through estimator.
 
     ``format`` is a name of ``qtk.core.dtypes``.
 

@@ -1,8 +1,8 @@
-"""``qtk::observe``: shows a tensor to an observer from inside a compiled graph.
+"""``qtk::observe``: passes a tensor to an observer from inside a compiled graph.
 
-An observer is a Python object that decides on what it sees, and no compiler can look through it. The op is opaque to
-them: it finds its listener by number in an address book, and counts its calls in ``ticket``, so that no compiler thinks
-it does nothing.
+An observer is a Python object with data-dependent control flow, which cannot be compiled. The op is opaque: it finds
+its listener by number, and counts its calls in ``ticket``, a mutated argument, so that no compiler removes it as dead
+code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qtk.errors import CalibrationError
 
 
 class Observes(Protocol):
-    """Anything that takes tensors in."""
+    """An object that observes tensors."""
 
     def observe(self, x: Tensor) -> None: ...
 
@@ -27,12 +27,12 @@ ObservesT = TypeVar("ObservesT", bound=Observes)
 
 
 class Listener(Generic[ObservesT]):
-    """Holds the observer of one place in a model and makes it reachable from compiled code.
+    """Holds the observer of one site and makes it reachable from compiled code.
 
-    A copy has a number of its own and a copy of the observer.
+    A copy has its own number and a copy of the observer.
 
     Args:
-        place: name of the place, for messages.
+        place: name of the site, for messages.
     """
 
     def __init__(self, place: str, observer: ObservesT | None = None) -> None:
@@ -43,9 +43,9 @@ class Listener(Generic[ObservesT]):
         _ADDRESSES[self.number] = self
 
     def observe(self, x: Tensor) -> None:
-        """Shows ``x`` to the observer.
+        """Passes ``x`` to the observer.
 
-        Raises: CalibrationError, with the place, if there is no observer or it refuses ``x``.
+        Raises: CalibrationError, with the site, if there is no observer or it refuses ``x``.
         """
         if self.observer is None:
             raise CalibrationError(f"{self.place} is to observe but has no observer; set quantizer.observer first")
@@ -55,7 +55,7 @@ class Listener(Generic[ObservesT]):
             raise CalibrationError(f"{self.place}: {error}") from None
 
     def observe_when_run(self, x: Tensor) -> None:
-        """``observe``, whenever the graph that is being compiled runs."""
+        """Adds a call of ``observe`` to the graph that is being compiled."""
         torch.ops.qtk.observe.default(self.ticket, x.detach(), self.number)
 
     def __reduce__(self) -> tuple[type[Listener[ObservesT]], tuple[str, ObservesT | None]]:

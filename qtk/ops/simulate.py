@@ -1,4 +1,4 @@
-"""Fake-quantization as a spec asks for it, whatever its format."""
+"""Fake-quantization by a spec, to integers or floating-point formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qtk.ops.fake_quantize_float import fake_quantize_float
 
 
 def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-    """``x`` rounded to the numbers that codes of ``spec`` stand for, with straight-through gradients.
+    """Fake-quantizes ``x`` by ``spec``, with the gradients of the straight-through estimator.
 
     Shape: ``x`` any, of a floating dtype; ``scale`` and ``zero_point`` the qparam shape of ``spec``; result as ``x``.
 
@@ -25,7 +25,7 @@ def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | Non
 
 
 def simulate_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
-    """``x`` rounded likewise, in the range that it has itself; the range carries no gradient.
+    """Fake-quantizes ``x`` by ``spec`` in its own range; the range carries no gradient.
 
     Shape: ``x`` any, of a floating dtype; result as ``x``.
     """

@@ -1,4 +1,4 @@
-"""Sites by what a user calls them: names, or globs over names."""
+"""Selection of sites by names, or globs over names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qtk.registry import nearest
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The sites that lead an encoding, in the order of the plan: all, or those that the names select.
+    """The sites that own an encoding, in the order of the plan: all, or those that names or globs select.
 
-    A site that shares its encoding selects its leader.
+    A site that shares an encoding selects the site that owns it.
 
     Raises: CalibrationError for a name or glob that matches no site.
     """

@@ -61,7 +61,7 @@ def test_activations_to_the_edge_of_the_bin(name, quantile):
     assert middles[0] >= float(x.min())
 
 
-def test_channels_and_mask_marks():
+def test_channels_and_mask_sentinels():
     x = torch.stack([data("random"), data("skewed")])
     x[0, :100] = -torch.inf
     scheme = Percentile(quantile=0.9)

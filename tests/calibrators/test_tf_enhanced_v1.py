@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from qtk.calibrators import tf_enhanced_v1
 from qtk.calibrators.tf_enhanced import TfEnhanced
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerChannel, PerTensor
@@ -120,3 +121,68 @@ def test_channels_that_are_constant_or_zero(name):
     for row, low, high in zip(x, encoding.minimum, encoding.maximum, strict=True):
         assert float(low) - 0.1 <= float(row.min())
         assert float(row.max()) <= float(high) + 0.5
+
+
+def test_a_histogram_worked_out_by_hand(by_hand):
+    """Min -1, max 1, center 0: 512 bins over [-3, 3] of width 3/256, so that x is in bin round(256/3·x + 256).
+
+    -1 → 170.67 → 171.  1 → 341.33 → 341.  267/512 → 300.5 → 301, away from zero.  10 → 1109, dropped.
+    Batches weigh the same: bin 171 has (1/2 + 1/4)/2, bin 341 too, bin 301 (0 + 1/4)/2.
+    """
+    left, shares, _ = (value[0] for value in by_hand.shares())
+    assert {int(i): float(shares[i]) for i in shares.nonzero()} == {171: 0.375, 301: 0.125, 341: 0.375}
+    assert (float(left[0]), float(left[1])) == (-3.0, -3 + 3 / 256)
+    assert [float(left[i]) for i in (171, 301, 341)] == [-0.99609375, 0.52734375, 0.99609375]
+
+
+def test_symmetric_candidates_worked_out_by_hand(by_hand):
+    """Two bits: N = 3, codes -2…1. The observed range is ±0.99609375, so candidates are k/100 · 0.99609375/1.5.
+
+    Middles of the occupied bins: -0.990234375 (share 0.375), 0.533203125 (0.125), 1.001953125 (0.375).
+
+    k = 101, the scale s is 0.670703125:
+        the range ends at s, in bin floor((s + 3)·256/3) = floor(313.23), whose middle is 0.673828125
+        -0.990234375 / s = -1.476 → code -1, off by 0.990234375 - 0.670703125 = 0.31953125
+         0.533203125 / s =  0.795 → code  1, off by 0.670703125 - 0.533203125 = 0.1375
+         1.001953125 is clipped, and off by 1.001953125 - 0.673828125 = 0.328125
+        cost 0.375·0.31953125² + 0.125·0.1375² + 3·0.375·0.328125² = 0.161775
+    k = 100, s is 0.6640625, its bin 312 with the middle 0.662109375:
+        cost 0.375·0.326171875² + 0.125·0.130859375² + 3·0.375·0.33984375² = 0.171967
+    k = 99: the first and last terms alone are 0.375·0.324609375² + 3·0.375·0.33984375² = 0.1694
+    k = 94…98: clipping costs 3·0.375·0.3515625² = 0.1390 or more, and -0.99 is at least 0.2582 from -s and -2s: 0.0250
+    k ≤ 93: clipping alone costs 0.1682 or more
+    So k = 101 wins.
+    """
+    costs = [
+        0.375 * 0.31953125**2 + 0.125 * 0.1375**2 + 3 * 0.375 * 0.328125**2,
+        0.375 * 0.326171875**2 + 0.125 * 0.130859375**2 + 3 * 0.375 * 0.33984375**2,
+    ]
+    spec = QuantSpec(dtype("int2"), symmetric=True)
+    left, shares, _ = by_hand.shares()
+    scales = torch.tensor([[0.670703125], [0.6640625]], dtype=torch.float64)
+    found = tf_enhanced_v1._cost(left, shares, scales, torch.full_like(scales, -2), spec, 3.0)
+    assert found[:, 0].tolist() == pytest.approx(costs, rel=1e-12)
+    encoding = TfEnhanced(variant="v1").encodings([by_hand], [spec])[0]
+    assert float(encoding.scale) == pytest.approx(0.670703125, rel=1e-7)
+
+
+def test_an_asymmetric_range_worked_out_by_hand(by_hand):
+    """Two bits: N = 3. The observed range has scale 1.9921875/3 = 0.6640625 and starts at round(-1.5) = -2 scales.
+
+    So it is [-1.328125, 0.6640625], and every candidate clips 1.001953125 to 0.662109375 at best. Scales of 17/16 that
+    start at -2 reach beyond it on both sides and are skipped. Those of 16/16 that start there are this range:
+        -0.990234375 → -0.6640625, 0.533203125 → 0.6640625: the cost of k = 100 above, 0.171967
+    That no narrower range costs less is for the brute force above.
+    """
+    spec = QuantSpec(dtype("uint2"))
+    encoding = TfEnhanced(variant="v1").encodings([by_hand], [spec])[0]
+    assert float(encoding.scale) == 0.6640625
+    assert int(encoding.zero_point) == 2
+
+
+@pytest.fixture
+def by_hand():
+    observer = TfEnhanced(variant="v1").observer(PerTensor())
+    observer.observe(torch.tensor([-1.0, 1.0]))
+    observer.observe(torch.tensor([1.0, 267 / 512, 10.0, -1.0]))
+    return observer

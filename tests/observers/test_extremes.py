@@ -62,7 +62,7 @@ def test_any_layout(x):
     ],
 )
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(0), PerBlock((1, 2))], ids=str)
-def test_mask_marks_are_left_out_and_counted(kind, mark, granularity):
+def test_mask_sentinels_are_left_out_and_counted(kind, mark, granularity):
     x = torch.tensor([[1.0, -2.0, 3.0, 5.0], [0.5, 0.25, 7.0, -8.0]], dtype=kind)
     x[0, 1] = mark
     found = extremes(x, granularity)

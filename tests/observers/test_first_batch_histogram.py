@@ -86,7 +86,7 @@ def test_a_constant_has_a_range_of_one_around_it():
     assert shares.sum(1).tolist() == pytest.approx([1, 1])
 
 
-def test_mask_marks_of_both_are_counted():
+def test_mask_sentinels_of_both_are_counted():
     seen, marks = FirstBatchHistogram(PerTensor()), FirstBatchHistogram(PerTensor())
     seen.observe(torch.randn(10))
     marks.observe(torch.full((5,), -torch.inf))

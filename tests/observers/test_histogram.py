@@ -75,10 +75,10 @@ def test_the_grid_is_the_finest_that_fits(name):
     x = data(name)
     observer = seen(PerTensor(), x.split(700), bins=512)
     middles, counts, reach = histogram(x, 512)
-    points = observer.points()
+    samples = observer.samples()
     assert observer.counts[0].tolist() == counts.tolist()
-    assert points.values[0].tolist() == middles.tolist()
-    assert float(points.reach) == reach
+    assert samples.values[0].tolist() == middles.tolist()
+    assert float(samples.reach) == reach
 
 
 def test_between_bins_and_twice_as_many_are_in_use():
@@ -120,7 +120,7 @@ def test_what_joins_may_have_a_coarser_grid_than_growth_allows():
     assert float(other.edges[0, 1] - other.edges[0, 0]) > float(joined.edges[0, 1] - joined.edges[0, 0])
     joined.merge(other)
     assert int(joined.counts.sum()) == 6002
-    middles = joined.points().values[0]
+    middles = joined.samples().values[0]
     within = int(joined.counts[0, (middles > 1.5) & (middles < 4.0)].sum())
     assert within >= 4900
 
@@ -145,13 +145,13 @@ def test_a_constant_first_batch_may_grow():
     assert float(observer.maximum) == 3.0  # as if it had been 1.5 to 2.5, half of 1 more on either side
 
 
-def test_mask_marks_are_left_out():
+def test_mask_sentinels_are_left_out():
     x = torch.tensor([[1.0, -torch.inf, 2.0], [-torch.inf, -torch.inf, -torch.inf]])
     observer = seen(PerChannel(0), [x])
     assert (observer.count, observer.sentinels) == (2, 4)
     assert observer.counts.sum(1).tolist() == [2, 0]
     assert observer.minimum.isnan().tolist() == [False, True]
-    assert observer.points().low.isnan().tolist() == [False, True]
+    assert observer.samples().low.isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
@@ -183,4 +183,4 @@ def test_nothing_seen_has_no_points():
     observer = seen(PerTensor(), [torch.empty(0)])
     assert observer.minimum is observer.counts is observer.edges is None
     with pytest.raises(CalibrationError, match="no data"):
-        observer.points()
+        observer.samples()

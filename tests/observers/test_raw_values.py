@@ -18,11 +18,11 @@ from qtk.observers.raw_values import RawValues
 def test_every_element_of_every_scale(granularity, expected):
     observer = RawValues(granularity)
     observer.observe(torch.arange(8.0).reshape(2, 4))
-    points = observer.points()
-    assert points.values.tolist() == expected
-    assert points.counts is None
-    assert points.low.tolist() == [min(row) for row in expected]
-    assert points.high.tolist() == [max(row) for row in expected]
+    samples = observer.samples()
+    assert samples.values.tolist() == expected
+    assert samples.counts is None
+    assert samples.low.tolist() == [min(row) for row in expected]
+    assert samples.high.tolist() == [max(row) for row in expected]
     assert observer.shape == granularity.qparam_shape((2, 4))
 
 
@@ -34,25 +34,25 @@ def test_two_tensors_and_two_observers_join():
     left.observe(first)
     right.observe(second)
     left.merge(right)
-    assert torch.equal(both.points().values, torch.cat([first, second], 1).double())
-    assert torch.equal(left.points().values, both.points().values)
+    assert torch.equal(both.samples().values, torch.cat([first, second], 1).double())
+    assert torch.equal(left.samples().values, both.samples().values)
     assert left.count == 21
 
 
-def test_mask_marks_count_nothing():
+def test_mask_sentinels_count_nothing():
     observer = RawValues(PerChannel(0))
     observer.observe(torch.tensor([[1.0, -torch.inf], [-torch.inf, -torch.inf]]))
-    points = observer.points()
-    assert points.counts.tolist() == [[1, 0], [0, 0]]
-    assert points.low[0] == points.high[0] == 1
-    assert points.low[1].isnan()
+    samples = observer.samples()
+    assert samples.counts.tolist() == [[1, 0], [0, 0]]
+    assert samples.low[0] == samples.high[0] == 1
+    assert samples.low[1].isnan()
     assert (observer.count, observer.sentinels) == (1, 3)
 
 
 def test_what_does_not_fit_is_refused():
     observer = RawValues(PerChannel(0))
     with pytest.raises(CalibrationError, match="no data"):
-        observer.points()
+        observer.samples()
     observer.observe(torch.randn(3, 2))
     with pytest.raises(CalibrationError, match="same channels"):
         observer.observe(torch.randn(4, 2))

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA and AMD GPUs; imported when a tensor on one comes along."""
+"""Triton kernels for NVIDIA and AMD GPUs; imported when the first tensor on a GPU arrives."""

@@ -1,9 +1,9 @@
 """Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
 One launch a call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
-``acting``; ``qtk.kernels.gpu.walk`` says which program takes what. The gradients of the range are reduced inside the
-launch: where several programs share a scale, each leaves its part and takes a ticket, and the one that draws the last
-ticket adds the parts up in their order. The sums do not depend on which program that is.
+``effective``; ``qtk.kernels.gpu.walk`` assigns elements to programs. The gradients of scale and zero point are reduced
+inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last ticket
+adds them in a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics.blocks import check_fit
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Of the tensor, its scales and its zero points."""
+"""Gradients of the tensor, its scales and its zero points."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Triton's interpreter cuts the digits that bfloat16 has no place for; GPUs round."""
+"""Triton's interpreter truncates to bfloat16; GPUs round."""
 
 
 @triton.jit
 def rounded(value):
-    """Nearest whole number, ties to even, of what is no larger than 2²². A NaN stays."""
+    """Rounds to the nearest integer, ties to even; for |value| ≤ 2²². Keeps NaN."""
     return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def clamped(value, low, high):
-    """A NaN stays."""
+    """``value`` limited to [low, high]. Keeps NaN."""
     value = tl.where(value < low, low, value)
     return tl.where(value > high, high, value)
 
@@ -72,7 +72,7 @@ def effective_zero_point(zero_at, index, exists, qmin, qmax):
 
 @triton.jit
 def code_of(steps, zero):
-    """The code before it is clamped; what lies further out than any code may lie anywhere there."""
+    """The code before clamping; a value beyond every code may get any code beyond them."""
     return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
 
 
@@ -149,9 +149,9 @@ def backward_kernel(
         inside = nearest == code
         tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
         if SUMS:
-            slope = g.to(tl.float32)
-            of_scale += slope * ((nearest - zero) - tl.where(inside, steps, 0.0))
-            clipped += tl.where(inside, 0.0, slope)
+            upstream = g.to(tl.float32)
+            of_scale += upstream * ((nearest - zero) - tl.where(inside, steps, 0.0))
+            clipped += tl.where(inside, 0.0, upstream)
     if SUMS:
         sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
         sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
@@ -183,7 +183,7 @@ def backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that a scale is multiplied with: integers, or those of a small float (``number_of``)."""
+    """The values a code stands for at scale 1: integers, or those of a small float (``number_of``)."""
 
     lowest: float
     highest: float
@@ -198,7 +198,7 @@ def forward(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
     reference: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``x`` on a grid; blocks along more than two axes are left to the ``reference``.
+    """``x`` fake-quantized; for blocks along more than two axes by the ``reference``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -225,7 +225,7 @@ def backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
     wants_scale: bool, wants_zero_point: bool, reference: Callable[[Tensor, Tensor], Gradients],
 ) -> Gradients:
-    """Its gradients, an empty tensor for what is not wanted; ``reference`` as in ``forward``.
+    """The gradients of ``forward``, an empty tensor for one that is not wanted; ``reference`` as in ``forward``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -245,13 +245,13 @@ def backward(
             reference,
         )
         return dx.copy_(flat), of_scale, of_zero
-    slope = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
+    upstream = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
     splits = found.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         backward_kernel[(found.groups * splits,)](
-            x, slope, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
+            x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
             tickets(x.device, found.groups if sums else 0), scale.numel(), *arguments(found), splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
             PARTS=TILE // found.scales_a_tile, **grid.constants(), **shape(found),
@@ -273,7 +273,7 @@ def fake_quantize_backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
     wants_scale: bool, wants_zero_point: bool,
 ) -> Gradients:
-    """As ``qtk.numerics.straight_through.fake_quantize_backward``, an empty tensor for what is not wanted.
+    """As ``qtk.numerics.straight_through.fake_quantize_backward``, an empty tensor for a gradient that is not wanted.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -300,7 +300,7 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
 def fake_quantize_float_backward(
     grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype, wants_scale: bool
 ) -> tuple[Tensor, Tensor]:
-    """As ``qtk.numerics.minifloat.fake_quantize_backward``, an empty tensor for what is not wanted."""
+    """As ``qtk.numerics.minifloat.fake_quantize_backward``, an empty tensor for a gradient that is not wanted."""
 
     def reference(grad: Tensor, x: Tensor) -> Gradients:
         return *minifloat.fake_quantize_backward(grad, x, scale, block_size, format), scale.new_empty(0)

@@ -31,7 +31,7 @@ SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def range_of(low, high, qmin, qmax, largest, SYMMETRIC: tl.constexpr):
-    """Scale and zero point of extremes that are no NaN, on either side of 0; ``largest`` bounds the scale."""
+    """Scale and zero point of a range [low, high] that holds 0 and no NaN; ``largest`` bounds the scale."""
     if SYMMETRIC:
         scale = tl.maximum(tl.div_rn(high, tl.zeros_like(high) + qmax), tl.div_rn(low, tl.zeros_like(low) + qmin))
     else:

@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel needs from the device."""
+"""Device, number of programs and counters of a launch of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 WAVES = 8
-"""Programs a multiprocessor is given: enough to hide the latency of memory."""
+"""Programs per multiprocessor: enough to hide memory latency."""
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the GPU of ``x``, whichever is current."""
+    """Makes the GPU of ``x`` the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -29,7 +29,7 @@ def programs(device: torch.device) -> int:
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """``count`` counters that are 0; a kernel leaves them so. One set a stream: two kernels never share them."""
+    """``count`` counters, all 0 before and after a kernel; one set a stream, so that kernels never share them."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     kept = _TICKETS.get((device, stream))
     if kept is None or kept.numel() < count:

@@ -16,7 +16,7 @@ from qtk.kernels.gpu.walk import TILE, walk
 from qtk.numerics import statistics
 
 MOST_BINS = 4096
-"""Bins that a program counts in its own memory; more are counted by the reference."""
+"""Bins that fit into the shared memory of a program; the reference counts more."""
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def histogram_kernel(
     x_at, counts_at, first_at, unit_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """Where a program has one scale, it counts in shared memory. Sums of integers do not depend on their order."""
+    """Histogram counts; in shared memory where a program has one scale. Integer sums do not depend on their order."""
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     first_bin = spread(tl.load(first_at + index, mask=exists, other=0.0), COLUMNS)

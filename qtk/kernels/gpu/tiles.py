@@ -1,4 +1,4 @@
-"""What every kernel does with a walk: the tile of a program, turn by turn, and who is last to finish a group."""
+"""Device functions shared by the kernels: the elements of a tile, its scales, and the last program of a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARPS = 8
 
 @triton.jit
 def places(group, s2, step1, step2, SCALES: tl.constexpr):
-    """Of a group of scales: its s1, its places along s2, which of these exist, and the numbers of the scales."""
+    """Of a group of scales: its index s1, its indices along s2, their mask, and the indices of the scales."""
     tiles = tl.cdiv(s2, SCALES)
     along1 = (group // tiles).to(tl.int64)
     along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
@@ -26,7 +26,7 @@ def tile(
     turn, along1, along2, exists, s1, middle, s2, inner,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and which of them exist."""
+    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and their mask."""
     if COLUMNS:
         chunks = tl.cdiv(middle, REACH)
         row = (turn % chunks) * REACH + tl.arange(0, REACH)
@@ -45,7 +45,7 @@ def tile(
 
 @triton.jit
 def spread(value, COLUMNS: tl.constexpr):
-    """One number a scale, along the tile."""
+    """One value for each scale, broadcast along the tile."""
     if COLUMNS:
         return value[None, :]
     else:
@@ -54,18 +54,18 @@ def spread(value, COLUMNS: tl.constexpr):
 
 @triton.jit
 def draws_last_ticket(ticket_at, splits):
-    """Whether the other programs of a group are done; what they and this one stored before is there to be read."""
+    """Whether this is the last program of a group to finish; then all stores of the group are visible."""
     tl.debug_barrier()  # every thread of the program has stored
     return tl.atomic_add(ticket_at, 1, sem="acq_rel") == splits - 1
 
 
 def arguments(walk: Walk) -> tuple[int, ...]:
-    """The numbers of a walk in the order in which kernels take them: s1, middle, s2, inner, step1, step2, turns."""
+    """The sizes of a walk in the order of the kernels' arguments: s1, middle, s2, inner, step1, step2, turns."""
     return walk.s1, walk.middle, walk.s2, walk.inner, walk.step1, walk.step2, walk.turns
 
 
 def shape(walk: Walk) -> dict[str, int | bool]:
-    """The constants of a walk."""
+    """The ``tl.constexpr`` arguments of a walk."""
     return {"SCALES": walk.scales_a_tile, "REACH": walk.reach, "COLUMNS": walk.columns, "num_warps": WARPS}
 
 

@@ -97,7 +97,7 @@ def _walk(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[in
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[int]) -> list[tuple[int, int]]:
-    """Axes in memory order as (length, step from one scale to the next or 0); neighbours that act as one are one."""
+    """Axes in memory order as (length, step from one scale to the next or 0), merged where that is possible."""
     steps, count = [], 1
     sizes = block_size or [WHOLE] * len(shape)
     for length, size in zip(reversed(shape), reversed(sizes), strict=True):
@@ -128,7 +128,7 @@ def _tile(s2: int, middle: int, inner: int, columns: bool) -> tuple[int, int]:
 
 
 def _waste(length: int, reach: int) -> float:
-    """Share of lanes beyond the end; up to a quarter counts as none, for lanes are cheaper than gaps."""
+    """Share of idle lanes; up to a quarter counts as none, because idle lanes cost less than gaps in memory."""
     lanes = -(-length // reach) * reach
     share = (lanes - length) / lanes
     return share if share > 1 / 4 else 0.0

@@ -23,8 +23,8 @@ def blind(monkeypatch):
 
     def run(action):
         with monkeypatch.context() as patched:
-            patched.setattr(extremes, "looked_at", lambda x: False)
-            patched.setattr(histogram, "looked_at", lambda x: False)
+            patched.setattr(extremes, "on_cpu", lambda x: False)
+            patched.setattr(histogram, "on_cpu", lambda x: False)
             return action()
 
     return run
