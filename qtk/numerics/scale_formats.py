@@ -16,9 +16,6 @@ from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import SpecError
 from qtk.numerics.minifloat import round_to
 
-MXINT8_UNIT = 2.0**-6
-"""MXINT8 elements are int8 times this: codes of scale ``power_of_two(amax, 0) * MXINT8_UNIT``."""
-
 _E4M3 = DTYPES["fp8_e4m3"]
 assert isinstance(_E4M3, FloatDtype)
 SMALLEST_E4M3 = 2.0**-9
