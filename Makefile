@@ -36,7 +36,7 @@ bench: $(STAMPS)/all
 	set -e; for file in benchmarks/*/bench_*.py; do $(PYTHON) $$file $(ARGS); done
 
 $(STAMPS)/demo: $(SOURCES) | $(PYTHON)
-	$(PYTHON) -m pip install --editable ".[vision,onnx,demo,report]"
+	$(PYTHON) -m pip install --editable ".[vision,onnx,demo]"
 	$(KERNELS)
 	$(STAMP) $@
 

@@ -288,7 +288,7 @@ class QuantSim:
     def export(
         self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False
     ) -> None:
-        """Writes the simulation for runtimes into a new directory, all formats or none.
+        """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
         >>> import pathlib, qtk, tempfile, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
@@ -314,14 +314,10 @@ class QuantSim:
             formats: names from ``qtk.EXPORTERS``.
             force: replace an existing directory.
 
-        Raises: CheckError if the simulation is not sound; ExportError if the directory exists or a format cannot hold
-            the model; nothing is written then.
+        Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
+            the model, or a file read back differs from the simulation; nothing is written then.
         """
-        dynamic = {name: each.spec for name, each in self.quantizers.items() if each.spec.dynamic}
-        export(
-            self.model, self.encodings(), self.example_inputs, directory, check=self.check, dynamic=dynamic,
-            formats=formats, force=force,
-        )
+        export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Iterable[Batch], *, forward: Forward | None = None

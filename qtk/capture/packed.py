@@ -19,8 +19,6 @@ from qtk.capture.prepared_model import PreparedGraph
 from qtk.graph.sites import name_sites
 from qtk.torch_private import FakeTensorMode
 
-Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
 
 def takes_packed(module: nn.Module, call: Call) -> bool:
     """Whether ``call`` gives a recurrent net a packed sequence."""

@@ -53,6 +53,8 @@ def quantize(
         directory = output or Path(loaded.output)
         summary = running.quantize(loaded, directory, force=force, console=Console(stderr=True))
         console.print(summary.table().rich())
+        if runtimes := summary.runtimes():
+            console.print(runtimes, markup=False, highlight=False)
         console.print(f"written to {directory}", markup=False, highlight=False)
 
 

@@ -15,7 +15,9 @@ from qtk.torch_private import pytree
 
 
 class OnnxFile(nn.Module):
-    """Runs a file in ONNX Runtime on the CPU, with all the optimizations it can bear.
+    """Runs a file in ONNX Runtime on the CPU, with its optimizations where they are correct.
+
+    ``runtime`` describes how the file runs.
 
     Args:
         path: the file.
@@ -28,14 +30,14 @@ class OnnxFile(nn.Module):
         super().__init__()
         self.path = path
         self.signature = [model]  # in a list: it is no submodule
-        self.session, _ = open_session(path, model)
+        self.session, self.runtime = open_session(path, model)
         self.names = [value.name for value in self.session.get_inputs()]
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """The outputs, flat. Raises: ExportError if the file does not run on these inputs."""
         model = self.signature[0]
-        given = dict(zip(input_names(model), input_leaves(model.graph, args, kwargs), strict=True))
-        tensors = {name: leaf for name, leaf in given.items() if isinstance(leaf, Tensor)}
+        leaves = zip(input_names(model), input_leaves(model.graph, args, kwargs), strict=True)
+        tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         try:
             feed = {name: tensors[name].detach().cpu().numpy() for name in self.names}
             return tuple(torch.from_numpy(array) for array in self.session.run(None, feed))

@@ -19,14 +19,15 @@ from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_d
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
+from qtk.core.plan import QuantPlan
 from qtk.errors import ConfigError
 from qtk.export.atomic import staged_directory
 from qtk.export.onnx.session import require_onnxruntime
-from qtk.graph.insert import QUANTIZERS
+from qtk.graph.simulation import Simulation
 from qtk.quantsim import QuantSim
-from qtk.report.size import float_size_bytes, quantized_size_bytes
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.torch_private import pytree
+from qtk.workflow.export import export as export_simulation
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
@@ -60,7 +61,7 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
         summary = Summary(measure.name, models)
         record = json.dumps(summary.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         (folder / SUMMARY_JSON).write_text(record + "\n", encoding="utf-8")
-        (folder / SUMMARY_TXT).write_text(summary.table().text() + "\n", encoding="utf-8")
+        (folder / SUMMARY_TXT).write_text(summary.text() + "\n", encoding="utf-8")
     return summary
 
 
@@ -101,7 +102,8 @@ class _Run:
         """Scores in float and in every setting, the exports written into ``folder``."""
         reference = self._pass(self.model, held_out, FLOAT)
         value = measure(reference.outputs, reference.labels)
-        scores = {FLOAT: Score(value, None, float_size_bytes(_tensors(self.model)))}
+        self._export_float(folder / FLOAT)
+        scores = {FLOAT: Score(value, None, _onnx_size_bytes(folder / FLOAT))}
         for setting in self.recipe.settings:
             sim = self.calibrated(setting)
             self.exported(sim, setting, folder / setting.name)
@@ -109,7 +111,7 @@ class _Run:
             score = Score(
                 measure(simulated.outputs, reference.labels),
                 outputs_sqnr_db(reference.outputs, simulated.outputs),
-                quantized_size_bytes(_tensors(sim.model), sim.encodings()),
+                _onnx_size_bytes(folder / setting.name),
             )
             file = folder / setting.name / onnx_name("")
             if isinstance(sim.model, PreparedGraph) and file.is_file():
@@ -120,6 +122,7 @@ class _Run:
                     score,
                     onnxruntime_value=measure(found, reference.labels),
                     onnxruntime_agreement=agreement(simulated.outputs, found),
+                    runtime=runner.runtime,
                 )
             scores[setting.name] = score
         return scores
@@ -149,6 +152,13 @@ class _Run:
         if formats:
             with self._step(f"exporting {setting.name} as {' and '.join(formats)}"):
                 sim.export(folder, formats=formats)
+
+    def _export_float(self, folder: Path) -> None:
+        """The model in float as ONNX, beside those of the settings if any has one: sizes are of like files."""
+        if any(ONNX in self.recipe.formats_of(setting) for setting in self.recipe.settings):
+            with self._step(f"exporting {FLOAT} as {ONNX}"):
+                in_float = Simulation(self.prepared, QuantPlan({}), {})
+                export_simulation(in_float, self.example, folder, check=lambda: None, formats=(ONNX,))
 
     def _example(self) -> ExampleInputs:
         if self.entry.input_shape:
@@ -197,7 +207,6 @@ def _equal(labels: Sequence[object], others: Sequence[object]) -> bool:
     )
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by every name they go by, without those of quantizers."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor for name, tensor in named if not name.startswith(f"{QUANTIZERS}.")}
+def _onnx_size_bytes(folder: Path) -> int | None:
+    """Of all ONNX files in a folder, those of large weights beside them included; ``None`` if there are none."""
+    return sum(path.stat().st_size for path in folder.glob("*.onnx*")) or None

@@ -1,8 +1,8 @@
 """The encodings of a model in the JSON schemas of AIMET: 1.0.0 and 2.0.0.
 
 AIMET 1.0.0 stores ``offset = lowest code - zero_point``, whatever the sign of the codes: -128 for symmetric int8 and
-for uint8 with zero point 128 alike. The word and the convention live in this file alone. AIMET 2.0.0 speaks as
-ONNX QuantizeLinear does; a zero point that is 0 everywhere is left out.
+for uint8 with zero point 128 alike. The word and the convention live in this file alone. AIMET 2.0.0 has the
+names and conventions of ONNX QuantizeLinear; a zero point that is 0 everywhere is left out.
 
 Neither schema holds a whole spec (1.0.0: no signedness, axis or shape; both: no narrow range), so reading needs the
 specs of the sites, and for blocks in 1.0.0 the shapes of the tensors.
@@ -21,6 +21,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import WHOLE, PerBlock, PerChannel, PerTensor, Shape
+from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError, QtkError
 from qtk.export.encodings_json import load_object, numbers
@@ -33,12 +34,12 @@ ENC_TYPES = {PerTensor: "PER_TENSOR", PerChannel: "PER_CHANNEL", PerBlock: "PER_
 Record = Mapping[str, object]
 
 
-def export_1_0_0(encodings: Mapping[str, Encoding], path: str | os.PathLike[str]) -> None:
+def export_1_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str]) -> None:
     """Writes the encodings in schema 1.0.0: two lists, parameters and activations.
 
     Raises: ExportError naming the site whose blocks the schema cannot hold.
     """
-    records = [(site, _record_1_0_0(site, encoding)) for site, encoding in encodings.items()]
+    records = [(site, _record_1_0_0(site.name, encoding)) for site, encoding in encodings.items()]
     _write(path, {
         "version": "1.0.0",
         "activation_encodings": [record for site, record in records if not _is_parameter(site)],
@@ -47,12 +48,12 @@ def export_1_0_0(encodings: Mapping[str, Encoding], path: str | os.PathLike[str]
     })
 
 
-def export_2_0_0(encodings: Mapping[str, Encoding], path: str | os.PathLike[str]) -> None:
+def export_2_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str]) -> None:
     """Writes the encodings in schema 2.0.0: one list in the vocabulary of ONNX QuantizeLinear.
 
     Raises: ExportError naming the site whose blocks the schema cannot hold.
     """
-    records = [_record_2_0_0(site, encoding) for site, encoding in encodings.items()]
+    records = [_record_2_0_0(site.name, encoding) for site, encoding in encodings.items()]
     _write(path, {"version": "2.0.0", "encodings": records})
 
 
@@ -101,9 +102,9 @@ def _write(path: str | os.PathLike[str], data: Record) -> None:
     Path(path).write_text(json.dumps({"producer": PRODUCER, **data}, indent=1) + "\n", encoding="utf-8")
 
 
-def _is_parameter(site: str) -> bool:
-    """Only the sites of parameters have no port behind a colon."""
-    return ":" not in site
+def _is_parameter(site: Site) -> bool:
+    """A parameter is no port of an operator."""
+    return not site.port
 
 
 def _block_axis(site: str, sizes: Shape) -> int:

@@ -1,10 +1,10 @@
-"""The encodings of a model as JSON, in our own words.
+"""The encodings of a model as JSON, in qtk's own format.
 
     {"format": "qtk.encodings", "version": 1, "producer": "qtk",
      "encodings": {"fc.weight": {"spec": {...}, "scale": [...], "zero_point": null}, ...},
      "dynamic": {"relu:out": {...}, ...}}
 
-``dynamic`` holds the specs of sites whose ranges are taken at run time, if there are any. Scales are written as the
+``dynamic`` holds the specs of sites with dynamic quantization, if there are any. Scales are written as the
 exact decimal value of the float32, so every bit survives; their nesting is the shape.
 """
 
@@ -34,7 +34,7 @@ def export(
     Args:
         encodings: site name → encoding.
         path: the file to write.
-        dynamic: site name → spec, where the range is taken at run time.
+        dynamic: site name → spec, of sites with dynamic quantization.
     """
     header = {"format": FORMAT, "version": VERSION, "producer": "qtk"}
     sections = {"encodings": {site: _record(each) for site, each in encodings.items()}}
@@ -53,13 +53,26 @@ def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
 
     Raises: EncodingError if the file is no encodings file of this version, or a record in it is malformed.
     """
+    return {site: _encoding(site, record) for site, record in _section(path, "encodings").items()}
+
+
+def read_dynamic(path: str | os.PathLike[str]) -> dict[str, QuantSpec]:
+    """The specs of sites with dynamic quantization. Raises: EncodingError as ``read``."""
+    return {site: _spec(site, record) for site, record in _section(path, "dynamic").items()}
+
+
+def _section(path: str | os.PathLike[str], name: str) -> dict[str, object]:
+    """One of the two sections of a file; ``dynamic`` is empty if it is left out."""
     match load_object(path):
-        case {"format": str(name), "version": int(version), "encodings": dict(records)} if name == FORMAT:
+        case {"format": str(found), "version": int(version), "encodings": dict(encodings), **rest} if found == FORMAT:
             if version != VERSION:
                 raise EncodingError(f"{path}: encodings version {version} is not known; this qtk reads {VERSION}")
         case _:
             raise EncodingError(f"{path} is not a {FORMAT} file; AIMET's files are read by encodings_aimet")
-    return {site: _encoding(site, record) for site, record in records.items()}
+    dynamic = rest.get("dynamic", {})
+    if not isinstance(dynamic, dict):
+        raise EncodingError(f"{path}: dynamic holds a JSON {type(dynamic).__name__}, expected an object")
+    return encodings if name == "encodings" else dynamic
 
 
 def load_object(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -96,6 +109,15 @@ def _encoding(site: str, record: object) -> Encoding:
             numbers(scale, torch.float32),
             None if zero_point is None else numbers(zero_point, torch.int32),
         )
+    except QtkError as error:
+        raise EncodingError(f"{site}: {error}") from error
+
+
+def _spec(site: str, record: object) -> QuantSpec:
+    if not isinstance(record, dict):
+        raise EncodingError(f"{site}: a spec is a JSON object, got {record!r:.120}")
+    try:
+        return QuantSpec.from_json(record)
     except QtkError as error:
         raise EncodingError(f"{site}: {error}") from error
 

@@ -21,16 +21,18 @@ class Score:
     Args:
         value: of the evaluation; top-1 as a share, 0…1.
         sqnr_db: of the outputs against those in float; ``None`` for float itself.
-        size_bytes: codes packed at their width, scales, zero points, and the rest in float.
+        size_bytes: of the exported ONNX file, all of its parts together; ``None`` if there is none.
         onnxruntime_value: the evaluation of the exported file; ``None`` if there is none.
         onnxruntime_agreement: share of predictions, 0…1, where the file agrees with the simulation.
+        runtime: how the exported file ran, in words; ``None`` if there is none.
     """
 
     value: float
     sqnr_db: float | None
-    size_bytes: int
+    size_bytes: int | None = None
     onnxruntime_value: float | None = None
     onnxruntime_agreement: float | None = None
+    runtime: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Summary:
         columns = (
             Column("model"), Column("setting"),
             *(Column(heading, number=True) for heading in
-              (shown, "SQNR dB", "bytes", f"ONNX Runtime {shown}", "agreement")),
+              (shown, "SQNR, dB", "size, bytes", f"ONNX Runtime {shown}", "agreement")),
         )
         rows: list[tuple[str, ...]] = []
         sections = []
@@ -69,19 +71,35 @@ class Summary:
             sections.append(len(rows))
             for setting, score in scores.items():
                 rows.append((
-                    model, setting.upper() if self._is_code(setting) else setting,
-                    self._value(score.value), _shown_db(score.sqnr_db), f"{score.size_bytes:,}",
+                    model, self._setting(setting),
+                    self._value(score.value), _shown_db(score.sqnr_db), _bytes(score.size_bytes),
                     self._value(score.onnxruntime_value), _share(score.onnxruntime_agreement),
                 ))
         return Table("accuracy, error and size", columns, tuple(rows), tuple(sections[1:]))
 
-    def _record(self, score: Score) -> dict[str, float | None]:
-        record: dict[str, float | None] = {
+    def runtimes(self) -> str:
+        """How the exported files ran: a line for each way, with the files that ran so if there are several ways."""
+        files: dict[str, list[str]] = {}
+        for model, scores in self.models.items():
+            for setting, score in scores.items():
+                if score.runtime is not None:
+                    files.setdefault(score.runtime, []).append(f"{model} {self._setting(setting)}")
+        if len(files) == 1:
+            return next(iter(files))
+        return "\n".join(f"{', '.join(names)}: {runtime}" for runtime, names in files.items())
+
+    def text(self) -> str:
+        """The table, and below it how the exported files ran."""
+        return "\n\n".join(part for part in (self.table().text(), self.runtimes()) if part)
+
+    def _record(self, score: Score) -> dict[str, float | str | None]:
+        record: dict[str, float | str | None] = {
             self.metric: score.value, "sqnr_db": _finite(score.sqnr_db), "size_bytes": score.size_bytes
         }
         if score.onnxruntime_value is not None:
             record[f"onnxruntime_{self.metric}"] = score.onnxruntime_value
             record["onnxruntime_agreement"] = score.onnxruntime_agreement
+            record["runtime"] = score.runtime
         return record
 
     def _value(self, value: float | None) -> str:
@@ -90,9 +108,9 @@ class Summary:
         return _share(value) if self.metric == "top1" else f"{value:.6g}"
 
     @staticmethod
-    def _is_code(setting: str) -> bool:
+    def _setting(name: str) -> str:
         """``w8a8`` is shown as ``W8A8``."""
-        return setting.replace("w", "").replace("a", "").isdigit()
+        return name.upper() if name.replace("w", "").replace("a", "").isdigit() else name
 
 
 def _finite(value: float | None) -> float | None:
@@ -105,3 +123,7 @@ def _share(value: float | None) -> str:
 
 def _shown_db(value: float | None) -> str:
     return NOTHING if value is None else "∞" if value == math.inf else f"{value:.1f}"
+
+
+def _bytes(value: int | None) -> str:
+    return NOTHING if value is None else f"{value:,}"

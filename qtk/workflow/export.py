@@ -1,11 +1,11 @@
-"""Writes a simulation as files for runtimes: all of them, or none."""
+"""Writes a simulation as files for runtimes, and compares each file with it: all of them, or none."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,37 +16,23 @@ from qtk.capture.calls import Call, with_rows
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.packed import PackedRecurrent
 from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerBlock, Shape
+from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
-from qtk.errors import ExportError
+from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
+from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
+from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 
 ENCODINGS_FILE = "encodings.json"
 AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Exported:
-    """What an exporter is given.
-
-    Args:
-        model: the prepared model with its quantizers simulating.
-        encodings: site name → encoding.
-        dynamic: site name → spec, where the range is taken at run time.
-        example_inputs: a tensor, tuple or dict the model runs on.
-    """
-
-    model: nn.Module
-    encodings: Mapping[str, Encoding]
-    dynamic: Mapping[str, QuantSpec]
-    example_inputs: ExampleInputs
-
-
-Exporter: TypeAlias = Callable[[Exported, Path], None]
-"""Writes its files into a directory."""
+Exporter: TypeAlias = Callable[[Simulation, ExampleInputs, Path], None]
+"""Writes its files into a directory, reads them back and raises ExportError if they differ from the simulation."""
 
 EXPORTERS: Registry[Exporter] = Registry("export format")
 
@@ -61,30 +47,30 @@ def onnx_name(path: str) -> str:
 
 
 def export(
-    model: nn.Module,
-    encodings: Mapping[str, Encoding],
+    simulation: Simulation,
     example_inputs: ExampleInputs,
     directory: str | os.PathLike[str],
     *,
     check: Callable[[], None],
-    dynamic: Mapping[str, QuantSpec] | None = None,
     formats: Sequence[str] = ("encodings", "onnx"),
     force: bool = False,
 ) -> None:
     """Writes every format into one new directory; if one fails, nothing of any is left.
 
+    Each file is read back before the directory appears: encodings and stored integers must be bit-equal to those of
+    the simulation.
+
     Args:
-        model: the prepared model with its quantizers simulating.
-        encodings: site name → encoding.
+        simulation: what is exported.
         example_inputs: a tensor, tuple or dict the model runs on.
         directory: where the files will be.
         check: runs first and raises if the simulation is not fit to be exported.
-        dynamic: site name → spec, where the range is taken at run time.
         formats: names from ``EXPORTERS``.
         force: replace an existing directory.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
-        written, or a format cannot express the model; whatever ``check`` raises.
+        written, a format cannot express the model, or a file read back differs from the simulation; whatever
+        ``check`` raises.
     """
     if isinstance(formats, str):
         formats = (formats,)
@@ -92,48 +78,92 @@ def export(
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]
     check()
-    exported = Exported(model, encodings, dynamic or {}, example_inputs)
     with staged_directory(directory, force=force) as folder:
         for write in exporters:
-            write(exported, folder)
+            write(simulation, example_inputs, folder)
 
 
-def _encodings(exported: Exported, folder: Path) -> None:
+def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     """Our own, and AIMET's schemas as far as they can hold the model."""
-    _encodings_json(exported, folder)
-    for write in (_encodings_aimet_1_0_0, _encodings_aimet_2_0_0):
+    _encodings_json(simulation, example_inputs, folder)
+    for name in (AIMET_1_0_0_FILE, AIMET_2_0_0_FILE):
         try:
-            write(exported, folder)
+            _write_aimet(simulation, folder / name)
         except ExportError as error:
-            warnings.warn(f"one file less: {error}", stacklevel=2)
+            warnings.warn(f"skipped {name}: {error}", stacklevel=2)
+        else:
+            _compare_aimet(simulation, folder / name)
 
 
-def _encodings_json(exported: Exported, folder: Path) -> None:
-    encodings_json.export(exported.encodings, folder / ENCODINGS_FILE, dynamic=exported.dynamic)
+def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    path, dynamic = folder / ENCODINGS_FILE, _dynamic(simulation)
+    encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
+    encodings_json.export(encodings, path, dynamic=dynamic)
+    with _read_back(path):
+        compare_encodings(encodings_json.read(path), encodings)
+        if encodings_json.read_dynamic(path) != dynamic:
+            raise ExportError("the sites of dynamic quantization are not those of the simulation")
 
 
-def _encodings_aimet_1_0_0(exported: Exported, folder: Path) -> None:
-    _refuse_dynamic(exported)
-    encodings_aimet.export_1_0_0(exported.encodings, folder / AIMET_1_0_0_FILE)
+def _encodings_aimet_1_0_0(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    _write_aimet(simulation, folder / AIMET_1_0_0_FILE)
+    _compare_aimet(simulation, folder / AIMET_1_0_0_FILE)
 
 
-def _encodings_aimet_2_0_0(exported: Exported, folder: Path) -> None:
-    _refuse_dynamic(exported)
-    encodings_aimet.export_2_0_0(exported.encodings, folder / AIMET_2_0_0_FILE)
+def _encodings_aimet_2_0_0(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    _write_aimet(simulation, folder / AIMET_2_0_0_FILE)
+    _compare_aimet(simulation, folder / AIMET_2_0_0_FILE)
 
 
-def _refuse_dynamic(exported: Exported) -> None:
-    if exported.dynamic:
-        raise ExportError(f"AIMET's schemas know no ranges taken at run time, as {next(iter(exported.dynamic))} has; "
-                          f"{ENCODINGS_FILE} lists them")
+def _write_aimet(simulation: Simulation, path: Path) -> None:
+    dynamic = _dynamic(simulation)
+    if dynamic:
+        raise ExportError(f"AIMET's schemas hold no dynamic quantization, as {next(iter(dynamic))} has; "
+                          f"{ENCODINGS_FILE} lists it")
+    write = encodings_aimet.export_1_0_0 if path.name == AIMET_1_0_0_FILE else encodings_aimet.export_2_0_0
+    write(_calibrated(simulation), path)
 
 
-def _onnx(exported: Exported, folder: Path) -> None:
+def _compare_aimet(simulation: Simulation, path: Path) -> None:
+    encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
+    specs = {site: encoding.spec for site, encoding in encodings.items()}
+    shapes = {
+        site: _shape_in_blocks(encoding.scale.shape, encoding.spec.granularity)
+        for site, encoding in encodings.items() if isinstance(encoding.spec.granularity, PerBlock)
+    }
+    with _read_back(path):
+        compare_encodings(encodings_aimet.read(path, specs, shapes=shapes), encodings)
+
+
+def _calibrated(simulation: Simulation) -> dict[Site, Encoding]:
+    quantizers = simulation.quantizers.items()
+    return {site: encoding for site, quantizer in quantizers if (encoding := quantizer.encoding) is not None}
+
+
+def _dynamic(simulation: Simulation) -> dict[str, QuantSpec]:
+    return {site.name: each.spec for site, each in simulation.quantizers.items() if each.spec.dynamic}
+
+
+def _shape_in_blocks(counts: Shape, blocks: PerBlock) -> Shape:
+    """The shape of a tensor of ``counts`` blocks; the length of an axis that is one block does not matter."""
+    return tuple(count * max(size, 1) for count, size in zip(counts, blocks.sizes, strict=True))
+
+
+@contextlib.contextmanager
+def _read_back(path: Path) -> Iterator[None]:
+    """Raises: ExportError naming the file, if what is read back from it differs or cannot be read."""
+    try:
+        yield
+    except (EncodingError, ExportError) as error:
+        raise ExportError(f"{path.name} read back differs from the simulation: {error}; nothing was written") from error
+
+
+def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     try:
         from qtk.export.onnx import qdq  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    calls = _graph_calls(exported)
+    calls = _graph_calls(simulation.model, example_inputs)
     packed = [path for path, (graph, _) in calls.items() if isinstance(graph, PackedRecurrent)]
     if packed:
         raise ExportError(
@@ -141,17 +171,20 @@ def _onnx(exported: Exported, folder: Path) -> None:
             "data; call it on padded sequences, or export with formats=('encodings',)"
         )
     for path, (graph, call) in calls.items():
-        qdq.export(graph, call, folder / onnx_name(path))
+        file = folder / onnx_name(path)
+        qdq.export(graph, call, file)
+        with _read_back(file):
+            qdq.compare_with_simulation(file, graph)
 
 
-def _graph_calls(exported: Exported) -> dict[str, tuple[fx.GraphModule, Call]]:
+def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
     """Every graph that Python calls, and how the example inputs reach it."""
-    call, found = Call(*split_inputs(exported.example_inputs), None), roots(exported.model)
-    if list(found) == [""]:
-        return {"": (found[""], call)}
-    with evaluating(exported.model):
-        calls = record_calls(exported.model, [call], of=found.values())
-    return {path: (graph, _example(graph, calls[graph])) for path, graph in found.items() if graph in calls}
+    call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
+    if list(graphs) == [""]:
+        return {"": (graphs[""], call)}
+    with evaluating(model):
+        calls = record_calls(model, [call], of=graphs.values())
+    return {path: (graph, _example(graph, calls[graph])) for path, graph in graphs.items() if graph in calls}
 
 
 def _example(graph: nn.Module, calls: Sequence[Call]) -> Call:

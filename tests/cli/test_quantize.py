@@ -4,14 +4,17 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from qtk.cli import quantize as module
+from qtk.cli.model_source import build_model
 from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
 from qtk.errors import CalibrationError, ConfigError, ExportError
 from qtk.export import encodings_json
 from qtk.export.atomic import MARKER, staged_directory
+from qtk.export.onnx.session import create_session
 
 W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
 W4 = {"name": "w4", "weight_bits": 4, "activation_bits": None}
@@ -39,9 +42,8 @@ def test_every_model_is_measured_in_every_setting(project, tmp_path):
     }
     scores = summary.models["one"]
     assert scores["fp32"].value == 1.0  # the labels are its own predictions
-    assert scores["fp32"].size_bytes == 4 * (6 * 16 + 16 + 16 * 4 + 4)
+    assert scores["fp32"].size_bytes is None  # no ONNX file is asked for
     assert scores["w8a8"].sqnr_db > 25 > scores["w4"].sqnr_db > 5
-    assert scores["w4"].size_bytes == (96 + 64) // 2 + 4 * (16 + 4) + 4 * (16 + 4)
     assert scores["w8a8"].onnxruntime_value is None
     assert summary.models["two"] == scores
 
@@ -70,7 +72,24 @@ def test_the_exported_file_is_measured_in_onnxruntime(project, tmp_path):
     assert score.onnxruntime_agreement == 1.0
     assert score.onnxruntime_value == score.value
     assert summary.models["net"]["w4"].onnxruntime_value is None
-    assert files_of(tmp_path / "results") == ["net/w8a8/model.onnx", "summary.json", "summary.txt"]
+    assert score.runtime.startswith("ONNX Runtime ")
+    folder = tmp_path / "results"
+    assert files_of(folder) == ["net/fp32/model.onnx", "net/w8a8/model.onnx", "summary.json", "summary.txt"]
+    assert score.runtime in (folder / "summary.txt").read_text()
+    for setting in ("fp32", "w8a8"):
+        path = folder / "net" / setting / "model.onnx"
+        assert summary.models["net"][setting].size_bytes == path.stat().st_size
+    assert summary.models["net"]["w4"].size_bytes is None
+
+
+def test_the_file_in_float_computes_the_model(project, tmp_path):
+    pytest.importorskip("onnxruntime")
+    run(project, tmp_path, exports=["onnx"])
+    batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    session, _ = create_session(tmp_path / "results" / "net" / "fp32" / "model.onnx", optimized=False)
+    (scores,) = session.run(None, {"x": batch.numpy()})
+    model = build_model(f"{project.module}:net")
+    assert torch.allclose(torch.from_numpy(scores), model(batch), atol=1e-6)
 
 
 def test_a_users_measure_and_weights(project, tmp_path):

@@ -7,11 +7,28 @@ import torch
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel
+from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export.encodings_aimet import export_1_0_0, export_2_0_0, read
+from qtk.export import encodings_aimet
+from qtk.export.encodings_aimet import read
 
 SHAPES = {"fc.weight": (3, 20), "head.weight": (6, 4)}
+
+
+def by_site(encodings):
+    """A name with a colon is that of an operator's output, one without that of a parameter."""
+    ports = {name: name.partition(":") for name in encodings}
+    return {Site(place, "", port) if port else Site.parameter(place): encodings[name]
+            for name, (place, _, port) in ports.items()}
+
+
+def export_1_0_0(encodings, path):
+    encodings_aimet.export_1_0_0(by_site(encodings), path)
+
+
+def export_2_0_0(encodings, path):
+    encodings_aimet.export_2_0_0(by_site(encodings), path)
 
 
 def zeros(*values: int) -> torch.Tensor:
@@ -68,6 +85,14 @@ def test_schema_1_0_0_as_aimet_writes_it(encodings, tmp_path):
     assert parameters["fc.weight"]["block_size"] == 4
     assert parameters["fc.weight"]["offset"] == [-128] * 15
     assert parameters["head.weight"]["block_size"] == 3
+
+
+def test_a_parameter_is_told_by_its_site_not_by_its_name(encodings, tmp_path):
+    odd = {Site.parameter("odd:weight"): encodings["conv.weight"], Site("relu", "", "out"): encodings["relu:out"]}
+    encodings_aimet.export_1_0_0(odd, tmp_path / "e.json")
+    data = json.loads((tmp_path / "e.json").read_text())
+    assert [record["name"] for record in data["param_encodings"]] == ["odd:weight"]
+    assert [record["name"] for record in data["activation_encodings"]] == ["relu:out"]
 
 
 def test_offset_is_the_real_minimum_in_scales_for_both_signs(encodings, tmp_path):

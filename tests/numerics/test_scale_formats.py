@@ -55,7 +55,7 @@ def test_mx_blocks_are_those_of_the_standard(name):
 def test_mxint8():
     x = block_values()
     amax = x.reshape(6, 2, 32).abs().amax(-1)
-    scale = power_of_two(amax, 0) * 2.0**-6
+    scale = power_of_two(amax, 0) * 2.0**-6  # the unit of its elements
     found = affine.fake_quantize(x, scale, None, (1, 32), -127, 127)
     step = 2.0 ** torch.floor(torch.log2(amax.double())) / 64
     step = step.nan_to_num(posinf=1.0).clamp(min=1e-30).repeat_interleave(32, 1)

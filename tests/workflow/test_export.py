@@ -1,26 +1,37 @@
+import re
 import sys
+from dataclasses import replace
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 
-from qtk.core.dtypes import dtype
-from qtk.core.encoding import Encoding
-from qtk.core.spec import QuantSpec
+import qtk
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import MARKER, staged_directory
 from qtk.export.onnx import qdq
 from qtk.workflow.export import EXPORTERS, export
-from tests.export.onnx.simulated import encodings_of, simulate
 
 EXAMPLE = torch.randn(2, 8)
 
 
+def simulated(**options):
+    torch.manual_seed(0)
+    handle = qtk.QuantSim(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), EXAMPLE, **options)
+    handle.compute_encodings([EXAMPLE], progress=False)
+    return handle.simulation
+
+
 @pytest.fixture(scope="module")
 def sim():
-    torch.manual_seed(0)
-    return simulate(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), EXAMPLE)
+    return simulated()
+
+
+def encodings_of(simulation):
+    return {site.name: quantizer.encoding for site, quantizer in simulation.quantizers.items()}
 
 
 def fit() -> None:
@@ -33,7 +44,7 @@ def names(directory):
 
 def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     encodings = encodings_of(sim)
-    export(sim, encodings, EXAMPLE, tmp_path / "out", check=fit)
+    export(sim, EXAMPLE, tmp_path / "out", check=fit)
     assert names(tmp_path / "out") == [
         "encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", "model.onnx"
     ]
@@ -48,30 +59,38 @@ def test_all_formats_hold_the_same_encodings(sim, tmp_path):
         assert all(back[site].equals(encoding) for site, encoding in encodings.items())
 
 
-def test_a_schema_that_cannot_hold_the_model_is_left_out_and_said(sim, tmp_path):
-    spec = QuantSpec(dtype("fp8_e4m3"), symmetric=True)
-    floats = {"fc.weight": Encoding(spec, torch.ones(1))}
-    with pytest.warns(UserWarning, match=r"one file less: fc\.weight: AIMET's schema 1\.0\.0 holds no fp8_e4m3"):
-        export(sim, floats, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
+def test_a_schema_that_cannot_hold_the_model_is_left_out_and_said(tmp_path):
+    floats = simulated(config={"version": 1, "defaults": {"weight": {"dtype": "fp8_e4m3", "symmetric": True}}},
+                       activation_bits=None)
+    with pytest.warns(UserWarning, match=r"skipped encodings_aimet_1\.0\.0\.json: 0\.weight: .* holds no fp8_e4m3"):
+        export(floats, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
     assert names(tmp_path / "out") == ["encodings.json", "encodings_aimet_2.0.0.json"]
-    assert encodings_json.read(tmp_path / "out" / "encodings.json")["fc.weight"].equals(floats["fc.weight"])
+    back = encodings_json.read(tmp_path / "out" / "encodings.json")
+    assert back["0.weight"].equals(encodings_of(floats)["0.weight"])
     with pytest.raises(ExportError, match="holds no fp8_e4m3"):
-        export(sim, floats, EXAMPLE, tmp_path / "one", check=fit, formats="encodings_aimet_1.0.0")
+        export(floats, EXAMPLE, tmp_path / "one", check=fit, formats="encodings_aimet_1.0.0")
+
+
+def test_blocks_are_read_back_too(tmp_path):
+    blocks = simulated(config={"version": 1, "defaults": {"weight": {"bits": 4, "symmetric": True,
+                                                                     "granularity": "per_block", "block_size": 2}}})
+    export(blocks, EXAMPLE, tmp_path / "out", check=fit)
+    assert len(names(tmp_path / "out")) == 4
 
 
 @pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_1.0.0", "encodings_aimet_2.0.0", "onnx"])
 def test_each_format_alone(name, sim, tmp_path):
-    export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
+    export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
     assert len(names(tmp_path / "out")) == 1
 
 
 def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
-    def failing(*args: object) -> None:
+    def failing(*args: object, **rest: object) -> None:
         raise ExportError("disk gone")
 
     monkeypatch.setattr(qdq, "export", failing)
     with pytest.raises(ExportError, match="disk gone"):
-        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit)
+        export(sim, EXAMPLE, tmp_path / "out", check=fit)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,22 +99,22 @@ def test_the_check_runs_before_anything_is_written(sim, tmp_path):
         raise CheckError("fc: saw no data")
 
     with pytest.raises(CheckError, match="saw no data"):
-        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=unfit)
+        export(sim, EXAMPLE, tmp_path / "out", check=unfit)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_formats_are_refused_with_the_known_ones(sim, tmp_path):
     with pytest.raises(ConfigError, match="unknown export format 'onx'; did you mean 'onnx'"):
-        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=("onx",))
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onx",))
     with pytest.raises(ExportError, match="no formats to export; choose from encodings"):
-        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=())
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=())
     assert "onnx" in EXPORTERS
 
 
 def test_nothing_is_overwritten_unasked(sim, tmp_path):
     with staged_directory(tmp_path / "out") as folder:
         (folder / "mine").write_text("mine")
-    arguments = (sim, encodings_of(sim), EXAMPLE, tmp_path / "out")
+    arguments = (sim, EXAMPLE, tmp_path / "out")
     with pytest.raises(ExportError, match="exists already"):
         export(*arguments, check=fit, formats=("encodings",))
     assert names(tmp_path / "out") == ["mine"]
@@ -107,4 +126,98 @@ def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "qtk.export.onnx.qdq", None)
     monkeypatch.delattr("qtk.export.onnx.qdq", raising=False)
     with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
-        export(sim, encodings_of(sim), EXAMPLE, tmp_path / "out", check=fit, formats=("onnx",))
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onnx",))
+
+
+def doubled(encodings, site="0.weight"):
+    """The encodings with the scale of one site doubled."""
+    wrong = {each: each if isinstance(each, str) else each.name for each in encodings}
+    return {each: replace(encoding, scale=encoding.scale * 2) if wrong[each] == site else encoding
+            for each, encoding in encodings.items()}
+
+
+@pytest.mark.parametrize(
+    ("module", "writer", "file"),
+    [
+        (encodings_json, "export", "encodings.json"),
+        (encodings_aimet, "export_1_0_0", "encodings_aimet_1.0.0.json"),
+        (encodings_aimet, "export_2_0_0", "encodings_aimet_2.0.0.json"),
+    ],
+)
+def test_a_wrong_scale_in_a_file_of_encodings_is_found(module, writer, file, sim, tmp_path, monkeypatch):
+    write = getattr(module, writer)
+    monkeypatch.setattr(module, writer, lambda encodings, path, **rest: write(doubled(encodings), path, **rest))
+    with pytest.raises(ExportError, match=rf"{file} read back differs .*: 0\.weight: scale\[0\] is .* nothing was"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_site_that_only_one_side_has_is_found(lost, sim, tmp_path, monkeypatch):
+    def write(encodings, path, **rest):
+        extra = dict(list(encodings.items())[1:]) if lost else {**encodings, "other": next(iter(encodings.values()))}
+        original(extra, path, **rest)
+
+    original = encodings_json.export
+    monkeypatch.setattr(encodings_json, "export", write)
+    found = "is missing in the file" if lost else "other is not quantized in the simulation"
+    with pytest.raises(ExportError, match=rf"encodings\.json read back .*{found}"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+
+
+def test_a_lost_site_of_dynamic_quantization_is_found(tmp_path, monkeypatch):
+    dynamic, original = simulated(config="dynamic"), encodings_json.export
+    monkeypatch.setattr(encodings_json, "export", lambda encodings, path, **_: original(encodings, path))
+    with pytest.raises(ExportError, match=r"encodings\.json read back .* dynamic quantization"):
+        export(dynamic, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+
+
+def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch):
+    monkeypatch.setattr(encodings_json, "export", lambda encodings, path, **_: path.write_text("{"))
+    with pytest.raises(ExportError, match=r"encodings\.json read back .* is not JSON"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
+
+
+@pytest.mark.parametrize(
+    ("initializer", "change", "said"),
+    [
+        ("0.weight.codes", lambda array: array + (array < 100), "the stored integers are not those of the simulation"),
+        ("qtk_quantizers.0.weight.scale", lambda array: array * 2, r"scale\[0\] is"),
+        ("qtk_quantizers.1:out.zero_point", lambda array: array + 1, r"zero_point\[0\] is"),
+        ("qtk_quantizers.input:input.scale", lambda array: array * np.float32(1 + 2**-23), r"scale\[0\] is"),
+    ],
+)
+def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said, sim, tmp_path, monkeypatch):
+    def write(graph, call, path):
+        original(graph, call, path)
+        model = onnx.load(path)
+        (tensor,) = (each for each in model.graph.initializer if each.name in {initializer, initializer[:-6]})
+        array = onnx.numpy_helper.to_array(tensor)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(change(array).astype(array.dtype), tensor.name))
+        onnx.save(model, path)
+
+    original = qdq.export
+    monkeypatch.setattr(qdq, "export", write)
+    site = re.escape(re.sub(r"^qtk_quantizers\.|\.(codes|scale|zero_point)$", "", initializer))
+    with pytest.raises(ExportError, match=rf"model\.onnx read back differs .*: {site}: {said}.* nothing was written"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["axis", "site", "spec"])
+def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch):
+    def write(graph, call, path):
+        original(graph, call, path)
+        model = onnx.load(path)
+        node = next(node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.attribute)
+        if name == "axis":
+            node.attribute[0].i = 1
+        for entry in node.metadata_props:
+            if entry.key == f"qtk.{name}":
+                entry.value = "another" if name == "site" else entry.value.replace("int8", "int4")
+        onnx.save(model, path)
+
+    original = qdq.export
+    monkeypatch.setattr(qdq, "export", write)
+    with pytest.raises(ExportError, match=r"model\.onnx read back differs .*(0\.weight|another)"):
+        export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")

@@ -6,7 +6,6 @@ DequantizeLinear with the scale of the simulation, so both round to the same cod
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -18,13 +17,13 @@ from torch import fx
 from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerTensor
-from qtk.core.spec import QuantSpec
-from qtk.errors import ExportError, QtkError
+from qtk.errors import ExportError
 from qtk.export.onnx.container import BASE_OPSET, opset_for
-from qtk.export.onnx.lower import SITE, SPEC, lower
-from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.export.onnx.lower import lower
+from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.trace import trace
+from qtk.export.read_back import compare_encoding
 
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
 """(domain, opset) → the lowest version of the file format that may hold it."""
@@ -73,16 +72,31 @@ def export(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
-    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; those of run time are not in it.
+    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; dynamic quantization has none.
 
     Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
     """
-    try:
-        graph = ir.load(path).graph
-    except Exception as error:
-        raise ExportError(f"cannot read {path} as ONNX: {error}") from error
-    found = (_encoding(node, path) for node in graph if node.op_type == "DequantizeLinear")
-    return dict(each for each in found if each is not None)
+    return {site.name: site.encoding for site in stored_sites(path) if site.encoding is not None}
+
+
+def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
+    """Reads a file back and compares encodings and stored integers with the simulation it was exported from.
+
+    Raises: ExportError naming the site of the first difference.
+    """
+    missing = {site.name: site for site in simulated_sites(model)}
+    simulated = dict(missing)
+    compared: set[tuple[str | None, ...]] = set()
+    for stored in stored_sites(path):
+        if stored.name not in simulated:
+            raise ExportError(f"{stored.name} is not quantized in the simulation")
+        missing.pop(stored.name, None)
+        inputs = (stored.name, *(value.name for value in stored.node.inputs if value is not None))
+        if inputs not in compared:  # an unrolled loop reads the same initializers at every step
+            compared.add(inputs)
+            _compare_site(stored, simulated[stored.name])
+    if missing:
+        raise ExportError(f"{next(iter(missing))} is missing in the file")
 
 
 def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
@@ -101,24 +115,19 @@ def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
         raise ExportError(f"the exported graph is not valid ONNX: {error}") from error
 
 
-def _encoding(node: ir.Node, path: str | os.PathLike[str]) -> tuple[str, Encoding] | None:
-    site, spec_text = node.metadata_props.get(SITE), node.metadata_props.get(SPEC)
-    if site is None or spec_text is None:
-        raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
+def _compare_site(stored: StoredSite, simulated: SimulatedSite) -> None:
+    name = stored.name
+    if stored.spec != simulated.spec:
+        raise ExportError(f"{name}: {stored.spec} in the file and {simulated.spec} in the simulation")
+    if stored.encoding is not None and simulated.encoding is not None:
+        compare_encoding(name, stored.encoding, simulated.encoding)
+    if simulated.constant is None:
+        return
+    with torch.no_grad():
+        expected = simulated.quantizer(simulated.constant).cpu()
     try:
-        spec = QuantSpec.from_json(json.loads(spec_text))
-        if spec.dynamic:
-            return None
-        scale, zero_point = (_initializer(value) for value in node.inputs[1:])
-        if isinstance(spec.granularity, PerTensor):
-            scale, zero_point = scale.reshape(1), zero_point.reshape(1)
-        return site, Encoding(spec, scale.float(), None if spec.symmetric else zero_point.int())
-    except (QtkError, ValueError) as error:
-        raise ExportError(f"{path}: {site}: {error}") from error
-
-
-def _initializer(value: ir.Value | None) -> torch.Tensor:
-    if value is None or value.const_value is None:
-        raise ValueError("scale and zero point must be initializers")
-    array = value.const_value.numpy()
-    return torch.from_numpy(array.astype("float32" if array.dtype.kind == "f" else "int32"))
+        value = stored.constant()
+    except (RuntimeError, ValueError) as error:
+        raise ExportError(f"{name}: the scales do not fit the stored integers: {error}") from error
+    if value is None or not torch.equal(value.to(expected.dtype), expected):
+        raise ExportError(f"{name}: the stored integers are not those of the simulation")

@@ -26,16 +26,20 @@ class SimulatedSite:
     Args:
         name: the site.
         node: the call in its graph.
-        spec: what it quantizes to.
-        encoding: with which numbers; ``None`` where the range is taken at run time.
+        quantizer: what is called.
+        encoding: with which numbers it quantizes; ``None`` for dynamic quantization.
         constant: the float value, for one made from parameters alone; ``None`` if it depends on the inputs.
     """
 
     name: str
     node: fx.Node
-    spec: QuantSpec
+    quantizer: Quantizer
     encoding: Encoding | None
     constant: Tensor | None
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.quantizer.spec
 
 
 def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
@@ -64,7 +68,7 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
         (source,) = node.args
         assert isinstance(source, fx.Node)
         constant = None if quantizer.spec.dynamic else _constant(source, nodes)
-        yield SimulatedSite(name, node, quantizer.spec, quantizer.encoding, constant)
+        yield SimulatedSite(name, node, quantizer, quantizer.encoding, constant)
 
 
 def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor | None:

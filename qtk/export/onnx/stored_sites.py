@@ -1,0 +1,101 @@
+"""What an exported file holds of each site: its encoding and, of one that never changes, its codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTensor
+from qtk.core.spec import QuantSpec
+from qtk.errors import ExportError, QtkError
+from qtk.export.onnx.lower import SITE, SPEC
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSite:
+    """A DequantizeLinear of an exported file; a loop over time that is unrolled has one a step.
+
+    Args:
+        name: the site.
+        spec: what it quantizes to.
+        encoding: with which numbers; ``None`` where the range is taken at run time.
+        node: the DequantizeLinear.
+    """
+
+    name: str
+    spec: QuantSpec
+    encoding: Encoding | None
+    node: ir.Node
+
+    def constant(self) -> Tensor | None:
+        """The float32 value that DequantizeLinear makes of stored codes; ``None`` if its codes are computed.
+
+        By the definition of ONNX, from the attributes of the node: ``(codes - zero_point) * scale``.
+        """
+        codes, scale, zero_point = self.node.inputs
+        if codes is None or codes.const_value is None:
+            return None
+        reals = _numbers(codes).float()
+        axis, block_size = self._attribute("axis", 1), self._attribute("block_size", 0)
+        return (reals - _aligned(_numbers(zero_point).float(), reals, axis, block_size)) * _aligned(
+            _numbers(scale), reals, axis, block_size
+        )
+
+    def _attribute(self, name: str, default: int) -> int:
+        attribute = self.node.attributes.get(name)
+        return default if attribute is None else attribute.as_int()
+
+
+def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
+    """The sites in a file that qtk exported, in graph order.
+
+    Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
+    """
+    try:
+        graph = ir.load(path).graph
+    except Exception as error:
+        raise ExportError(f"cannot read {path} as ONNX: {error}") from error
+    for node in graph:
+        if node.op_type == "DequantizeLinear":
+            yield _stored_site(node, path)
+
+
+def _stored_site(node: ir.Node, path: str | os.PathLike[str]) -> StoredSite:
+    site, spec_text = node.metadata_props.get(SITE), node.metadata_props.get(SPEC)
+    if site is None or spec_text is None:
+        raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
+    try:
+        spec = QuantSpec.from_json(json.loads(spec_text))
+        return StoredSite(site, spec, None if spec.dynamic else _encoding(node, spec), node)
+    except (QtkError, ValueError) as error:
+        raise ExportError(f"{path}: {site}: {error}") from error
+
+
+def _encoding(node: ir.Node, spec: QuantSpec) -> Encoding:
+    scale, zero_point = map(_numbers, node.inputs[1:])
+    if isinstance(spec.granularity, PerTensor):
+        scale, zero_point = scale.reshape(1), zero_point.reshape(1)
+    return Encoding(spec, scale.float(), None if spec.symmetric else zero_point.int())
+
+
+def _numbers(value: ir.Value | None) -> Tensor:
+    if value is None or value.const_value is None:
+        raise ValueError("scale and zero point must be initializers")
+    tensor = value.const_value
+    return torch.from_numpy(tensor.numpy().astype("int32" if tensor.dtype.is_integer() else "float32"))
+
+
+def _aligned(qparams: Tensor, reals: Tensor, axis: int, block_size: int) -> Tensor:
+    """Scales or zero points in a shape that broadcasts against the values."""
+    if qparams.ndim == 0:
+        return qparams
+    if block_size:
+        return qparams.repeat_interleave(block_size, axis)
+    return qparams.reshape([-1 if place == axis % reals.ndim else 1 for place in range(reals.ndim)])

@@ -1,0 +1,45 @@
+import onnx
+import pytest
+import torch
+from onnx import helper
+from torch import nn
+
+from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.export.onnx.qdq import export
+from qtk.export.onnx.session import create_session
+from qtk.export.onnx.stored_sites import stored_sites
+from tests.export.onnx.simulated import encodings_of, simulate, weights
+
+EXAMPLE = torch.randn(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "granularity", "options"),
+    [
+        ("int8", PerTensor(), {"symmetric": True}), ("uint8", PerChannel(0), {}), ("uint8", PerChannel(-1), {}),
+        ("int4", PerBlock((1, 4)), {"symmetric": True}), ("uint4", PerBlock((3, 1)), {}),
+        ("int16", PerChannel(0), {"symmetric": True}), ("fp8_e4m3", PerChannel(0), {"symmetric": True}),
+    ],
+)
+def test_a_constant_is_what_onnx_runtime_computes(name, granularity, options, tmp_path):
+    torch.manual_seed(0)
+    sim = simulate(nn.Linear(8, 6), EXAMPLE, weight=weights(name, granularity, **options))
+    export(sim, EXAMPLE, tmp_path / "model.onnx")
+    stored = {site.name: site for site in stored_sites(tmp_path / "model.onnx")}
+    assert set(stored) == set(encodings_of(sim))
+    assert all(stored[site].encoding.equals(encoding) for site, encoding in encodings_of(sim).items())
+    assert [site for site, each in stored.items() if each.constant() is not None] == ["weight"]
+    assert torch.equal(stored["weight"].constant(), run_alone(tmp_path / "model.onnx", stored["weight"].node.name))
+
+
+def run_alone(path, name):
+    """What ONNX Runtime makes of one node whose inputs are all initializers."""
+    model = onnx.load(path)
+    (node,) = (node for node in model.graph.node if node.name == name)
+    initializers = [each for each in model.graph.initializer if each.name in node.input]
+    output = helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, None)
+    alone = helper.make_model(
+        helper.make_graph([node], "alone", [], [output], initializers), opset_imports=model.opset_import, ir_version=10
+    )
+    session, _ = create_session(alone.SerializeToString(), optimized=False)
+    return torch.from_numpy(session.run(None, {})[0])
