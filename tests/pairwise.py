@@ -35,7 +35,7 @@ def pairwise(axes: Iterable[Iterable[object]]) -> list[Row]:
         row = dict(next(iter(missing)))
         for axis in sorted(set(range(len(values))) - set(row)):
             row[axis] = max(range(len(values[axis])), key=lambda own: sum(
-                pair in missing for pair in _pairs({**row, axis: own})  # noqa: B023
+                pair in missing for pair in _pairs({**row, axis: own})
             ))
         for pair in _pairs(row):
             missing.pop(pair, None)

@@ -1,4 +1,7 @@
-"""The ops as they run here, their reference, and the Triton kernels by themselves: on a GPU, else in Triton's interpreter."""
+"""The ops as they run here, their reference, and the Triton kernels by themselves.
+
+The kernels run on a GPU, else in Triton's interpreter.
+"""
 
 from types import SimpleNamespace
 
