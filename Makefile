@@ -1,5 +1,7 @@
 # make demo    install into .venv, quantize the embedded digits models, print the table
-# make test    install into .venv, run ruff, mypy and every test
+# make test    install into .venv, run ruff, mypy and the tests but the slow ones
+# make test-all     the slow tests too, matrices in full
+# make test-oldest  the tests with the oldest torch that is promised, in .venv-oldest
 # make lint    ruff and mypy alone
 # make bench   the benchmarks; ARGS="--quick" is passed on
 # An active virtual environment is used instead of .venv.
@@ -19,14 +21,31 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
            $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
 
-.PHONY: demo test lint bench clean
+OLDEST  := $(CURDIR)/.venv-oldest
+PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadgroup
+
+.PHONY: demo test test-all test-oldest pytest lint bench clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
 	$(VENV)/bin/qtk quantize --output $(OUTPUT) --force
 
 test: lint
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: lint
+	$(PYTEST) -m "" $(ARGS)
+
+pytest: $(STAMPS)/all
+	$(PYTEST) $(ARGS)
+
+# in a copy of the source, for the C++ kernels are compiled in place against the torch of the environment
+test-oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON3) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet "torch==2.11.*" torchvision
+	rm -rf $(OLDEST)/source && mkdir $(OLDEST)/source
+	git ls-files -z | xargs -0 cp --parents --target-directory $(OLDEST)/source
+	$(MAKE) -C $(OLDEST)/source pytest VIRTUAL_ENV=$(OLDEST)
 
 lint: $(STAMPS)/all
 	$(PYTHON) -m ruff check .

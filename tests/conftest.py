@@ -1,6 +1,7 @@
 """How the suite runs: the Triton interpreter where there is no GPU, thin matrices, tests of one model side by side."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.zoo.models import ZOO
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # said before anything imports Triton
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
 
 
 def pytest_generate_tests(metafunc):

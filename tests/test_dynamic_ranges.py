@@ -104,8 +104,10 @@ def test_it_trains(net, x):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("setting", [INT8_TOKEN, {"bits": 8, "dynamic": True},
-                                     {"dtype": "fp8_e4m3", "granularity": "per_token"}], ids=str)
+@pytest.mark.parametrize("setting", [
+    INT8_TOKEN, pytest.param({"bits": 8, "dynamic": True}, marks=pytest.mark.slow),
+    pytest.param({"dtype": "fp8_e4m3", "granularity": "per_token"}, marks=pytest.mark.slow),
+], ids=str)
 def test_compiled_is_eager(net, x, setting):
     torch._dynamo.reset()
     sim = qtk.QuantSim(net, x, config=config(setting), weight_bits=None)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 import qtk
 from qtk.core.granularity import PerChannel
 from qtk.quantizers.modes import in_mode
+from tests.zoo.prepared import slow_but
 
 N, L, S, WIDTH, HEADS = 4, 12, 15, 16, 2
 CODES = 256
@@ -78,6 +79,12 @@ CASES = {  # options of the module, of its call, inputs
     "extra_key_and_value": ({"add_bias_kv": True}, FUSED, query()),
     "extra_zeros": ({"add_zero_attn": True}, FUSED, query() | FLOAT),
 }
+
+
+SLOW = ("with_weights", "padded", "bool_mask", "float_mask_with_weights", "float_mask_of_each_head")
+"""Each is two of the others together."""
+
+every_case = pytest.mark.parametrize("name", slow_but(CASES, *(set(CASES) - set(SLOW))))
 
 
 @functools.cache
@@ -184,17 +191,17 @@ def assert_near_float_at_16_bits(model, prepared, inputs):
             assert noise < 1e-5 * signal  # 50 dB
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_a_prepared_attention_is_the_original(name):
     assert_prepared_alike(*case(name))
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_at_16_bits_attention_is_near_float(name):
     assert_near_float_at_16_bits(*case(name))
 
@@ -278,6 +285,11 @@ LAYERS = {  # builder, inputs, attentions, weights of linear layers
 }
 
 
+every_layer = pytest.mark.parametrize("name", slow_but(
+    LAYERS, "encoder_layer", "encoder_layer_norm_first", "decoder_layer", "padded_encoder"
+))
+
+
 @functools.cache
 def layer(name):
     torch.manual_seed(0)
@@ -286,18 +298,18 @@ def layer(name):
     return model, qtk.prepare_model(model, inputs), inputs
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_layer
 def test_a_prepared_transformer_is_the_original(name):
     assert_prepared_alike(*layer(name))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_layer
 def test_a_simulated_transformer_quantizes_weights_and_all_products(name):
     *_, blocks, linears = LAYERS[name]
     assert_quantized(*layer(name), blocks=blocks, linears=linears)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@every_layer
 def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))
 

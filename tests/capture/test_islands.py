@@ -227,8 +227,9 @@ def test_compare_measures_every_leading_site(name):
 
 @pytest.mark.parametrize(
     ("name", "excluded"),
-    [("deep", "stages.one.first"), ("experts", "experts.1"), ("iterated", "blocks.2"), ("containers", "gather"),
-     ("other_methods", "codec"), ("many_sizes", "also"), ("detector", "backbone.0")],
+    [("deep", "stages.one.first"), ("many_sizes", "also"), ("detector", "backbone.0"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ("experts", "experts.1"), ("iterated", "blocks.2"), ("containers", "gather"), ("other_methods", "codec")))],
 )
 def test_excluded_modules_stay_in_float_inside_a_tree(name, excluded):
     entry, model = PYTHON[name], PYTHON[name].model()

@@ -6,6 +6,7 @@ import torch
 import torchvision
 
 from qtk.workflow.prepare import prepare_model
+from tests.zoo.prepared import slow_but
 
 TIMM = {
     "resnet18": {"block": timm.models.resnet.BasicBlock, "layers": [1, 1, 1, 1]},
@@ -34,12 +35,12 @@ def assert_captured(model, *, trains=True):
         assert torch.equal(prepared(other), model(other))
 
 
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize("name", slow_but(TIMM, "mobilenetv3_small_050", "vit_tiny_patch16_224"))
 def test_timm(name):
     assert_captured(timm.create_model(name, **TIMM[name]))
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
+@pytest.mark.parametrize("name", slow_but(TORCHVISION, "squeezenet1_1"))
 def test_torchvision(name):
     model = torchvision.models.get_model(name, weights=None, **TORCHVISION[name])
     assert_captured(model, trains=name != "googlenet")  # which returns other outputs in train mode

@@ -26,6 +26,13 @@ CASES = [
     (kind, option) for kind, option in itertools.product((nn.LSTM, nn.GRU, nn.RNN), OPTIONS)
     if option != "projected" or kind is nn.LSTM
 ] + [(functools.partial(nn.RNN, nonlinearity="relu"), "plain")]
+QUICK = [
+    (nn.LSTM, "plain"), (nn.LSTM, "both_ways"), (nn.LSTM, "projected"), (nn.GRU, "two_layers"),
+    (nn.GRU, "without_bias"), (nn.RNN, "both_ways"), CASES[-1],
+]  # each net and each option
+every_case = pytest.mark.parametrize(("kind", "option"), [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES
+])
 
 
 class Net(nn.Module):
@@ -102,7 +109,7 @@ def fused_calls(model):
     return counts
 
 
-@pytest.mark.parametrize(("kind", "option"), CASES)
+@every_case
 def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option):
     model, prepared, x = case(kind, option)
     expected = run(model, x)
@@ -115,7 +122,7 @@ def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option
         assert same(expected, run(sim.model, x))
 
 
-@pytest.mark.parametrize(("kind", "option"), CASES)
+@every_case
 def test_gradients_of_the_prepared_net_are_torchs(kind, option):
     model, prepared, x = case(kind, option)
     gradients = []
@@ -127,7 +134,7 @@ def test_gradients_of_the_prepared_net_are_torchs(kind, option):
     assert same(*gradients)
 
 
-@pytest.mark.parametrize(("kind", "option"), CASES)
+@every_case
 def test_every_weight_is_quantized_per_channel_and_every_step_hands_out_codes(kind, option):
     model, prepared, x = case(kind, option)
     sim = simulated(prepared, x)
@@ -362,7 +369,10 @@ def test_a_copy_and_a_file_are_the_simulation_and_apart_from_it(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "option"), [
-    (nn.LSTM, "plain"), (nn.LSTM, "projected"), (nn.GRU, "both_ways"), (nn.GRU, "two_layers"), (nn.RNN, "both_ways"),
+    (nn.GRU, "both_ways"), (nn.LSTM, "projected"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (nn.LSTM, "plain"), (nn.GRU, "two_layers"), (nn.RNN, "both_ways"),
+    )),
 ])
 def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp_path):
     _, prepared, x = case(kind, option)
@@ -373,7 +383,9 @@ def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp
     assert exact.differing == 0.0
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("kind", [
+    nn.LSTMCell, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRUCell, nn.RNNCell)),
+])  # the zoo exports all three
 def test_an_exported_cell_computes_the_bits_of_the_simulation(kind, tmp_path):
     torch.manual_seed(0)
     inputs = (torch.randn(N, I), *(torch.randn(N, H) for _ in range(2 if kind is nn.LSTMCell else 1)))

@@ -5,13 +5,14 @@ import torch
 
 import qtk
 from tests.capture.islands import SIZES, is_inside, simulated
+from tests.zoo.prepared import slow_but
 from tests.zoo.python import PYTHON
 
 ROUNDING = 1e-6
 """What float sums in another order may make of values about 1."""
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("name", slow_but(PYTHON, "kinds", "no_input", "tied_islands"))
 def test_each_file_computes_what_its_island_computes(name, tmp_path):
     entry, sim = PYTHON[name], simulated(name)
     sim.export(tmp_path / "out", formats=("encodings", "onnx"))

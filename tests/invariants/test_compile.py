@@ -1,25 +1,22 @@
-"""``torch.compile`` takes the simulation of every model of the zoo whole, and computes the same."""
+"""``torch.compile`` takes the simulation of every model of the zoo whole, and computes the same.
+
+Quick: a residual net, attention, a recurrent cell, merges and splits, nested inputs and outputs, a tied weight.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import qtk
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import simulated, slow_but
+
+QUICK = ("residual", "fused_attention", "stacks_and_scatters", "nested_input", "nested_output", "tied", "in_place")
 
 
-def simulated(name):
-    entry = ZOO[name]
-    sim = qtk.QuantSim(entry.model(), entry.inputs())
-    sim.compute_encodings([2], forward=lambda model, size: entry.run(model, size), progress=False)
-    return entry, sim
-
-
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_the_simulation_compiles_without_a_graph_break(name):
-    entry, sim = simulated(name)
-    model = sim.model
+    entry, model = ZOO[name], simulated(name).model
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected, found = (pytree.tree_leaves(entry.run(each)) for each in (model, compiled))
@@ -27,8 +24,9 @@ def test_the_simulation_compiles_without_a_graph_break(name):
     torch.compiler.reset()
 
 
-def test_inductor_trains_the_simulation():
-    entry, sim = simulated("residual")
+@pytest.mark.parametrize("name", ["reused_module", pytest.param("residual", marks=pytest.mark.slow)])
+def test_inductor_trains_the_simulation(name):
+    entry, sim = ZOO[name], simulated(name)
     compiled = torch.compile(sim.model, fullgraph=True)
     expected, found = entry.run(sim.model), entry.run(compiled)
     # inductor may reorder float sums, so a value on a tie may fall to the next code

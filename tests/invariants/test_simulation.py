@@ -1,7 +1,6 @@
 """What holds for every model, whatever it is made of (DESIGN §7)."""
 
 import copy
-import functools
 import operator
 
 import pytest
@@ -23,6 +22,7 @@ from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import pair, simulated
 
 pytestmark = pytest.mark.parametrize("name", ZOO)
 
@@ -41,17 +41,9 @@ def equal(a: object, b: object) -> bool:
     return left[1] == right[1] and all(same)
 
 
-def calibrated(entry: Entry, **options) -> qtk.QuantSim:
-    sim = qtk.QuantSim(prepared_once(entry.name), entry.inputs(), **options)
-    sizes = (2, other_batch(entry))
-    sim.compute_encodings(sizes, forward=lambda model, size: entry.run(model, size), progress=False)
-    return sim
-
-
-@functools.cache
 def prepared_once(name: str) -> qtk.PreparedModel:
     """Shared by tests that do not change it."""
-    return qtk.prepare_model(ZOO[name].model(), ZOO[name].inputs())
+    return pair(name)[1]
 
 
 def plan_of(prepared):
@@ -134,7 +126,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
 
 def test_the_simulation_is_close_to_float_at_16_bits(name):
     entry = ZOO[name]
-    sim = calibrated(entry, weight_bits=16, activation_bits=16)
+    sim = simulated(name, weight_bits=16, activation_bits=16)
     with torch.no_grad():
         expected = pytree.tree_leaves(entry.run(entry.model()))
         found = pytree.tree_leaves(entry.run(sim.model))
@@ -146,7 +138,7 @@ def test_the_simulation_is_close_to_float_at_16_bits(name):
 
 def test_codes_are_integers_in_range_at_every_site(name):
     entry = ZOO[name]
-    sim = calibrated(entry)
+    sim = simulated(name)
     values: dict[str, Tensor] = {}
     for site, quantizer in sim.quantizers.items():
         quantizer.register_forward_hook(lambda module, args, out, site=site: values.__setitem__(site, out))
@@ -165,7 +157,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
 
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
     entry = ZOO[name]
-    sim = calibrated(entry, weight_bits=4)
+    sim = simulated(name, weight_bits=4)
     with torch.no_grad():
         expected = entry.run(sim.model)
         assert equal(entry.run(copy.deepcopy(sim.model)), expected)
@@ -176,7 +168,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
 
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]
-    sim = calibrated(entry)
+    sim = simulated(name)
     args, kwargs = split_inputs(entry.inputs())
     program = torch.export.export(sim.model, args, kwargs, strict=False)
     with torch.no_grad():

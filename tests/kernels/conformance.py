@@ -15,6 +15,7 @@ Forward = Callable[..., Tensor]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
+ZERO_POINTS = (None, torch.int32, torch.float32)
 CODES = {"int8": (-128, 127), "uint4": (0, 15), "int2": (-2, 1), "int16": (-32768, 32767), "narrow": (-7, 7)}
 SHAPES = {  # shape, block size: granularities on odd shapes
     "tensor": ((1023,), ()),
@@ -151,15 +152,12 @@ class Conformance:
     forward: Forward
     backward: Backward
 
-    @pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
-    @pytest.mark.parametrize("kind", KINDS, ids=str)
-    @pytest.mark.parametrize("case", SHAPES)
-    def test_forward(self, case, kind, zero_point):
+    @pytest.mark.pairwise(case=SHAPES, layout=LAYOUTS, kind=KINDS, zero_point=ZERO_POINTS)
+    def test_forward(self, case, layout, kind, zero_point):
         shape, block_size = SHAPES[case]
         scale, zero = ranges(shape, block_size, zero_point, -8, 7)
-        x = values(shape, scale, kind)
-        for layout in LAYOUTS.values():
-            check_forward(self.forward, layout(x), scale, zero, (block_size, -8, 7))
+        x = LAYOUTS[layout](values(shape, scale, kind))
+        check_forward(self.forward, x, scale, zero, (block_size, -8, 7))
 
     @pytest.mark.parametrize("codes", CODES)
     @pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
@@ -169,14 +167,11 @@ class Conformance:
         x = values(shape, scale, torch.float32)
         check_forward(self.forward, x * 10, scale, zero, (block_size, *CODES[codes]))
 
-    @pytest.mark.parametrize("zero_point", [None, torch.int32, torch.float32], ids=str)
-    @pytest.mark.parametrize("kind", KINDS, ids=str)
-    @pytest.mark.parametrize("case", SHAPES)
-    def test_backward(self, case, kind, zero_point):
+    @pytest.mark.pairwise(case=SHAPES, layout=LAYOUTS, kind=KINDS, zero_point=ZERO_POINTS)
+    def test_backward(self, case, layout, kind, zero_point):
         shape, block_size = SHAPES[case]
         scale, zero = ranges(shape, block_size, zero_point, -8, 7)
         x = torch.nan_to_num(values(shape, scale, kind), nan=0.5)
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
-        for layout in LAYOUTS.values():
-            check_backward(self.backward, grad, layout(x), scale, zero, (block_size, -8, 7))
-            check_backward(self.backward, layout(grad), x, scale, zero, (block_size, -8, 7))
+        check_backward(self.backward, grad, LAYOUTS[layout](x), scale, zero, (block_size, -8, 7))
+        check_backward(self.backward, LAYOUTS[layout](grad), x, scale, zero, (block_size, -8, 7))

@@ -57,18 +57,18 @@ def problem(case, asymmetric, seed=0):
     return torch.randn(shape, generator=generator), scales, zero_points, block_size
 
 
-@pytest.mark.parametrize("norm", [1, 2])
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_every_candidate_of_every_scale(errors_of, case, asymmetric, norm):
+@pytest.mark.pairwise(
+    case=CASES, layout=conformance.LAYOUTS, backend=BACKENDS, asymmetric=[False, True], weighted=[False, True],
+    norm=[1, 2],
+)
+def test_every_candidate_of_every_scale(case, layout, backend, asymmetric, weighted, norm):
     x, scales, zero_points, block_size = problem(case, asymmetric)
-    importance = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
-    for weights in (None, importance):
-        expected = brute_force(x, scales, zero_points, block_size, -8, 7, norm=norm, importance=weights)
-        for layout in conformance.LAYOUTS.values():
-            found = errors_of(layout(x), scales, zero_points, block_size, -8, 7, norm=norm, importance=weights)
-            assert found.dtype == torch.float64
-            torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
+    importance = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) if weighted else None
+    expected = brute_force(x, scales, zero_points, block_size, -8, 7, norm=norm, importance=importance)
+    given = conformance.LAYOUTS[layout](x), scales, zero_points, block_size, -8, 7
+    found = BACKENDS[backend](*given, norm=norm, importance=importance)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)

@@ -21,7 +21,10 @@ class TestDecomposed(conformance.Conformance):
     backward = staticmethod(backward)
 
 
-@pytest.mark.parametrize("case", ["tensor_large", "channel_middle", "channel_last_wide", "block_deep", "block_tiles"])
+@pytest.mark.parametrize("case", [
+    "channel_last_wide", "block_deep",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("tensor_large", "channel_middle", "block_tiles")),
+])
 def test_inductor_computes_the_reference(case):
     torch._dynamo.reset()
     shape, block_size = conformance.SHAPES[case]

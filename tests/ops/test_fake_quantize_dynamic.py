@@ -41,10 +41,7 @@ def by_hand(row: np.ndarray, qmin: int, qmax: int, symmetric: bool) -> tuple[np.
     return (codes - f(zero)) * scale, scale, zero
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.pairwise(shape=SHAPES, granularity=GRANULARITIES, codes=CODES, way=WAYS)
 def test_is_the_formula(shape, granularity, codes, way):
     qmin, qmax, symmetric = CODES[codes]
     sizes = GRANULARITIES[granularity].block_size(len(shape))
@@ -65,11 +62,9 @@ def test_is_the_formula(shape, granularity, codes, way):
         assert zero.reshape(-1).tolist() == [code for _, _, code in found]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("codes", ["int8", "uint8"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.pairwise(
+    way=WAYS, codes=["int8", "uint8"], granularity=GRANULARITIES, layout=LAYOUTS, kind=KINDS
+)
 def test_every_layout_and_dtype_is_the_reference(way, codes, granularity, layout, kind):
     qmin, qmax, symmetric = CODES[codes]
     for shape in [(6,), (5, 131), (2, 3, 7, 11), (64, 1000)]:
@@ -150,16 +145,17 @@ def test_only_the_result_carries_a_gradient():
         assert not OP(x, (1, -1), 0, 255, False)[0].requires_grad
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("codes", ["int8", "uint8"])
-def test_compiled_is_eager(codes, granularity):
+def test_compiled_is_eager(codes, granularity, backend):
     qmin, qmax, symmetric = CODES[codes]
     sizes = GRANULARITIES[granularity].block_size(2)
 
     def run(x):
         return fake_quantize_dynamic(x * 1.5, sizes, qmin, qmax, symmetric=symmetric)
 
-    compiled = torch.compile(run, fullgraph=True)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     for seed in range(2):
         x = torch.randn(5, 33, generator=torch.Generator().manual_seed(seed), requires_grad=True)
         own, eager = compiled(x), run(x)

@@ -1,10 +1,14 @@
-"""The ops as they run here, and the Triton kernels by themselves: on a GPU, else in Triton's interpreter."""
+"""The ops as they run here, their reference, and the Triton kernels by themselves.
+
+The kernels run on a GPU, else in Triton's interpreter.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from qtk.numerics import statistics as reference
 from qtk.numerics.statistics import count_scales
 from qtk.ops import statistics
 from tests.kernels import conformance
@@ -26,6 +30,7 @@ def histogram_in_triton(x, first, exponent, bins, block_size):
 
 BACKENDS = {
     "op": statistics,
+    "reference": reference,
     "triton": SimpleNamespace(min_max=min_max_in_triton, histogram=histogram_in_triton),
 }
 
@@ -44,17 +49,17 @@ def per_scale(x, block_size):
     return [x.double().reshape(-1)[index == scale] for scale in range(int(index.max()) + 1)]
 
 
-@pytest.mark.parametrize("kind", [*conformance.KINDS, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_min_max_of_every_scale(ops, case, kind):
+@pytest.mark.pairwise(
+    case=CASES, layout=conformance.LAYOUTS, kind=[*conformance.KINDS, torch.float64], backend=BACKENDS
+)
+def test_min_max_of_every_scale(case, layout, kind, backend):
     shape, block_size = CASES[case]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     expected = [(float(own.min()), float(own.max())) for own in per_scale(x, block_size)]
-    for layout in conformance.LAYOUTS.values():
-        low, high = ops.min_max(layout(x), block_size)
-        assert (low.dtype, low.shape, high.shape) == (torch.float32, (len(expected),), (len(expected),))
-        assert low.tolist() == pytest.approx([pair[0] for pair in expected], rel=1e-6)
-        assert high.tolist() == pytest.approx([pair[1] for pair in expected], rel=1e-6)
+    low, high = BACKENDS[backend].min_max(conformance.LAYOUTS[layout](x), block_size)
+    assert (low.dtype, low.shape, high.shape) == (torch.float32, (len(expected),), (len(expected),))
+    assert low.tolist() == pytest.approx([pair[0] for pair in expected], rel=1e-6)
+    assert high.tolist() == pytest.approx([pair[1] for pair in expected], rel=1e-6)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 64, 1000])
@@ -70,10 +75,11 @@ def test_infinities_count_and_nan_wins(ops, columns):
         assert high[2].isnan()
 
 
-@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
-@pytest.mark.parametrize("bins", [1, 7, 512])
-@pytest.mark.parametrize("case", [*CASES, "channel_of_nothing"])
-def test_every_count_of_a_histogram(ops, case, bins, kind):
+@pytest.mark.pairwise(
+    case=[*CASES, "channel_of_nothing"], layout=conformance.LAYOUTS, kind=conformance.KINDS, bins=[1, 7, 512],
+    backend=BACKENDS,
+)
+def test_every_count_of_a_histogram(case, layout, kind, bins, backend):
     shape, block_size = conformance.SHAPES[case]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     scales = max(len(per_scale(x, block_size)), 1) if x.numel() else shape[1]
@@ -81,7 +87,7 @@ def test_every_count_of_a_histogram(ops, case, bins, kind):
     exponent = torch.randint(-9, -5, (scales,), generator=generator, dtype=torch.int32)
     first = torch.randint(-300, 0, (scales,), generator=generator).float()
     x = torch.where(x.abs() > 1, (x * 64).round() / 64, x)  # many on edges
-    found = ops.histogram(x, first, exponent, bins, block_size)
+    found = BACKENDS[backend].histogram(conformance.LAYOUTS[layout](x), first, exponent, bins, block_size)
     assert (found.dtype, found.shape) == (torch.int64, (scales, bins))
     if not x.numel():
         assert not found.any()
@@ -90,8 +96,6 @@ def test_every_count_of_a_histogram(ops, case, bins, kind):
         slot = (own / 2.0 ** int(power)).floor() - int(start)  # in float64
         slot = slot[(slot >= 0) & (slot < bins)].long()
         assert counts.tolist() == torch.bincount(slot, minlength=bins).tolist()
-    for layout in conformance.LAYOUTS.values():
-        assert torch.equal(ops.histogram(layout(x), first, exponent, bins, block_size), found)
 
 
 def power(of):
@@ -128,9 +132,9 @@ def test_no_number_is_in_the_neighbour_of_its_bin(ops):
     assert (found[0, 1:-1] == 3).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_many_elements_on_many_threads(ops, threads):
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(("backend", "threads"), [("op", 1), ("op", 2), ("op", 3), ("reference", 1), ("triton", 1)])
+def test_many_elements_on_many_threads(backend, threads):
+    ops, before = BACKENDS[backend], torch.get_num_threads()
     x = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
     try:
         torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ from qtk.layerwise import run
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.quantizers.quantizer import Mode
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import pair, slow_but
 
 METHODS = {
     "seq_mse": qtk.apply_seq_mse,
@@ -274,10 +275,13 @@ def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*saw fewer rows")
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", slow_but(
+    ZOO, "residual", "all_transposed", "fused_attention", "gru", "recurrent_cells", "reused_block", "tied", "splits",
+    "creations", "norms",
+))
 def test_every_kind_of_model(name):
     data = [ZOO[name].inputs(), ZOO[name].inputs()]
-    sim = qtk.QuantSim(ZOO[name].model(), data[0], weight_bits=4)
+    sim = qtk.QuantSim(pair(name)[1], data[0], weight_bits=4)
     steps = ["seq_mse", "gptq", "bias_correction"]
     if not weighted_layers(sim.model, sim.plan)[0]:
         with pytest.raises(CalibrationError, match="no layer to work on"):

@@ -1,7 +1,6 @@
 """What ``prepare_model`` promises of every model, and what it says of bad ones."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -14,16 +13,10 @@ from qtk.errors import CaptureError
 from qtk.graph.sites import EXCLUDED, label, value_site
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import pair
 
 every_model = pytest.mark.parametrize("name", ZOO)
 X = torch.randn(4, 8)
-
-
-@functools.cache
-def pair(name):
-    """An original and its prepared model, in eval mode; shared by tests that leave them so."""
-    model = ZOO[name].model()
-    return model, prepare_model(model, ZOO[name].inputs())
 
 
 def tensors(tree):

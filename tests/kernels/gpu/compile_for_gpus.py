@@ -1,12 +1,16 @@
-"""Compiles every Triton kernel for GPUs that are not there: run as a script, without Triton's interpreter."""
+"""Compiles every Triton kernel for GPUs that are not there: run as a script, without Triton's interpreter.
 
-import itertools
+The argument ``pairwise`` thins the matrix of targets, kernels, dtypes and shapes.
+"""
+
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32", "largest": "fp32"}
@@ -42,9 +46,9 @@ def main() -> None:
         (candidate_errors.errors_kernel,
          {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
     ]
-    for (name, target), (kernel, flags), kind, columns, alone in itertools.product(
-        TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
-    ):
+    axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
+    rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
+    for (name, target), (kernel, flags), kind, columns, alone in rows:
         constants = {**flags, "COLUMNS": columns} if "COLUMNS" in kernel.arg_names else dict(flags)
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)

@@ -1,0 +1,36 @@
+"""The models of the zoo, captured and proved once a process for all tests that leave them as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import qtk
+from tests.zoo.models import ZOO
+
+
+@functools.cache
+def pair(name: str) -> tuple[nn.Module, qtk.PreparedModel]:
+    """A model in eval mode and the same prepared; they share their tensors."""
+    model = ZOO[name].model()
+    return model, qtk.prepare_model(model, ZOO[name].inputs())
+
+
+def simulated(name: str, **options: Any) -> qtk.QuantSim:
+    """A calibrated simulation of a copy."""
+    entry = ZOO[name]
+    sim = qtk.QuantSim(pair(name)[1], entry.inputs(), **options)
+    sizes = (2, 3 if entry.dynamic else 2)
+    sim.compute_encodings(sizes, forward=lambda model, size: entry.run(model, size), progress=False)
+    return sim
+
+
+def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of which all but some belong to slow tests."""
+    names = list(names)
+    assert set(quick) <= set(names)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
