@@ -33,7 +33,7 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
             raise CalibrationError(f"{site} is quantized dynamically, its range is that of each tensor at run time; "
                                    "plan it without dynamic, or name other sites")
         if scale is None and not isinstance(spec.granularity, PerTensor):
-            raise CalibrationError(f"{site} is quantized {spec.granularity}, the number of its scales is not known yet; "
+            raise CalibrationError(f"{site} is {spec.granularity}, the number of its scales is not known yet; "
                                    "run sim.compute_encodings(data) first")
         like = torch.empty(1, device=device_of(simulation.model)) if scale is None else scale.detach()
         chosen = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)
