@@ -119,7 +119,7 @@ class QuantSim:
 
     @property
     def simulation(self) -> Simulation:
-        """Model, plan and quantizers as they are now: what the verbs take."""
+        """Model, plan and quantizers as they are now."""
         return self._simulation
 
     @property
@@ -142,7 +142,7 @@ class QuantSim:
         return MappingProxyType({site.name: quantizer for site, quantizer in self._simulation.quantizers.items()})
 
     def encodings(self) -> dict[str, Encoding]:
-        """Site name → encoding, for every site that has one; a range taken at run time is none."""
+        """Site name → encoding, for every site that has one; sites that are quantized dynamically have none."""
         return {name: e for name, quantizer in self.quantizers.items() if (e := quantizer.encoding) is not None}
 
     def compute_encodings(

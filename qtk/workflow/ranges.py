@@ -21,8 +21,8 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
 
     All scales of a site get the same range.
 
-    Raises: CalibrationError if there is no such site, the bounds are not finite and low < high, a site takes its range
-        at run time, or has more than one scale and no shape of them yet. Nothing has changed then.
+    Raises: CalibrationError if there is no such site, the bounds are not finite and low < high, a site is
+        quantized dynamically, or has several scales whose number is not known yet. Nothing has changed then.
     """
     if not low < high:
         raise CalibrationError(f"a range must be low < high, got [{low}, {high}]")
@@ -30,10 +30,10 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
     for site in leaders(simulation.plan, names):
         spec, scale = simulation.plan[site].spec, simulation.quantizers[site].scale
         if spec.dynamic:
-            raise CalibrationError(f"{site} takes its range from each tensor at run time; plan it without dynamic, or "
-                                   "name other sites")
+            raise CalibrationError(f"{site} is quantized dynamically, its range is that of each tensor at run time; "
+                                   "plan it without dynamic, or name other sites")
         if scale is None and not isinstance(spec.granularity, PerTensor):
-            raise CalibrationError(f"{site} has a scale for each {spec.granularity}, how many is not known yet; "
+            raise CalibrationError(f"{site} is {spec.granularity}, the number of its scales is not known yet; "
                                    "run sim.compute_encodings(data) first")
         like = torch.empty(1, device=device_of(simulation.model)) if scale is None else scale.detach()
         chosen = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)

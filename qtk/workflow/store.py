@@ -1,7 +1,7 @@
 """A simulation on disk: every tensor in safetensors, everything else in JSON; nothing is ever unpickled.
 
-``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once) and
-what the model has besides: buffers that are not persistent, and tensors that its code holds without registering them.
+``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
+buffers that are not persistent, and tensors that the model's code holds without registering them.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, and name, dtype and shape of every tensor.
 """
 
@@ -31,7 +31,7 @@ from qtk.registry import did_you_mean
 FORMAT, VERSION = "qtk.sim", 1
 STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
 LISTED = 10
-"""Findings an error spells out."""
+"""Findings that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +49,11 @@ class Stored:
     state: Mapping[str, Tensor]
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict, and the buffers that are in none."""
+def _full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict, and the buffers that are not in it."""
     state = model.state_dict()
-    besides = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in state}
-    return {**state, **besides}
+    not_persistent = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in state}
+    return {**state, **not_persistent}
 
 
 def save(
@@ -73,7 +73,7 @@ def save(
 
     Raises: ExportError if the directory exists or cannot be written.
     """
-    state = whole_state(simulation.model)
+    state = _full_state(simulation.model)
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
     record = {
@@ -85,7 +85,7 @@ def save(
         "tied": {name: original for name, original in originals.items() if original != name},
     }
     with staged_directory(directory, force=force) as folder:
-        save_file(_apart(kept), folder / STATE_FILE)
+        save_file(_unshared(kept), folder / STATE_FILE)
         (folder / SIM_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -127,7 +127,7 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
     model, plan = simulation.model, simulation.plan
     masked = {site: why for site, why in stored.plan.unquantized.items() if site in plan and site not in stored.plan}
     expected = {site: decided for site, decided in plan.items() if site not in masked}
-    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, whole_state(model))]
+    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, _full_state(model))]
     if findings:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
@@ -148,7 +148,7 @@ def _quantizer_state(state: Mapping[str, Tensor]) -> set[str]:
 
 
 def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name the first name under which the very same tensor appears."""
+    """For each name the first name of the same tensor."""
     seen: dict[object, str] = {}
     names = {}
     for name, tensor in state.items():
@@ -157,15 +157,15 @@ def _originals(state: Mapping[str, Tensor]) -> dict[str, str]:
     return names
 
 
-def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those tensors that share memory with another without being the same; safetensors refuses them."""
+def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with copies of those that share memory with another; safetensors refuses shared memory."""
     owners: dict[object, str] = {}
-    apart = {}
+    unshared = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.untyped_storage().data_ptr())
         shares = tensor.numel() > 0 and owners.setdefault(key, name) != name
-        apart[name] = tensor.clone() if shares else tensor
-    return apart
+        unshared[name] = tensor.clone() if shares else tensor
+    return unshared
 
 
 def _fingerprint(tensor: Tensor) -> list[object]:
@@ -188,7 +188,7 @@ def _how(decided: SitePlan) -> str:
 
 
 def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[str]:
-    """Quantizers hold their tensors from the first encoding on, so only those of the float model must be there."""
+    """Of the float model only: quantizers have tensors only once they have an encoding."""
     stored_float = {name: tensor for name, tensor in stored.items() if name not in _quantizer_state(stored)}
     own_float = {name: tensor for name, tensor in own.items() if name not in _quantizer_state(own)}
     for name in sorted(stored_float.keys() - own_float.keys()):

@@ -73,7 +73,7 @@ def test_what_makes_no_sense_changes_nothing(sim, site, low, high, said):
 
 def test_scales_that_nobody_counted_have_no_range():
     sim = qtk.QuantSim(nn.Linear(4, 6).eval(), BATCHES[0])
-    with pytest.raises(CalibrationError, match="how many is not known yet"):
+    with pytest.raises(CalibrationError, match="the number of its scales is not known yet"):
         sim.set_range("*weight", -1.0, 1.0)
 
 
