@@ -10,6 +10,7 @@ from torch import fx
 from qtk.capture.composites import composite_called
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import EXCLUDED, label, value_site
+from qtk.nn.recurrent import Recurrent
 from qtk.planning.draft import Draft
 
 
@@ -31,7 +32,8 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     for inner in nested.values():
         run_passes(inner)
         draft.misfits += inner.misfits
-    for first, second in getattr(composite_called(node), "joined_parts", ()):
+    composite = composite_called(node)
+    for first, second in composite.joined_parts if isinstance(composite, Recurrent) else ():
         if {first, second} <= nested.keys():
             _share_result(nested[first], nested[second])
     if nested:

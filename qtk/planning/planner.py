@@ -1,9 +1,9 @@
-"""(graph, config) → ``QuantPlan``: pure, the graph is only read.
+"""Plans a model: which value is quantized how. The graph is only read.
 
 The rules, numbered as the code cites them:
 
 1. A value made by a compute op gets one quantizer, at its producer, for all readers.
-2. Model inputs that somebody reads likewise, unless ``io.inputs`` is ``float``.
+2. Model inputs that an op reads likewise, unless ``io.inputs`` is ``float``.
 3. Inside a supergroup, and inside a formula spelled out in small ops, only the last value is quantized.
 4. A parameter at a weight port gets the weight setting, its channel axis followed back through reshapes; at a bias
    port the bias setting; at any other port of a compute op it is a constant and gets the activation setting, or stays
@@ -14,7 +14,7 @@ The rules, numbered as the code cites them:
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
-9. A value that only divides is left in float.
+9. A value that is only divided by is left in float: rounded to 0 it would make the result infinite.
 10. A composite (attention, a recurrent net) is planned inside, by the same rules; the values it hands out need nothing
    more then. Its weights and inputs are quantized outside it.
 """

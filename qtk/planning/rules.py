@@ -11,7 +11,7 @@ from torch import fx
 from qtk.config.schema import QuantConfig, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.block_formats import BLOCK_FORMATS
-from qtk.core.dtypes import FloatDtype, dtype, integer
+from qtk.core.dtypes import FloatDtype, QDtype, dtype, integer
 from qtk.core.granularity import WHOLE, Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.core.spec import QuantSpec
 from qtk.core.width import FromConfig, Width
@@ -98,27 +98,38 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
     if setting.is_dynamic and setting.granularity in ("per_channel", "per_block"):
         raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
                         f"{setting.granularity}; say dynamic: false with it, or another granularity")
-    symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
+    codes, symmetric, narrow = _codes(setting)
+    granularity = _granularity(setting, axes, rank)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
-    if blocks is not None:
-        codes, symmetric, narrow = blocks.dtype, True, blocks.narrow_range
-    else:
-        codes = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
-        symmetric = symmetric or isinstance(codes, FloatDtype)
-    granularity: Granularity = PerTensor()
-    if axes is not None and (blocks is not None or setting.granularity == "per_block"):
-        length = setting.block_size or (blocks.length if blocks is not None else None)
-        assert length is not None
-        sizes = [WHOLE] * rank
-        sizes[axes[0]], sizes[axes[1]] = 1, length
-        granularity = PerBlock(tuple(sizes))
-    elif axes is not None and setting.granularity == "per_channel":
-        granularity = PerChannel(axes[0])
-    elif setting.granularity == "per_token":
-        granularity = PerToken()
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
     return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
                      scale_format=stored)
+
+
+def _codes(setting: TensorSetting) -> tuple[QDtype, bool, bool]:
+    """The number format, whether it is symmetric, and whether its range is narrow."""
+    blocks = BLOCK_FORMATS.get(setting.dtype or "")
+    if blocks is not None:
+        return blocks.dtype, True, blocks.narrow_range
+    symmetric, narrow = bool(setting.symmetric), bool(setting.narrow_range)
+    codes = dtype(setting.dtype) if setting.dtype is not None else integer(_bits(setting), signed=symmetric)
+    return codes, symmetric or isinstance(codes, FloatDtype), narrow
+
+
+def _granularity(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> Granularity:
+    if setting.granularity == "per_token":
+        return PerToken()
+    if axes is None:
+        return PerTensor()
+    out_axis, in_axis = axes
+    blocks = BLOCK_FORMATS.get(setting.dtype or "")
+    if blocks is not None or setting.granularity == "per_block":
+        length = setting.block_size or (blocks.length if blocks is not None else None)
+        assert length is not None
+        sizes = [WHOLE] * rank
+        sizes[out_axis], sizes[in_axis] = 1, length
+        return PerBlock(tuple(sizes))
+    return PerChannel(out_axis) if setting.granularity == "per_channel" else PerTensor()
 
 
 def _bits(setting: TensorSetting) -> int:

@@ -6,23 +6,27 @@ from qtk.workflow.prepare import prepare_model
 
 
 class Net(nn.Module):
-    def __init__(self, code):
+    def __init__(self):
         super().__init__()
-        self.code, self.fc = code, nn.Linear(4, 4)
+        self.skipped = nn.Sequential(nn.Linear(4, 4), Lgamma())
 
     def forward(self, x):
-        return self.code(self.fc(x))
+        y = torch.special.i0(x) + torch.special.i0(x * 2)
+        return self.skipped(y), torch.bincount(x.flatten().to(torch.int64).abs())
 
 
-def unknown(code):
-    return unknown_ops(prepare_model(Net(code), torch.rand(2, 4), verify=False))
+class Lgamma(nn.Module):
+    def forward(self, x):
+        return torch.lgamma(x)
 
 
-def test_ops_without_a_row_are_named_once_in_order():
-    assert unknown(lambda x: torch.special.i1(torch.special.i0(torch.special.i1(x)))) == (
-        "aten.special_i1.default", "aten.special_i0.default")
+def test_each_op_with_a_real_result_and_no_row_is_named_once():
+    x = torch.rand(2, 4)
+    assert unknown_ops(prepare_model(Net(), x, dynamic_shapes=None)) == (
+        "aten.special_i0.default", "aten.lgamma.default",
+    )
 
 
-def test_known_ops_and_results_that_are_no_floats_are_none():
-    assert unknown(lambda x: torch.relu(x)) == ()
-    assert unknown(lambda x: (x, torch.bucketize(x, torch.tensor([0.0, 1.0])), torch.isfinite(x))) == ()
+def test_ops_the_user_excluded_are_not_named():
+    prepared = prepare_model(Net(), torch.rand(2, 4), dynamic_shapes=None, modules_to_exclude=["skipped"])
+    assert unknown_ops(prepared) == ("aten.special_i0.default",)

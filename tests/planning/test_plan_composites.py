@@ -1,0 +1,43 @@
+import torch
+from torch import nn
+
+import qtk
+from tests.planning.plans import BARE, by_name, leaders, plan_of
+
+
+class Tagger(nn.Module):
+    def __init__(self, *, bidirectional):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x):
+        return torch.tanh(self.lstm(x)[0])
+
+
+X = torch.randn(2, 5, 4)
+
+
+def test_a_composite_is_planned_inside_and_its_result_not_again_outside():
+    decided = by_name(plan_of(Tagger(bidirectional=False), X))
+    assert {"lstm.l0.cell.forget_gate:out", "lstm.l0.cell.hidden:out"} <= decided.keys()
+    assert not any(name.startswith("lstm:out") for name in decided)
+    assert "lstm.weight_ih_l0" in decided
+
+
+def test_both_directions_of_a_layer_share_the_encoding_of_their_joined_results():
+    followers = leaders(plan_of(Tagger(bidirectional=True), X))
+    (follower,) = [name for name, leader in followers.items() if name.startswith("lstm.l0_reverse.cell")]
+    assert followers[follower] == follower.replace("l0_reverse", "l0")
+    assert not leaders(plan_of(Tagger(bidirectional=False), X))
+
+
+def test_rules_name_all_ops_inside():
+    config = {**BARE, "rules": [{"match": {"op": "lstm_cell"}, "output": {"bits": 16}}]}
+    decided = by_name(plan_of(Tagger(bidirectional=False), X, config))
+    assert {d.spec.dtype.bits for name, d in decided.items() if name.startswith("lstm.l0.cell.")} == {16}
+    assert decided["tanh:out"].spec.dtype.bits == 8
+
+
+def test_an_excluded_composite_is_not_opened():
+    prepared = qtk.prepare_model(Tagger(bidirectional=False).eval(), X, modules_to_exclude=["lstm"])
+    assert not [name for name in qtk.QuantSim(prepared, X).quantizers if name.startswith("lstm.")]
