@@ -1,4 +1,4 @@
-"""Where a captured graph leaves the path of the module it was captured from."""
+"""Finds the first submodule whose output differs between a model and its captured graph."""
 
 from __future__ import annotations
 

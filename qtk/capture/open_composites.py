@@ -1,7 +1,7 @@
-"""Captures what is inside composites: the cell of an LSTM, the core of attention.
+"""Captures the parts of composites: the cell of an LSTM, the core of attention.
 
-A composite runs torch's fused kernel until a quantizer inside it is awake. Its parts are captured like models, so that
-every later step treats what they compute like anything else.
+A composite runs torch's fused kernel while every quantizer inside it is bypassed. Its parts are captured like models,
+so that later steps treat their ops like any others.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES
 
 REPORT, SIGNATURE = "report", "qtk_signature"
-"""Keys of ``meta``: the account of the capture, the signature of the original's ``forward``."""
+"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``."""
 
 
 class PreparedModel(nn.Module):
@@ -29,7 +29,7 @@ class PreparedModel(nn.Module):
 
     @property
     def report(self) -> PrepareReport:
-        """The account of the capture."""
+        """How it was captured."""
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report

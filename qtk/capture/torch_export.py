@@ -1,4 +1,4 @@
-"""The ladder of captures: torch.export, then torch.fx before torch.export."""
+"""Captures a module by ``torch.export``, or by a symbolic trace and then ``torch.export``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Capture:
     """An exported program and how it was reached.
 
     Args:
-        program: the program, in eval mode, functional, with the stand-ins of ``markers``.
+        program: the program, in eval mode, functional, with marker ops.
         rung: one of ``RUNGS``.
         dynamic: some input's sizes may vary.
         reasons: why a better rung, or a dynamic batch, was not reached.
@@ -140,7 +140,7 @@ def _export(
 
 @contextlib.contextmanager
 def silent_torch() -> Iterator[None]:
-    """Keeps the chatter of torch's exporters off the screen: what fails is reported, without whole graphs."""
+    """Silences the warnings, logs and stderr of torch's exporters; what fails is reported as a reason."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Recurrent nets whose inside can be seen: torch's fused kernel, or a loop over small cells.
+"""Recurrent nets as torch's fused kernel, or as a loop over cells whose values can be observed and quantized.
 
 Parameters come in as arguments, so that they stay edges of the graph around. A *step* is one layer in one direction.
 T: time, N: batch, I: input, H: hidden, P: what a step hands out (H, or the size of its projection).
