@@ -32,10 +32,10 @@ def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> s
     paths = {module: path for path, module in original.named_modules()}
     place = note(graph.graph.output_node(), PLACE) or ""
     for module, recorded in calls.items():
-        expected, found = recorded[0].output, values.get(paths[module])
-        if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        expected, actual = recorded[0].output, values.get(paths[module])
+        if isinstance(expected, Tensor) and isinstance(actual, Tensor):
             try:
-                tensor_difference("its output", expected, found)
+                tensor_difference("its output", expected, actual)
             except VerificationError as error:
                 return f"{join(place, paths[module])}: {error}"
     return None

@@ -61,7 +61,7 @@ MEAN = 3
 
 
 def mark(module: fx.GraphModule) -> None:
-    """Replaces the targets of such nodes by marker ops, in nested graphs too; keeps node names, which signatures use."""
+    """Replaces the targets of such nodes by marker ops, in nested graphs too; node names, used by signatures, stay."""
     purify(module.graph)
     for node in list(module.graph.nodes):
         name = (aten_name(node.target) or "").removesuffix("_")

@@ -82,16 +82,7 @@ def capture(
 
     Raises: CaptureError with the reason of every rung.
     """
-    attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
-    if dynamic_shapes in ("all", "batch"):
-        doubled = with_batch_of_two(model, args, kwargs)
-        if dynamic_shapes == "all":
-            attempts.append(("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
-        attempts.append(("dynamic batch", *doubled, free_shapes(model, *doubled)))
-    if dynamic_shapes is None or attempts:
-        attempts.append(("static shapes", args, kwargs, None))
-    else:
-        attempts.append((GIVEN, args, kwargs, dynamic_shapes))
+    attempts = _attempts(model, args, kwargs, dynamic_shapes)
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -119,6 +110,21 @@ def capture(
                 ]
             return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
     raise CaptureError("\n  ".join(reasons))
+
+
+def _attempts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
+) -> list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]]:
+    """What each rung is tried with, in order: a label, arguments, and which of their sizes may vary."""
+    if dynamic_shapes is None:
+        return [("static shapes", args, kwargs, None)]
+    if dynamic_shapes not in ("all", "batch"):
+        return [(GIVEN, args, kwargs, dynamic_shapes)]
+    doubled = with_batch_of_two(model, args, kwargs)
+    attempts = [("dynamic batch", *doubled, free_shapes(model, *doubled)), ("static shapes", args, kwargs, None)]
+    if dynamic_shapes == "all":
+        attempts.insert(0, ("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
+    return attempts
 
 
 def first_line(error: BaseException) -> str:
