@@ -27,14 +27,14 @@ def record_calls(
     Returns: modules in order of their first call. Calls made from inside another recorded one are left out, and those
         that raise, should ``model`` catch it.
     """
-    found: dict[nn.Module, list[Call]] = {}
+    recorded: dict[nn.Module, list[Call]] = {}
     running: list[tuple[tuple[Any, ...], dict[str, Any], BaseException | None]] = []
     depth = 0
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         if depth == 0:
-            found.setdefault(module, [])
+            recorded.setdefault(module, [])
             running.append((detached(args), detached(kwargs), sys.exc_info()[1]))
         depth += 1
 
@@ -42,9 +42,9 @@ def record_calls(
         nonlocal depth
         depth -= 1
         if depth == 0:
-            own_args, own_kwargs, handled = running.pop()
+            args_before, kwargs_before, handled = running.pop()
             if sys.exc_info()[1] is handled:  # else the call raised
-                found[module].append(Call(own_args, own_kwargs, detached(output)))
+                recorded[module].append(Call(args_before, kwargs_before, detached(output)))
 
     if of is None:
         of = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
@@ -59,7 +59,7 @@ def record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    return {module: made for module, made in found.items() if made}
+    return {module: made for module, made in recorded.items() if made}
 
 
 class Recorded(BaseException):

@@ -1,4 +1,4 @@
-"""From an exported program to the dialect every later step reads: functional ATen, real modules where modes matter."""
+"""From an exported program to canonical form: functional ATen ops, and modules for ops that differ in train mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composites: from ops that hide a whole layer to the ``qtk.nn`` module that computes the same and has parts inside."""
+"""Composites: the ``qtk.nn`` modules that replace fused recurrent ops and fused attention, with their parts inside."""
 
 from __future__ import annotations
 

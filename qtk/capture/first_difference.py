@@ -1,4 +1,4 @@
-"""Where a captured graph leaves the path of the module it was captured from."""
+"""Finds the first submodule whose output differs between a model and its captured graph."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> s
     paths = {module: path for path, module in original.named_modules()}
     place = label(graph.graph.output_node(), GRAPH_PATH) or ""
     for module, recorded in calls.items():
-        expected, found = recorded[0].output, values.get(paths[module])
-        if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        expected, actual = recorded[0].output, values.get(paths[module])
+        if isinstance(expected, Tensor) and isinstance(actual, Tensor):
             try:
-                tensor_difference("its output", expected, found)
+                tensor_difference("its output", expected, actual)
             except VerificationError as error:
                 return f"{join(place, paths[module])}: {error}"
     return None

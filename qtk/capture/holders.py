@@ -1,4 +1,4 @@
-"""The tree of plain modules that holds a model's parameters and buffers under their original names."""
+"""A tree of plain ``nn.Module``s that holds a model's parameters and buffers under their original names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESERVED = {*dir(fx.GraphModule), "meta", "report", *GRAPH_MODULE_NAMES} - {*dir
 
 
 def hold(original: nn.Module) -> nn.Module:
-    """A tree with the names, order and very tensors of ``original``; a module with two names is one holder.
+    """Builds a tree with the names, order and tensor objects of ``original``; a module with two names is one holder.
 
     Raises: CaptureError if a name at the top is one a prepared model needs for itself.
     """
@@ -39,9 +39,9 @@ def hold(original: nn.Module) -> nn.Module:
 
 
 def hold_constants(root: nn.Module, captured: fx.GraphModule) -> None:
-    """Adds what the graph of ``captured`` reads and the original did not register: tensors out of its code.
+    """Adds the tensors that the graph of ``captured`` reads and the original did not register, from its code.
 
-    They become buffers outside the state_dict.
+    They become buffers outside the state_dict. Changes ``root``.
     """
     for node in captured.graph.nodes:
         if node.op != "get_attr":

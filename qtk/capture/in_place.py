@@ -1,7 +1,7 @@
-"""In-place ops that write over a value nobody else can see: made pure without an alias analysis.
+"""Replaces in-place ops by their out-of-place twins where no other node reads the value that is written.
 
-Functionalization would do the same, at several times the cost: it traces such an op as a decomposition and a copy. For
-mobilenet_v2 this takes 2.5 of 4.4 seconds off it.
+Functionalization does the same at several times the cost: it traces such an op as a decomposition and a copy. For
+mobilenet_v2 this saves 2.5 of 4.4 seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qtk.torch_private import OpOverload, schema_of
 
 
 def purify(graph: fx.Graph) -> None:
-    """Points in-place ops on values without another reader at their pure twins. Changes ``graph``."""
+    """Replaces in-place ops on values without another reader by their out-of-place twins. Changes ``graph``."""
     for node in graph.nodes:
         twin = _twin(node)
         if twin is not None and _is_private(node):

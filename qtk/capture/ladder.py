@@ -1,10 +1,10 @@
-"""The ladder of captures: one graph if it can be had, islands in the model's own Python if not, opaque leaves last.
+"""The ladder of captures: one graph, else islands in the model's own Python, else opaque leaves.
 
-1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it. A recurrent net on packed
-   sequences is ``built``, for it cannot be captured.
-3. ``python``: the module keeps its code, and each module it calls climbs the ladder by itself, with the inputs it was
-   called with. What it does not call on the example inputs stays as it is, and is listed.
-4. ``opaque``: a module that calls no other stays as it is.
+1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it. The graph of a recurrent net
+   on packed sequences, which cannot be captured, is ``built``.
+3. ``python``: the module keeps its code, and each module it calls is tried from 1 on, with the inputs it was called
+   with (island search). Modules that are not called on the example inputs are left as they are, and listed.
+4. ``opaque``: a module that calls no other is left as it is.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import CaptureError, QtkError, VerificationError
 from qtk.graph.unknown_ops import unknown_ops
 
-MOST_KINDS = 4
-"""Of calls of one module that get a graph each."""
+MAX_KINDS = 4
+"""Most kinds of calls of one module that get a graph each."""
 
 BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
 
@@ -49,15 +49,17 @@ def capture_graph(
     place: str = "",
     expected: Outcome | None = None,
 ) -> PreparedGraph:
-    """``model`` as one graph, its report begun; each rung must give what the model gives in every one of ``calls``.
+    """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
     Args:
-        model: what to capture.
+        model: the module.
         calls: how it is called.
         dynamic_shapes: see ``capture``.
-        verify: compare.
-        place: module path in the whole, if this is a part.
+        verify: compare the outputs; if not, the first rung that captures it is taken.
+        place: module path in the whole model, if this is a part.
         expected: the outcome of the only call, if it is known.
+
+    Returns: the graph, with a report of the capture.
 
     Raises: CaptureError with the reasons of all rungs.
     """
@@ -122,32 +124,32 @@ def capture_tree(
     expected: Outcome,
     excluded: Collection[str] = (),
 ) -> PreparedTree:
-    """``model`` in its own Python, with islands.
+    """Keeps the Python of ``model`` and captures the modules it calls as islands.
 
     Raises: VerificationError if it does not compute what the model computes whichever islands are left out.
     """
-    climb = _Climb(model, None if dynamic_shapes is None else "all", excluded)
+    search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded)
     with untouched(model):  # all of it: what runs by itself may write to modules around it
-        climb.into(model, "", [Call(args, kwargs, None)], reason)
-    climb.note_uncalled(model)
+        search.inside(model, "", [Call(args, kwargs, None)], reason)
+    search.note_uncalled(model)
     while True:
-        tree = PreparedTree(with_islands(model, climb.islands))
+        tree = PreparedTree(with_islands(model, search.islands))
         try:
-            with _uncalled(climb.islands) as passed_by:
+            with _uncalled(search.islands) as uncalled:
                 difference = eval_difference(model, tree, args, kwargs, expected=expected)
         except Exception as error:
             with untouched(model):
-                climb.give_up_on(_culprit(model, climb.islands, args, kwargs, error), error)
+                search.replace(_culprit(model, search.islands, args, kwargs, error), error)
             continue
-        if not passed_by:
+        if not uncalled:
             break
-        climb.leave(passed_by)
-    tree.meta[REPORT] = climb.report(model, difference)
+        search.leave(uncalled)
+    tree.meta[REPORT] = search.report(model, difference)
     return tree
 
 
-class _Climb:
-    """The islands found so far, and what became of every module that the Python around them calls."""
+class _IslandSearch:
+    """The islands found so far, and how every module that the Python around them calls was captured."""
 
     def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
         self.dynamic_shapes = dynamic_shapes
@@ -157,16 +159,17 @@ class _Climb:
         self.parts: dict[nn.Module, Part] = {}
         self.calls: dict[nn.Module, list[Call]] = {}
 
-    def into(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
-        """Leaves ``module`` in Python and tries the modules it calls."""
+    def inside(self, module: nn.Module, path: str, calls: list[Call], reason: Exception) -> None:
+        """Leaves ``module`` in Python and tries to capture each module it calls."""
         with untouched(module):
             called = record_calls(module.eval(), calls)
         self._note(module, path, PYTHON if called else OPAQUE, reason)
         for child, child_calls in called.items():
             self.calls.setdefault(child, []).extend(child_calls)
-            self.up(child)
+            self.capture(child)
 
-    def up(self, module: nn.Module) -> None:
+    def capture(self, module: nn.Module) -> None:
+        """Makes ``module`` an island; if it cannot be one graph, searches inside."""
         path, calls = self.paths[module], self.calls[module]
         if path in self.excluded:
             self._note(module, path, EXCLUDED, None)
@@ -175,7 +178,7 @@ class _Climb:
             island = self._island(module, path, calls)
         except CaptureError as error:
             self.islands.pop(module, None)
-            self.into(module, path, calls, error)
+            self.inside(module, path, calls, error)
             return
         island.lend_attributes(module)
         self.islands[module] = island
@@ -186,13 +189,13 @@ class _Climb:
         kinds: dict[str, list[Call]] = {}
         for call in calls:
             kinds.setdefault(call.kind, []).append(call)
-        if len(kinds) > MOST_KINDS:
+        if len(kinds) > MAX_KINDS:
             raise CaptureError(
                 f"{type(module).__name__} is called with arguments of {len(kinds)} kinds (ranks, dtypes, constants)"
             )
         islands = []
-        for own in kinds.values():
-            island = capture_graph(module, own, self.dynamic_shapes, verify=True, place=path)
+        for same_kind in kinds.values():
+            island = capture_graph(module, same_kind, self.dynamic_shapes, verify=True, place=path)
             if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
                 raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
             islands.append(island)
@@ -200,20 +203,20 @@ class _Climb:
             add_variant(islands[0], kind, island)
         return islands[0]
 
-    def give_up_on(self, module: nn.Module, error: Exception) -> None:
-        """The island of ``module`` does not do in its place: tries the modules inside."""
+    def replace(self, module: nn.Module, error: Exception) -> None:
+        """Replaces the island of ``module``, with which the model differs, by islands inside."""
         del self.islands[module]
-        self.into(module, self.paths[module], self.calls[module], error)
+        self.inside(module, self.paths[module], self.calls[module], error)
 
     def leave(self, modules: Collection[nn.Module]) -> None:
-        """The Python around these islands still calls the modules they were made from: they stay what they are."""
+        """Drops the islands of modules that the Python around them still calls."""
         for module in modules:
             del self.islands[module]
             reason = CaptureError("the model calls it by a reference that a copy of the model cannot follow")
             self._note(module, self.paths[module], OPAQUE, reason)
 
     def note_uncalled(self, model: nn.Module) -> None:
-        """Lists what holds parameters and did not run on the example inputs: if it ever does, it runs in float."""
+        """Lists modules with parameters that the example inputs do not run; they stay in float."""
         noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
         for module in model.modules():
             if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
@@ -221,7 +224,7 @@ class _Climb:
             self._note(module, self.paths[module], UNCALLED, None)
 
     def report(self, model: nn.Module, difference: float) -> PrepareReport:
-        """The account of the whole."""
+        """The report of the whole model."""
         reports = [island.report for island in self.islands.values()]
         swaps = sum((Counter(dict(report.swaps)) for report in reports), Counter[str]())
         shown = {parameter for island in self.islands.values() for parameter in island.parameters()}

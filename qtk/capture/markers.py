@@ -1,8 +1,8 @@
-"""Opaque stand-ins that carry what functionalization would lose through it.
+"""Marker ops that protect dropout, batch norm, instance norm and no-grad regions from functionalization.
 
-Functionalization drops eval-mode dropout, splits batch norm into a native form that no longer trains, fixes instance
-norm to its running statistics, and forgets that a region ran without gradients. Before it runs, those nodes are pointed
-at ops that it leaves whole; ``recover`` replaces them afterwards.
+Functionalization removes eval-mode dropout, splits batch norm into a native form that cannot train, fixes instance norm
+to its running statistics, and drops the bounds of regions without gradients. Before it runs, such nodes call marker
+ops, which it leaves as they are; ``recover`` replaces them by modules afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEAN = 3
 
 
 def mark(module: fx.GraphModule) -> None:
-    """Points the nodes in question at the stand-ins, in nested graphs too; their names, which signatures use, stay."""
+    """Replaces the targets of such nodes by marker ops, in nested graphs too; node names, used by signatures, stay."""
     purify(module.graph)
     for node in list(module.graph.nodes):
         name = (aten_name(node.target) or "").removesuffix("_")
@@ -84,7 +84,7 @@ def mark(module: fx.GraphModule) -> None:
 
 
 def _detach_outputs(module: fx.GraphModule) -> None:
-    """A region without gradients becomes part of the graph around it; what leaves it is detached instead."""
+    """Detaches the outputs of a region without gradients, which becomes part of the graph around it."""
     output = module.graph.output_node()
 
     def detached(value: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
-"""Captures what is inside composites: the cell of an LSTM, the core of attention.
+"""Captures the parts of composites: the cell of an LSTM, the core of attention.
 
-A composite runs torch's fused kernel until a quantizer inside it is awake. Its parts are captured like models, so that
-every later step treats what they compute like anything else.
+A composite runs torch's fused kernel while every quantizer inside it is bypassed. Its parts are captured like models,
+so that later steps treat their ops like any others.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
                 known[key] = {path: _captured(*part) for path, part in _parts(module, node).items()}
             except CaptureError as error:
                 known[key] = error
-        place, found = value_site(node).name.partition(":")[0], known[key]
-        if isinstance(found, CaptureError):
-            closed.append(f"{place}: {found}")
+        place, parts = value_site(node).name.partition(":")[0], known[key]
+        if isinstance(parts, CaptureError):
+            closed.append(f"{place}: {parts}")
             continue
-        for path, graph in found.items():
+        for path, graph in parts.items():
             inside = copy.deepcopy(graph)
             name_sites(inside.graph, f"{place}.{path}", row.inside or "")
             module.set_submodule(path, inside)
@@ -57,15 +57,15 @@ def _parts(module: Composite, node: fx.Node) -> dict[str, tuple[nn.Module, tuple
     """Path → a part of ``module``, its example arguments, and which of their sizes may vary."""
     arguments: Any = fx.node.map_arg(node.args, _example)
     free = {_hint(size) for value in _values(node) for size in value.shape if is_free(size)}
-    found = {}
+    parts = {}
     for path, (part, inputs) in module.parts(*arguments).items():
         shapes = tuple(
             {axis: Dim.AUTO for axis, size in enumerate(value.shape) if size in free} if isinstance(value, Tensor)
             else None
             for value in inputs
         )
-        found[path] = (part, inputs, shapes)
-    return found
+        parts[path] = (part, inputs, shapes)
+    return parts
 
 
 def _example(node: fx.Node) -> Any:

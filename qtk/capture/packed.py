@@ -1,6 +1,7 @@
-"""Recurrent nets that are called with packed sequences: their graph is built, for their sizes are data.
+"""Graphs of recurrent nets that are called with packed sequences, built by hand.
 
-How many sequences are alive at a time stands in ``PackedSequence.batch_sizes``, a tensor, so no capture knows a shape.
+``torch.export`` cannot capture them: the number of sequences at each time step is in ``PackedSequence.batch_sizes``, a
+tensor, so shapes depend on data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened when a model was prepared."""
+"""The report of ``prepare_model``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A submodule that climbed the ladder by itself.
+    """How a submodule was captured by itself.
 
     Args:
         path: in the model; empty for the model itself.
@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """The account ``prepare_model`` gives; print it.
+    """What ``prepare_model`` did; print it.
 
     Args:
         rung: how the model was captured: ``export``, ``fx + export``, ``python`` (islands in the model's own code), or
@@ -39,9 +39,9 @@ class PrepareReport:
         opaque_parts: parts whose inside the graph does not show.
         eval_difference: max |prepared - original| on the example inputs in eval mode; ``None``: not compared.
         train_difference: likewise in train mode with dropout off.
-        covered: share of the elements of all parameters that lie in graphs, 0 to 1.
-        parts: the model and its submodules as they climbed the ladder, if it is not one graph.
-        notes: what a user should know.
+        covered: share of all parameter elements that are in graphs, 0 to 1.
+        parts: how the model and its submodules were captured, if it is not one graph.
+        notes: warnings for the user.
         elapsed_s: seconds it took.
     """
 

@@ -16,7 +16,7 @@ from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES
 
 REPORT, SIGNATURE = "report", "qtk_signature"
-"""Keys of ``meta``: the account of the capture, the signature of the original's ``forward``."""
+"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``."""
 
 
 class PreparedModel(nn.Module):
@@ -29,7 +29,7 @@ class PreparedModel(nn.Module):
 
     @property
     def report(self) -> PrepareReport:
-        """The account of the capture."""
+        """How it was captured."""
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report
@@ -39,15 +39,15 @@ def parameters_outside(model: PreparedModel) -> dict[str, str]:
     """Parameters that no captured graph holds, each with what became of their module."""
     held = {parameter for graph in roots(model).values() for parameter in graph.parameters()}
     parts = {part.path: part for part in model.report.parts}
-    found = {}
+    outside = {}
     for name, parameter in model.named_parameters():
         path = name
-        while parameter not in held and name not in found and path:
+        while parameter not in held and name not in outside and path:
             path = path.rpartition(".")[0]
             if path in parts:
                 reason = parts[path].reason
-                found[name] = f"its module is {parts[path].rung}" + ("" if reason is None else f": {reason}")
-    return found
+                outside[name] = f"its module is {parts[path].rung}" + ("" if reason is None else f": {reason}")
+    return outside
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):

@@ -1,4 +1,4 @@
-"""From the stand-ins of ``markers``, and ops that hide a layer, to modules that behave as the original's do."""
+"""Replaces marker ops, fused recurrent ops and attention by modules with the original's train and eval behaviour."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qtk.torch_private import BatchNormBase
 
 
 def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Replaces every stand-in and hidden layer in ``graph``; modules are put into ``root``, beside the op's owner.
+    """Replaces every marker op, recurrent op and attention op in ``graph``; the modules become members of ``root``.
 
     Returns: how many modules were recovered, by kind.
     """

@@ -1,4 +1,4 @@
-"""The ladder of captures: torch.export, then torch.fx before torch.export."""
+"""Captures a module by ``torch.export``, or by a symbolic trace and then ``torch.export``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Capture:
     """An exported program and how it was reached.
 
     Args:
-        program: the program, in eval mode, functional, with the stand-ins of ``markers``.
+        program: the program, in eval mode, functional, with marker ops.
         rung: one of ``RUNGS``.
         dynamic: some input's sizes may vary.
         reasons: why a better rung, or a dynamic batch, was not reached.
@@ -82,16 +82,7 @@ def capture(
 
     Raises: CaptureError with the reason of every rung.
     """
-    attempts: list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]] = []
-    if dynamic_shapes in ("all", "batch"):
-        doubled = with_batch_of_two(model, args, kwargs)
-        if dynamic_shapes == "all":
-            attempts.append(("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
-        attempts.append(("dynamic batch", *doubled, free_shapes(model, *doubled)))
-    if dynamic_shapes is None or attempts:
-        attempts.append(("static shapes", args, kwargs, None))
-    else:
-        attempts.append((GIVEN, args, kwargs, dynamic_shapes))
+    attempts = _attempts(model, args, kwargs, dynamic_shapes)
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -121,6 +112,21 @@ def capture(
     raise CaptureError("\n  ".join(reasons))
 
 
+def _attempts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
+) -> list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]]:
+    """What each rung is tried with, in order: a label, arguments, and which of their sizes may vary."""
+    if dynamic_shapes is None:
+        return [("static shapes", args, kwargs, None)]
+    if dynamic_shapes not in ("all", "batch"):
+        return [(GIVEN, args, kwargs, dynamic_shapes)]
+    doubled = with_batch_of_two(model, args, kwargs)
+    attempts = [("dynamic batch", *doubled, free_shapes(model, *doubled)), ("static shapes", args, kwargs, None)]
+    if dynamic_shapes == "all":
+        attempts.insert(0, ("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
+    return attempts
+
+
 def first_line(error: BaseException) -> str:
     """An error in one line: its type and the first line of its message."""
     lines = str(error).strip().splitlines()
@@ -140,7 +146,7 @@ def _export(
 
 @contextlib.contextmanager
 def silent_torch() -> Iterator[None]:
-    """Keeps the chatter of torch's exporters off the screen: what fails is reported, without whole graphs."""
+    """Silences the warnings, logs and stderr of torch's exporters; what fails is reported as a reason."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""A model's own Python around captured graphs."""
+"""A copy of a model that runs its own Python and calls captured graphs, islands, in place of some submodules."""
 
 from __future__ import annotations
 

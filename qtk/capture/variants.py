@@ -1,4 +1,4 @@
-"""Several graphs of one module, for calls of several kinds: ranks, dtypes, with a mask and without."""
+"""Several graphs of one module, one for each kind of call: rank, dtype, with or without a mask."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def train_difference(
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    both: list[Outcome] = []
+    outcomes: list[Outcome] = []
     modules, calls = [], []
     known = in_eval is not None and _does_the_same_in_both_modes(prepared)
     attentions = attentions_that_drop(original) - attentions_that_drop(prepared)
@@ -91,11 +91,11 @@ def train_difference(
         with untouched(model):
             mode = WithoutDropout(model.train())
             with torch.no_grad(), mode:
-                both.append(_outcome(model, *detached((args, kwargs))))
+                outcomes.append(_outcome(model, *detached((args, kwargs))))
         modules.append(Counter(type(module).__name__ for module in mode.modules))
         calls.append(mode.calls)
     if in_eval is not None and isinstance(prepared, CapturedGraph) and known:
-        both.append(in_eval)
+        outcomes.append(in_eval)
         modules.append(Counter[str]())
         calls.append(calls_that_drop(prepared))
     lost = modules[0] - modules[1] + Counter({"MultiheadAttention": attentions}) + (calls[0] - calls[1])
@@ -107,7 +107,7 @@ def train_difference(
         f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
         for name in lost_backwards(original, prepared, args, kwargs)
     ]
-    return _both_differences(*both), notes
+    return _both_differences(*outcomes), notes
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
@@ -116,10 +116,10 @@ def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
     return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
 
 
-def _both_differences(expected: Outcome, found: Outcome) -> float:
+def _both_differences(expected: Outcome, actual: Outcome) -> float:
     """Of outputs, and of the buffers that the original keeps; a prepared model has constants besides."""
-    buffers = {name: buffer for name, buffer in found[1].items() if name in expected[1]}
-    return max(_difference(expected[0], found[0]), _difference(expected[1], buffers, what="buffer "))
+    buffers = {name: buffer for name, buffer in actual[1].items() if name in expected[1]}
+    return max(_difference(expected[0], actual[0]), _difference(expected[1], buffers, what="buffer "))
 
 
 def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
@@ -135,13 +135,13 @@ def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bo
     return buffer is not None and (buffer.shape, buffer.dtype) == kind
 
 
-def _difference(expected: object, found: object, *, what: str = "output") -> float:
-    wanted, structure = pytree.tree_flatten_with_path(expected)
-    got, other = pytree.tree_flatten_with_path(found)
+def _difference(expected: object, actual: object, *, what: str = "output") -> float:
+    expected_leaves, structure = pytree.tree_flatten_with_path(expected)
+    actual_leaves, other = pytree.tree_flatten_with_path(actual)
     if structure != other:
         raise VerificationError(f"the outputs are built differently: {structure} became {other}")
     worst = 0.0
-    for (path, a), (_, b) in zip(wanted, got, strict=True):
+    for (path, a), (_, b) in zip(expected_leaves, actual_leaves, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is type(b) and "__eq__" not in _members(type(a)) and hasattr(a, "__dict__"):
                 worst = max(worst, _difference(vars(a), vars(b), what=f"{what}{pytree.keystr(path)}."))

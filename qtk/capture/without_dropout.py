@@ -126,5 +126,5 @@ def _returned_in_eval(
         return None
     finally:
         module.training = True
-    found = (i for i, value in enumerate(given) if output is value and isinstance(value, Tensor))
-    return next((i for i in found if version_of(given[i]) == versions[i]), None)
+    returned = (i for i, value in enumerate(given) if output is value and isinstance(value, Tensor))
+    return next((i for i in returned if version_of(given[i]) == versions[i]), None)

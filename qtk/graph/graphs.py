@@ -10,18 +10,18 @@ from qtk.graph.targets import called_module
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
     """Every captured graph by its module path, those around others first; its variants as ``path@1`` and so on."""
-    found = {}
+    by_path = {}
     for path, module in model.named_modules():
         if isinstance(module, CapturedGraph):
-            found[path] = module
-            found |= {f"{path}@{index}": graph for index, graph in enumerate(module.variants.values(), 1)}
-    return found
+            by_path[path] = module
+            by_path |= {f"{path}@{index}": graph for index, graph in enumerate(module.variants.values(), 1)}
+    return by_path
 
 
 def roots(model: nn.Module) -> dict[str, CapturedGraph]:
     """The graphs that lie in no other: the model itself, or its islands."""
-    found = graphs(model)
-    return {path: graph for path, graph in found.items() if not any(_is_below(path, other) for other in found)}
+    by_path = graphs(model)
+    return {path: graph for path, graph in by_path.items() if not any(_is_below(path, other) for other in by_path)}
 
 
 def with_nested(graph: nn.Module) -> list[CapturedGraph]:

@@ -1,4 +1,4 @@
-"""Puts quantizers on the sites of a plan, and takes them out again: ``remove(insert(g)) == g``."""
+"""Inserts quantizers at the sites of a plan, and removes them: ``remove(insert(g)) == g``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values made from parameters alone, computed without any input."""
+"""Values that depend on parameters and buffers alone, computed without inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qtk.graph.sites import edge_site, ports, value_site
 def static_values(model: nn.Module, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
     """The float value at each static site of ``sites``, in graph order, one at a time.
 
-    Quantizers on the way are passed by: a weight is observed as it is, not as another site rounds it.
+    Quantizers are bypassed: a weight is observed as it is, not as another site rounds it.
     """
     for module in graphs(model).values():
         yield from _values(module, sites)

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention whose inside can be seen."""
+"""Scaled dot-product attention as torch's fused kernel, or as single ops that can be observed and quantized."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AttentionCore(nn.Module):
 
 
 class Scores(nn.Module):
-    """How well each key fits each query."""
+    """Scores: the product of queries and keys."""
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Shape: query [..., L, E], key [..., S, E]; result [..., L, S]."""
@@ -66,7 +66,7 @@ class Scores(nn.Module):
 
 
 class Context(nn.Module):
-    """The values, weighted."""
+    """Context: the product of attention weights and values."""
 
     def forward(self, weights: Tensor, value: Tensor) -> Tensor:
         """Shape: weights [..., L, S], value [..., S, Ev]; result [..., L, Ev]."""
@@ -74,7 +74,7 @@ class Context(nn.Module):
 
 
 class Attention(nn.Module):
-    """``F.scaled_dot_product_attention`` as a module: torch's fused kernel until somebody watches its inside.
+    """``F.scaled_dot_product_attention`` as a module: torch's fused kernel while every tap inside is idle.
 
     Args: as for ``AttentionCore``, which ``core`` is.
     """

@@ -1,4 +1,4 @@
-"""Running a model in eval mode without leaving a trace."""
+"""Eval mode as a context that restores the training flags."""
 
 from __future__ import annotations
 

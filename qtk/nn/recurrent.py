@@ -1,4 +1,4 @@
-"""Recurrent nets whose inside can be seen: torch's fused kernel, or a loop over small cells.
+"""Recurrent nets as torch's fused kernel, or as a loop over cells whose values can be observed and quantized.
 
 Parameters come in as arguments, so that they stay edges of the graph around. A *step* is one layer in one direction.
 T: time, N: batch, I: input, H: hidden, P: what a step hands out (H, or the size of its projection).
@@ -130,8 +130,8 @@ class Recurrent(nn.Module):
                 index = layer * directions + direction
                 step = self.get_submodule(self.step_names[index])
                 assert isinstance(step, Step)
-                own = tuple(state[index] for state in states)
-                output, state = _walk(step, x, own, parameters[index], sizes, backwards=direction == 1)
+                step_states = tuple(state[index] for state in states)
+                output, state = _walk(step, x, step_states, parameters[index], sizes, backwards=direction == 1)
                 outputs.append(output)
                 last.append(state)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -148,15 +148,15 @@ class Recurrent(nn.Module):
         batch_sizes: Tensor | None = None,
     ) -> dict[str, Part]:
         """The modules to be captured by themselves, by their names in this one, and what they are called with here."""
-        found: dict[str, Part] = {}
+        parts_by_name: dict[str, Part] = {}
         for index, parameters in enumerate(self._parameters_of_steps(weights, biases)):
             name = self.step_names[index]
             step = self.get_submodule(name)
             assert isinstance(step, Step)
-            own = x.new_zeros(*x.shape[:-1], parameters.w_ih.shape[1])
-            parts = step.parts(own, [state[index] for state in states], parameters)
-            found |= {f"{name}.{part}": value for part, value in parts.items()}
-        return found
+            step_input = x.new_zeros(*x.shape[:-1], parameters.w_ih.shape[1])
+            parts = step.parts(step_input, [state[index] for state in states], parameters)
+            parts_by_name |= {f"{name}.{part}": value for part, value in parts.items()}
+        return parts_by_name
 
     def _fused(
         self,

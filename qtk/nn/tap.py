@@ -1,4 +1,4 @@
-"""Modules that watch what passes through them."""
+"""Taps: modules on a value that observe or change it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 class Tap(nn.Module):
-    """A module that looks at, or changes, the value passed through it, unless it is idle."""
+    """A module that returns its input as it is while idle, and else observes or changes it."""
 
     @property
     def idle(self) -> bool:
-        """Whether values pass by unseen and unchanged, so that a kernel may skip this module."""
+        """Whether values are neither observed nor changed, so that a fused kernel may skip this module."""
         raise NotImplementedError
 
 

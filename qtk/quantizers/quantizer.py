@@ -1,4 +1,4 @@
-"""The module that sits on a site and holds its numbers: the one place where they live."""
+"""The quantizer of a site: the module that holds its scale and zero point, and applies them."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class Quantizer(Tap):
 
     @property
     def ready(self) -> bool:
-        """Whether it can simulate: it has an encoding, or needs none."""
+        """Whether it can simulate: it has an encoding, or quantizes dynamically."""
         return self.spec.dynamic or self.scale is not None
 
     @property
     def idle(self) -> bool:
-        """In BYPASS, and nobody hooked in to see the values."""
+        """Whether it is in BYPASS and has no hooks."""
         return self.mode is Mode.BYPASS and not self._forward_hooks and not self._forward_pre_hooks
 
     @property
@@ -120,9 +120,9 @@ class Quantizer(Tap):
         return Encoding(self.spec, effective_scale(scale) if self.learns_range else scale.clone(), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
-        """Takes over an encoding.
+        """Sets the encoding.
 
-        Raises: EncodingError if its spec differs, the range is taken at run time, or this quantizer is frozen.
+        Raises: EncodingError if its spec differs, this quantizer is dynamic, or it is frozen.
         """
         self.refuse_if_frozen()
         self._refuse_if_dynamic()
