@@ -203,7 +203,7 @@ def test_it_survives_saving_copying_and_plans(net, x, tmp_path):
 def test_the_exported_encodings_list_what_is_dynamic(net, x, tmp_path):
     sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN))
     sim.compute_encodings(None, progress=False)
-    with pytest.warns(UserWarning, match="AIMET's schemas know no ranges taken at run time"):
+    with pytest.warns(UserWarning, match="AIMET's schemas hold no dynamic quantization"):
         sim.export(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "encodings.json").read_text())
     assert written["dynamic"]["1:out"] == sim.quantizers["1:out"].spec.to_json()

@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""A directory that is created with all of its files, or not at all."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from qtk.errors import ExportError
 
 MARKER = ".written-by-qtk"
-"""An empty file in every directory made here: what holds it may be replaced."""
+"""An empty file in every directory created here; a directory that holds it may be replaced."""
 
 
 @contextlib.contextmanager
 def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> Iterator[Path]:
-    """An empty directory to write into; it becomes ``target`` when the block ends well.
+    """An empty directory to write into; it is renamed to ``target`` when the block ends without an error.
 
-    The files are written beside the target, flushed to disk and renamed into place. If the block raises, nothing of
-    them remains and an older target is as it was.
+    The files are written beside the target and flushed to disk first. If the block raises, they are removed and an
+    older target is unchanged.
 
     Args:
         target: the directory to create; missing parents are created too.
         force: replace a directory that an earlier call made, with everything in it.
 
-    Raises: ExportError if ``target`` exists and ``force`` is off or it is none of ours, is not a directory, or its
-        parent takes no files.
+    Raises: ExportError if ``target`` exists and ``force`` is off or qtk did not write it, is not a directory, or its
+        parent is not writable.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent, staged_directory(f"{parent}/out") as folder:
@@ -79,7 +79,7 @@ def _beside(target: Path, suffix: str) -> Path:
 
 
 def _make_parents(target: Path, made: list[Path]) -> None:
-    """Creates the missing parents of ``target``, outermost first, and notes them in ``made``."""
+    """Creates the missing parents of ``target``, outermost first, and appends them to ``made``."""
     missing = [parent for parent in target.parents if not parent.exists()]
     for parent in reversed(missing):
         parent.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def _flush(directory: Path) -> None:
 
 
 def _swap(stage: Path, target: Path) -> None:
-    """Puts ``stage`` where ``target`` is; an old target steps aside first and comes back if that fails."""
+    """Renames ``stage`` to ``target``; an old target is moved aside first, and back if that fails."""
     old = _beside(target, "old")
     try:
         replaced = target.exists()

@@ -1,7 +1,7 @@
 """The encodings of a model in the JSON schemas of AIMET: 1.0.0 and 2.0.0.
 
 AIMET 1.0.0 stores ``offset = lowest code - zero_point``, whatever the sign of the codes: -128 for symmetric int8 and
-for uint8 with zero point 128 alike. The word and the convention live in this file alone. AIMET 2.0.0 has the
+for uint8 with zero point 128 alike. The word and the convention are used in this file alone. AIMET 2.0.0 has the
 names and conventions of ONNX QuantizeLinear; a zero point that is 0 everywhere is left out.
 
 Neither schema holds a whole spec (1.0.0: no signedness, axis or shape; both: no narrow range), so reading needs the
@@ -121,7 +121,7 @@ def _output_dtype(site: str, spec: QuantSpec) -> str:
     if not isinstance(spec.dtype, FloatDtype):
         return spec.dtype.name
     if spec.dtype.name not in FLOATS:
-        raise ExportError(f"{site}: AIMET's schemas know of floats only {', '.join(FLOATS)}, not {spec.dtype}; "
+        raise ExportError(f"{site}: AIMET's schemas hold {', '.join(FLOATS)}, but not {spec.dtype}; "
                           "plan one of these, or take qtk's own encodings.json")
     return FLOATS[spec.dtype.name]
 

@@ -178,7 +178,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
 
 
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
-    """Every graph that Python calls, and how the example inputs reach it."""
+    """Every graph that Python calls, with a call of it on what the example inputs become there."""
     call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
     if list(graphs) == [""]:
         return {"": (graphs[""], call)}
@@ -188,7 +188,7 @@ def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, t
 
 
 def _example(graph: nn.Module, calls: Sequence[Call]) -> Call:
-    """The largest of ``calls``; one without any rows gets some."""
+    """The largest of ``calls``, with rows added if it has none."""
     largest = max(calls, key=lambda call: call.numel)
     return largest if largest.numel else with_rows(graph, largest)
 

@@ -1,4 +1,4 @@
-"""Runs exported files in their runtimes, beside the simulation, on real data."""
+"""Runs exported files in ONNX Runtime and compares their outputs with the simulation's."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from qtk.workflow.forward_pass import Data, Forward, run_all
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a runtime's outputs are from the simulation's, over all data.
+    """The differences between a runtime's outputs and the simulation's, over all data.
 
     Args:
-        runtime: which runtime, and how it ran.
+        runtime: which runtime, and with which optimizations.
         top1: share of equal argmax over the last axis of the first output; ``None`` if that has no such axis.
         differing: share of output elements that are not bit-equal.
         max_difference: the largest |runtime - simulation|.
-        max_difference_scales: the largest, in scales of the quantizer that makes the output; ``None`` without one.
+        max_difference_scales: the largest, in scales of the output's quantizer; ``None`` without one.
     """
 
     runtime: str
@@ -56,8 +56,9 @@ class ExportVerification:
 
     Args:
         path: the file, or the directory of the files of several islands.
-        exact: ONNX Runtime without graph optimizations, where each operator computes what the file says.
-        optimized: ONNX Runtime as it comes, with integer kernels in place of the operators where it has them.
+        exact: ONNX Runtime without graph optimizations: each operator computes what ONNX defines.
+        optimized: ONNX Runtime with its default optimizations, integer kernels included; ``runtime`` says if this CPU
+            needs its exact mode for them.
         islands: each file by itself, if there are several.
     """
 
@@ -119,7 +120,7 @@ def _verify(
 
 
 class _Comparison:
-    """One way of running the file, and its differences so far."""
+    """A session of the file, and the differences counted so far."""
 
     def __init__(self, path: Path, graph: fx.GraphModule, *, optimized: bool) -> None:
         self.session, self.runtime = open_session(path, graph, optimized=optimized)
@@ -131,7 +132,7 @@ class _Comparison:
 
     @classmethod
     def sum_of(cls, comparisons: Sequence[_Comparison]) -> _Comparison:
-        """What all of them found together; top-1 is for single files."""
+        """The sum of several files; without top-1, which is of single files."""
         total = copy.copy(comparisons[0])
         total.top1 = Top1()
         total.differing = sum(comparison.differing for comparison in comparisons)
@@ -182,7 +183,7 @@ class _Comparison:
 
 
 class _Witness:
-    """Watches the calls of a graph, runs its file on the very same tensors, notes the differences."""
+    """Runs the file of a graph on the inputs of each call of the graph, and counts the differences."""
 
     def __init__(self, graph: fx.GraphModule, path: Path) -> None:
         self.path = path

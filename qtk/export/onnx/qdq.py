@@ -1,7 +1,7 @@
-"""ONNX with QuantizeLinear and DequantizeLinear (QDQ): the quantized model as runtimes read it.
+"""The export format ONNX QDQ: a quantized model with QuantizeLinear and DequantizeLinear, for runtimes.
 
 Weights are stored as integers, 4 and 2 bit ones packed; every other quantized value passes QuantizeLinear and
-DequantizeLinear with the scale of the simulation, so both round to the same codes. Tensors carry the names of sites.
+DequantizeLinear with the encoding of the simulation, so both round to the same codes. Tensors have the names of sites.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
-from qtk.export.onnx.container import BASE_OPSET, opset_for
-from qtk.export.onnx.lower import lower
+from qtk.export.onnx.marked_graph import trace
+from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.onnx.storage_types import BASE_OPSET, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
-from qtk.export.onnx.trace import trace
 from qtk.export.read_back import compare_encoding
 
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
-"""(domain, opset) → the lowest version of the file format that may hold it."""
+"""(domain, opset) → the lowest version of the file format that supports it."""
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
-"""What one protobuf file can hold, less a margin for the graph itself."""
+"""The size limit of a protobuf file, less a margin for the graph itself."""
 
 
 def export(
@@ -43,8 +43,8 @@ def export(
     """Writes a simulating model as ONNX; dimensions that are dynamic in it stay so.
 
     Args:
-        model: the prepared model with its quantizers. It is exported in eval mode and left as it is.
-        example_inputs: a tensor, tuple or dict the model runs on, or a call of it; its numbers do not matter.
+        model: the prepared model with its quantizers. It is exported in eval mode and not changed.
+        example_inputs: a tensor, tuple or dict the model runs on, or a call of it; the values do not matter.
         path: the file to write.
         opset: ONNX operator set; by default 21, or 25 if weights alone are quantized and some to 2
             bits; below 25, 2 bit codes are stored as 4 bit ones.
@@ -63,9 +63,9 @@ def export(
     if ("ai.onnx", opset) not in IR_VERSIONS or opset < BASE_OPSET:
         raise ExportError(f"opset {opset}: QDQ with 4 bits and blocks needs {BASE_OPSET} or later, and the installed "
                           f"onnx knows up to {onnx.defs.onnx_opset_version()}")
-    traced = trace(model, sites, example_inputs, opset=opset)
-    lower(traced, sites, opset=opset)
-    graph = traced.model
+    marked = trace(model, sites, example_inputs, opset=opset)
+    replace_markers(marked, sites, opset=opset)
+    graph = marked.model
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     _write(graph, path, embedded_limit_bytes)

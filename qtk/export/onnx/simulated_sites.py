@@ -1,4 +1,4 @@
-"""What a simulating model quantizes: for each site its encoding and, if it never changes, its value."""
+"""The quantized values of a simulating model: for each site its encoding and, if it is constant, its value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedSite:
-    """One call of a quantizer that is switched on.
+    """A call of a quantizer in SIMULATE.
 
     Args:
         name: the site.
         node: the call in its graph.
         quantizer: what is called.
         encoding: with which numbers it quantizes; ``None`` for dynamic quantization.
-        constant: the float value, for one made from parameters alone; ``None`` if it depends on the inputs.
+        constant: the float value, if it depends on parameters alone; ``None`` if it depends on the inputs.
     """
 
     name: str
@@ -43,9 +43,9 @@ class SimulatedSite:
 
 
 def simulated_sites(model: fx.GraphModule) -> list[SimulatedSite]:
-    """The quantized values of ``model`` and the graphs in it, in order, with the values that parameters have now.
+    """The quantized values of ``model`` and its nested graphs, in order, with the current parameters.
 
-    A value that nothing reads is left out: it is in no exported graph.
+    A value without readers is left out, as it is from the exported graph.
 
     Raises: ExportError naming a site without an encoding.
     """
@@ -62,7 +62,7 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
         if quantizer.mode is not Mode.SIMULATE or not node.users:
             continue
         name = label(node, SITE)
-        assert name is not None, f"{node} does not tell its site"
+        assert name is not None, f"{node} has no site"
         if not quantizer.ready:
             raise ExportError(f"{name} has no encoding; run sim.compute_encodings(data) first")
         (source,) = node.args
@@ -72,7 +72,7 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
 
 
 def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor | None:
-    """The value of a node made from parameters alone, ``None`` for others and behind another quantizer."""
+    """The value of a node that depends on parameters alone; ``None`` for others, and behind another quantizer."""
     cone: set[fx.Node] = set()
     pending = [node]
     while pending:

@@ -1,4 +1,4 @@
-"""What an exported file holds of each site: its encoding and, of one that never changes, its codes."""
+"""The sites in an exported file: for each its encoding and, if it is constant, its value."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
-from qtk.export.onnx.lower import SITE, SPEC
+from qtk.export.onnx.qdq_nodes import SITE, SPEC
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSite:
-    """A DequantizeLinear of an exported file; a loop over time that is unrolled has one a step.
+    """A DequantizeLinear of an exported file; an unrolled loop over time has one a step.
 
     Args:
         name: the site.
         spec: what it quantizes to.
-        encoding: with which numbers; ``None`` where the range is taken at run time.
+        encoding: with which numbers; ``None`` for dynamic quantization.
         node: the DequantizeLinear.
     """
 

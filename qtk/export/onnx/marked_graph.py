@@ -1,7 +1,7 @@
-"""From a simulating model to an ONNX graph that still holds one marker node for every quantized value.
+"""The ONNX graph of a simulating model, with one marker node for every quantized value.
 
-The quantizers are replaced by an opaque op that carries nothing but the name of its site, so torch's exporter passes
-it on untouched; ``onnx_lower`` turns the markers into QuantizeLinear and DequantizeLinear.
+For the export each quantizer is replaced by an opaque op that holds the name of its site, which torch's exporter
+passes on unchanged; ``qdq_nodes`` replaces the markers by QuantizeLinear and DequantizeLinear.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ torch.library.register_fake("qtk::quantized_site", _copy)
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class MarkedGraph:
     """An ONNX graph with markers, and the names its inputs and outputs have in the model.
 
     Args:
@@ -66,7 +66,7 @@ def trace(
     example_inputs: ExampleInputs | Call,
     *,
     opset: int,
-) -> Traced:
+) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model itself stays as it is.
 
     Dimensions that are symbolic in the prepared graph stay dynamic.
@@ -78,11 +78,11 @@ def trace(
         flat = _marked(model, {site.node: site.name for site in sites})
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)))
         graph = _translate(program, opset)
-    return Traced(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
+    return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
 
 
 def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """A second graph over the same parameters that takes and returns flat tuples, tensors only at its output.
+    """A second graph over the same parameters that takes and returns flat tuples, of tensors only at its output.
 
     Its quantizers are replaced by markers or, where switched off, removed.
     """
@@ -101,7 +101,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
 
 
 def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
-    """A copy with markers inside; without any it runs, and so is exported, as one op."""
+    """A copy with markers inside; a composite without markers is exported as one op."""
     twin = copy.deepcopy(module)
     awake = False
     for before, after in zip(graphs(module).values(), graphs(twin).values(), strict=True):
@@ -114,7 +114,7 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Mod
 
 
 class _Awake(Tap):
-    """Keeps a composite from taking its fused kernel."""
+    """Makes a composite run its parts instead of its fused kernel."""
 
     idle = False
 
@@ -122,7 +122,10 @@ class _Awake(Tap):
 def _mark_sites(
     module: fx.GraphModule, original: fx.Graph, copied: fx.Graph, sites: Mapping[fx.Node, str]
 ) -> bool:
-    """Replaces the quantizers in a copied graph by markers or, where switched off, nothing. Tells if there are any."""
+    """Replaces the quantizers in a copied graph by markers; those in BYPASS are removed.
+
+    Returns: whether there are any markers.
+    """
     twins = dict(zip(original.nodes, copied.nodes, strict=True))
     calls = quantizer_nodes(module)
     for call in calls:
@@ -154,7 +157,7 @@ def _dynamic_axes(node: fx.Node) -> list[int]:
 
 
 def _doubled(leaf: object, node: fx.Node) -> object:
-    """The input with length 2 in place of 1 along dynamic axes: export takes a length of 1 for a constant."""
+    """The input with length 2 instead of 1 along dynamic axes, because torch.export fixes a length of 1."""
     for axis in _dynamic_axes(node):
         if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
             leaf = leaf.repeat_interleave(2, axis)
@@ -174,7 +177,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     if graph.opset_imports.get("") != opset:
         raise ExportError(f"the model cannot be converted to ONNX opset {opset}, it stayed at "
                           f"{graph.opset_imports.get('')}; choose another opset")
-    # a split into chunks of a dynamic size, of which onnxscript's folding does not know what to make, stays as it is
+    # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)
     ClearMetadataAndDocStringPass()(graph)
@@ -182,7 +185,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 
 def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
-    """The names in the prepared model; torch's exporter goes by those in its own program."""
+    """The names in the prepared model; torch's exporter uses those of its own program."""
     ours = input_names(flat)
     theirs = [node.name for node in program.graph.find_nodes(op="placeholder")]
     known = dict(zip(theirs[len(theirs) - len(ours):], ours, strict=True))

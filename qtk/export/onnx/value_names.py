@@ -1,4 +1,4 @@
-"""Names in an ONNX graph: every name belongs to one value, and those that users see come first."""
+"""Unique names of the values in an ONNX graph; inputs, outputs and sites get the names that users know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 
-class Names:
+class ValueNames:
     """The names in use in a graph, its subgraphs included."""
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -18,7 +18,7 @@ class Names:
             self.give(value, value.name or "value")
 
     def give(self, value: ir.Value, name: str) -> None:
-        """Calls ``value`` so; whoever had the name gets another."""
+        """Names ``value``; another value that has this name is renamed."""
         holder = self._values.get(name)
         if holder is value:
             return
@@ -27,7 +27,7 @@ class Names:
         self._rename(value, name)
 
     def free(self, name: str) -> str:
-        """``name``, or with the first of ``_1``, ``_2``, … that nobody has."""
+        """``name``, or ``name`` with the first suffix ``_1``, ``_2``, … that is not in use."""
         candidate, ordinal = name, 0
         while candidate in self._values:
             ordinal += 1
@@ -42,8 +42,8 @@ class Names:
         self._values[name] = value
 
 
-def name_inputs_and_outputs(graph: ir.Graph, names: Names, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Names the inputs and outputs of the graph as the model's signature does; inputs go first, doubles get ``_1``."""
+def name_inputs_and_outputs(graph: ir.Graph, names: ValueNames, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Names the inputs and outputs of the graph as the model's signature does; a repeated name gets ``_1``."""
     taken: set[str] = set()
     for value, wanted in [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]:
         name, ordinal = wanted, 0
@@ -55,7 +55,7 @@ def name_inputs_and_outputs(graph: ir.Graph, names: Names, inputs: Sequence[str]
 
 
 def name_batch(graph: ir.Graph) -> None:
-    """Calls the dynamic first dimension of the inputs ``batch``, where torch's exporter says ``s77``."""
+    """Renames the dynamic first dimension of the inputs from torch's symbol (``s77``) to ``batch``."""
     firsts = [value.shape[0] for value in graph.inputs if value.shape]
     symbol = next((first.value for first in firsts if isinstance(first, ir.SymbolicDim) and first.value), None)
     if symbol is None:
@@ -70,7 +70,7 @@ def name_batch(graph: ir.Graph) -> None:
 
 
 def fix_lengths(graph: ir.Graph) -> None:
-    """Makes numbers of lengths that were free at capture and are fixed since: symbols called ``16``, say."""
+    """Replaces symbolic lengths whose symbol is a number (``16``), fixed after capture, by that number."""
     for value in _values(graph):
         if value.shape is not None:
             value.shape = ir.Shape([

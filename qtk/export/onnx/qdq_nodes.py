@@ -1,4 +1,4 @@
-"""Turns markers into QuantizeLinear and DequantizeLinear, and floats that are constant into stored integers.
+"""Replaces markers by QuantizeLinear and DequantizeLinear, and constant floats by stored integers.
 
 What becomes of one marker:
 
@@ -7,7 +7,7 @@ What becomes of one marker:
 3. Codes narrower than their ONNX type: the value is first clipped to the reals that the lowest and highest code
    stand for. QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
 4. Any other float type: cast to float32 before and back after, as the simulation computes.
-5. A range taken at run time: nodes that compute scale and zero point, ``onnx_dynamic``.
+5. Dynamic quantization: nodes that compute scale and zero point, ``dynamic_qdq``.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
-from qtk.export.onnx.container import container, limits
-from qtk.export.onnx.dynamic import dynamic_qdq
-from qtk.export.onnx.names import Names, fix_lengths, name_batch, name_inputs_and_outputs
-from qtk.export.onnx.nodes import NodeWriter, array_of, value_of
+from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
+from qtk.export.onnx.node_writer import NodeWriter, array_of, value_of
 from qtk.export.onnx.simulated_sites import SimulatedSite
-from qtk.export.onnx.trace import DOMAIN, Traced
+from qtk.export.onnx.storage_types import limits, storage_type
+from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.numerics import affine, minifloat
 
 SITE, SPEC = "qtk.site", "qtk.spec"
 """Metadata of a DequantizeLinear: the site it stands for, and its spec as JSON."""
 
 
-def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None:
-    """Replaces the markers of ``sites`` in ``traced.model`` and names what users see. Changes the model.
+def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
+    """Replaces the markers of ``sites`` in ``marked.model``, and names its inputs, outputs and sites. In place.
 
     Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
     """
-    graph = traced.model.graph
+    graph = marked.model.graph
     fix_lengths(graph)
     markers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in graph:
@@ -55,11 +55,11 @@ def lower(traced: Traced, sites: Iterable[SimulatedSite], *, opset: int) -> None
         for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
             name = f"{site.name}@{step}" if step else site.name
             entries[name] = _replace(marker, graph, site, name, opset)
-    traced.model.opset_imports.pop(DOMAIN, None)
-    RemoveUnusedNodesPass()(traced.model)
-    OutputFixPass()(traced.model)
-    names = Names(graph)
-    name_inputs_and_outputs(graph, names, traced.input_names, traced.output_names)
+    marked.model.opset_imports.pop(DOMAIN, None)
+    RemoveUnusedNodesPass()(marked.model)
+    OutputFixPass()(marked.model)
+    names = ValueNames(graph)
+    name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
     name_batch(graph)
     _name_sites(graph, names, entries)
 
@@ -69,25 +69,25 @@ def qparam_name(site: str, kind: str) -> str:
     return f"qtk_quantizers.{site}.{kind}"
 
 
-def _name_sites(graph: ir.Graph, names: Names, entries: dict[str, ir.Node]) -> None:
-    """Gives the value that each node of ``entries`` reads the name of its site.
+def _name_sites(graph: ir.Graph, names: ValueNames, entries: dict[str, ir.Node]) -> None:
+    """Names the value that each node of ``entries`` reads after its site.
 
-    A value that has a name of its own (an input, an output, a float parameter, another site) is read through Identity.
+    A value that keeps another name (an input, an output, a float parameter, another site) is read through Identity.
     """
-    given: set[ir.Value] = set()
+    named: set[ir.Value] = set()
     for site, node in entries.items():
         value = node.inputs[0]
         if value is None:
-            continue  # nothing in ONNX reads it, and so it went
+            continue  # removed, because no ONNX node reads it
         codes = node.op_type == "DequantizeLinear"
-        owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in given
+        owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in named
         if owned and not codes:
             identity = ir.node("Identity", [value], outputs=[value_of(value.dtype, value.shape)])
             graph.insert_before(node, identity)
             value = identity.outputs[0]
             node.replace_input_with(0, value)
         names.give(value, site)
-        given.add(value)
+        named.add(value)
 
 
 def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, opset: int) -> ir.Node:
@@ -100,7 +100,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
     if value.shape is None or value.dtype is None:
         raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
     writer = NodeWriter(graph, marker, name, value.shape)
-    kind = container(site.spec.dtype, opset=opset)
+    kind = storage_type(site.spec.dtype, opset=opset)
     if site.encoding is None:
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:
@@ -142,7 +142,7 @@ class _Calibrated:
             case PerChannel() as channel:
                 return {"axis": channel.axis_of(len(self.shape))}
             case PerToken():
-                raise AssertionError("rows have their scales at run time")
+                raise AssertionError("per token is dynamic: it has no encoding")
             case PerBlock(sizes):
                 axis = self._block_axis(sizes)
                 length = self.shape[axis]
@@ -162,7 +162,7 @@ class _Calibrated:
         return wide[0] if wide else len(sizes) - 1
 
     def _scale_and_zero_point(self) -> list[ir.Value]:
-        """As initializers; the zero point tells ONNX the type of the codes too, so it stands even if it is 0."""
+        """As initializers; the zero point also sets the type of the codes, so it is written even if it is 0."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
         zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
         if isinstance(self.encoding.spec.granularity, PerTensor):

@@ -1,9 +1,9 @@
-"""A range taken at run time, in ONNX: the formulas of ``qtk.numerics.dynamic`` as nodes, in float32, bit for bit.
+"""Dynamic quantization in ONNX: the formulas of ``qtk.numerics.dynamic`` as float32 nodes, bit for bit.
 
-uint8 per tensor is DynamicQuantizeLinear, which runtimes know; it does not say what becomes of NaN, infinities, and
-ranges wider than float32 or narrower than 255 of its smallest normal numbers. Rows with a scale each are blocks as long
-as the last axis; ONNX Runtime (seen in 1.31) does not run them on an empty batch. Where codes are narrower than their
-ONNX type, the value is first clipped to what the outermost codes stand for.
+uint8 per tensor becomes DynamicQuantizeLinear, which runtimes support; ONNX does not define its result for NaN,
+infinities, and ranges wider than float32 or narrower than 255 of its smallest normal numbers. Per token, each row is a
+block as long as the last axis; ONNX Runtime (seen in 1.31) does not run these on an empty batch. Where codes are
+narrower than their ONNX type, the value is first clipped to the reals of the lowest and highest code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import onnx_ir as ir
 from qtk.core.granularity import PerToken
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
-from qtk.export.onnx.container import limits
-from qtk.export.onnx.nodes import NodeWriter
+from qtk.export.onnx.node_writer import NodeWriter
+from qtk.export.onnx.storage_types import limits
 from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 
@@ -27,11 +27,11 @@ FLOAT = ir.DataType.FLOAT
 def dynamic_qdq(
     writer: NodeWriter, site: str, value: ir.Value, spec: QuantSpec, kind: ir.DataType
 ) -> tuple[ir.Node, ir.Node]:
-    """Writes the nodes of a site whose range is that of its tensor, or of each row.
+    """Inserts the nodes of a site with dynamic quantization, per tensor or per token.
 
     Returns: the node that reads the value, and the DequantizeLinear.
 
-    Raises: ExportError if the scales belong to rows whose length is known at run time only.
+    Raises: ExportError if the site is per token and the last axis has no fixed length.
     """
     return _Dynamic(writer, site, value, spec, kind).qdq()
 
@@ -48,7 +48,7 @@ class _Dynamic:
     def qdq(self) -> tuple[ir.Node, ir.Node]:
         if not isinstance(self.length, int) and self.by_row:
             raise ExportError(
-                f"{self.site}: ONNX needs to know how long the rows are that have a scale each, the last axis is "
+                f"{self.site}: ONNX quantizes per token only along a last axis of fixed length, this one is "
                 f"{self.length}; quantize this site per tensor, or fix the length in prepare_model"
             )
         if self._is_the_onnx_operator():
@@ -87,14 +87,14 @@ class _Dynamic:
         if self.spec.symmetric:
             farthest = max(qmax, -qmin)
             parts = [self._op("Div", end, self._number(code)) for end, code in ((high, qmax), (low, qmin))]
-            found = self._op("Max", *parts)
+            scale = self._op("Max", *parts)
         else:
             farthest = qmax - qmin
-            found = self._op("Div", self._op("Sub", high, low), self._number(farthest))
+            scale = self._op("Div", self._op("Sub", high, low), self._number(farthest))
         largest = LARGEST_REAL / farthest
-        held = self._op("Clip", found, self._number(SMALLEST_SCALE), self._number(largest))
-        zero = self.writer.node("Equal", [found, self._number(0.0)], ir.DataType.BOOL, shape=self.shape).outputs[0]
-        return self._op("Where", zero, self._number(1.0), held)
+        clipped = self._op("Clip", scale, self._number(SMALLEST_SCALE), self._number(largest))
+        zero = self.writer.node("Equal", [scale, self._number(0.0)], ir.DataType.BOOL, shape=self.shape).outputs[0]
+        return self._op("Where", zero, self._number(1.0), clipped)
 
     def _zero_point(self, low: ir.Value, scale: ir.Value) -> ir.Value:
         steps = self._op("Round", self._op("Sub", self._number(self.spec.qmin), self._op("Div", low, scale)))
@@ -115,7 +115,7 @@ class _Dynamic:
         return real
 
     def _op(self, op: str, *inputs: ir.Value) -> ir.Value:
-        """On numbers of the range."""
+        """A node on values of the shape of the scale."""
         return self.writer.node(op, inputs, FLOAT, shape=self.shape).outputs[0]
 
     def _number(self, number: float) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Writing ONNX nodes into a graph, in front of one that is there."""
+"""Inserts ONNX nodes and initializers into a graph."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class NodeWriter:
-    """Writes the nodes of one place.
+    """Inserts nodes in front of an existing one.
 
     Args:
-        graph: where to.
-        before: the node in front of which they stand.
-        name: their common name.
-        shape: of their results, where nothing else is said.
+        graph: the graph that gets the nodes.
+        before: the node they are inserted in front of.
+        name: the prefix of their names.
+        shape: of their results, unless ``node`` is given another.
     """
 
     def __init__(self, graph: ir.Graph, before: ir.Node, name: str, shape: ir.Shape | None) -> None:
@@ -33,7 +33,7 @@ class NodeWriter:
         *,
         shape: ir.Shape | None = None,
     ) -> ir.Node:
-        """A node with one result."""
+        """Inserts a node with one result."""
         result = value_of(dtype, self.shape if shape is None else shape)
         node = ir.node(op, inputs, dict(attributes or {}), outputs=[result])
         name = base = f"{self.name}/{op}.{dtype.name.lower()}"
@@ -50,7 +50,7 @@ class NodeWriter:
         return self.node("Cast", [value], dtype, {"to": int(dtype)}, shape=value.shape).outputs[0]
 
     def initializer(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-        """A constant; the one that has this name already, if there is one."""
+        """Adds a constant to the graph, or returns the one of this name."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         tensor = ir.tensor(array, name=name)
