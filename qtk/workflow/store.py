@@ -28,7 +28,7 @@ from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
 from qtk.registry import did_you_mean
 
-FORMAT, VERSION = "qtk.sim", 1
+FORMAT, VERSION = "qtk.sim", 2
 STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
 LISTED = 10
 """Findings that an error lists."""

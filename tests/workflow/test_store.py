@@ -220,7 +220,7 @@ def test_missing_and_broken_files(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"version": 2}, "version 2 is not known"), ({"plan": 3}, "is not a saved simulation")]
+    ("change", "message"), [({"version": 1}, "version 1 is not known"), ({"plan": 3}, "is not a saved simulation")]
 )
 def test_other_versions_and_files(change, message, saved, tmp_path):
     record = json.loads((saved[0] / "sim.json").read_text())
