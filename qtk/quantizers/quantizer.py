@@ -149,8 +149,8 @@ class Quantizer(Tap):
     def learn_range(self) -> None:
         """Makes scale and zero point trainable.
 
-        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen, if the range is taken at
-        run time or if the scales are stored in few bits.
+        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen, dynamic, or with
+        scales that are stored in few bits.
         """
         self.refuse_if_frozen()
         self._refuse_if_dynamic()
@@ -208,8 +208,7 @@ class Quantizer(Tap):
 
     def _refuse_if_dynamic(self) -> None:
         if self.spec.dynamic:
-            raise EncodingError(f"{self.site} takes its range from each tensor at run time; plan it without dynamic to "
-                                "give it one range")
+            raise EncodingError(f"{self.site} is quantized dynamically; plan it without dynamic to give it one range")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Devices follow the model; scales stay float32, bit for bit."""
