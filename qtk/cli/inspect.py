@@ -1,4 +1,4 @@
-"""What qtk would do with a model: how it is captured, what is quantized how, and what is not."""
+"""Shows how a model is captured, which values would be quantized and how, and which would not."""
 
 from __future__ import annotations
 

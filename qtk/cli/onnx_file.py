@@ -46,7 +46,7 @@ class OnnxFile(nn.Module):
 
 
 def nested_like(output: object, flat: object) -> object:
-    """The outputs of a file, flat, nested as the model nests its own."""
-    own, structure = pytree.tree_flatten(output)
+    """The flat outputs of a file in the nesting of the model's output."""
+    leaves, structure = pytree.tree_flatten(output)
     tensors = iter(pytree.tree_leaves(flat))
-    return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in own], structure)
+    return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)

@@ -1,4 +1,4 @@
-"""Runs a recipe: every model in float and in every setting, measured, exported, measured again as exported."""
+"""Runs a recipe: measures and exports every model in float and in every setting, and measures the exported files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, co
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What one pass over the batches gave, batch by batch."""
+    """The outputs and labels of one pass over the data, batch by batch."""
 
     outputs: list[object]
     labels: list[object]
@@ -117,11 +117,11 @@ class _Run:
             if isinstance(sim.model, PreparedGraph) and file.is_file():
                 runner = OnnxFile(file, sim.model)
                 run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)
-                found = [nested_like(ours, theirs) for ours, theirs in zip(simulated.outputs, run.outputs, strict=True)]
+                exported = [nested_like(*pair) for pair in zip(simulated.outputs, run.outputs, strict=True)]
                 score = replace(
                     score,
-                    onnxruntime_value=measure(found, reference.labels),
-                    onnxruntime_agreement=agreement(simulated.outputs, found),
+                    onnxruntime_value=measure(exported, reference.labels),
+                    onnxruntime_agreement=agreement(simulated.outputs, exported),
                     runtime=runner.runtime,
                 )
             scores[setting.name] = score
@@ -154,7 +154,7 @@ class _Run:
                 sim.export(folder, formats=formats)
 
     def _export_float(self, folder: Path) -> None:
-        """The model in float as ONNX, beside those of the settings if any has one: sizes are of like files."""
+        """Writes the model in float as ONNX, if any setting writes ONNX: the file the sizes are compared with."""
         if any(ONNX in self.recipe.formats_of(setting) for setting in self.recipe.settings):
             with self._step(f"exporting {FLOAT} as {ONNX}"):
                 in_float = Simulation(self.prepared, QuantPlan({}), {})
@@ -182,19 +182,19 @@ class _Run:
 
         title = f"{self.entry.name}: measuring {what}"
         count = count if like is None else len(like.labels)
-        found = outputs(model, inputs(), num_batches=count, label=title, progress=True)
-        done = _Pass([pytree.tree_map_only(Tensor, Tensor.cpu, output) for output in found], labels)
-        if like is not None and not _equal(done.labels, like.labels):
+        on_device = outputs(model, inputs(), num_batches=count, label=title, progress=True)
+        result = _Pass([pytree.tree_map_only(Tensor, Tensor.cpu, output) for output in on_device], labels)
+        if like is not None and not _equal(result.labels, like.labels):
             raise ConfigError(f"{held_out.where}: {held_out.locator} gives other batches on each pass; "
                               "turn shuffling and random augmentation off")
-        return done
+        return result
 
     def _say(self, what: str) -> None:
         self.console.print(f"{self.entry.name}: {what}", markup=False, highlight=False)
 
     @contextmanager
     def _step(self, what: str) -> Iterator[None]:
-        """A step that cannot tell how far it is: a line, and on a terminal a spinner."""
+        """A step without a progress bar: prints a line, and on a terminal a spinner."""
         self._say(what)
         with self.console.status(""):
             yield

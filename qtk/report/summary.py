@@ -1,4 +1,4 @@
-"""What a run measured: one score for each model and setting."""
+"""The scores of a run: one for each model and setting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Summary:
         return Table("accuracy, error and size", columns, tuple(rows), tuple(sections[1:]))
 
     def runtimes(self) -> str:
-        """How the exported files ran: a line for each way, with the files that ran so if there are several ways."""
+        """How the exported files ran: one line, or a line for each way with the files that it holds for."""
         files: dict[str, list[str]] = {}
         for model, scores in self.models.items():
             for setting, score in scores.items():
