@@ -123,16 +123,16 @@ class _Calibrated:
     def qdq(self, value: ir.Value, constant: Tensor | None) -> tuple[ir.Node, ir.Node]:
         """Returns: the node that reads the value, or its stored codes, and the DequantizeLinear."""
         attributes = self._axis_and_block_size()
-        qparams = self._scale_and_zero_point()
+        scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
             stored = self.writer.node(
-                "DequantizeLinear", [self._codes(constant), *qparams], ir.DataType.FLOAT, attributes
+                "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes
             )
             return stored, stored
         real = self._clipped(self.writer.cast(value, ir.DataType.FLOAT), attributes)
-        codes = self.writer.node("QuantizeLinear", [real, *qparams], self.kind, attributes)
+        codes = self.writer.node("QuantizeLinear", [real, *scale_and_zero_point], self.kind, attributes)
         return codes, self.writer.node(
-            "DequantizeLinear", [codes.outputs[0], *qparams], ir.DataType.FLOAT, attributes
+            "DequantizeLinear", [codes.outputs[0], *scale_and_zero_point], ir.DataType.FLOAT, attributes
         )
 
     def _axis_and_block_size(self) -> dict[str, int]:

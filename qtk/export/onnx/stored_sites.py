@@ -92,10 +92,10 @@ def _numbers(value: ir.Value | None) -> Tensor:
     return torch.from_numpy(tensor.numpy().astype("int32" if tensor.dtype.is_integer() else "float32"))
 
 
-def _aligned(qparams: Tensor, reals: Tensor, axis: int, block_size: int) -> Tensor:
+def _aligned(values: Tensor, reals: Tensor, axis: int, block_size: int) -> Tensor:
     """Scales or zero points in a shape that broadcasts against the values."""
-    if qparams.ndim == 0:
-        return qparams
+    if values.ndim == 0:
+        return values
     if block_size:
-        return qparams.repeat_interleave(block_size, axis)
-    return qparams.reshape([-1 if place == axis % reals.ndim else 1 for place in range(reals.ndim)])
+        return values.repeat_interleave(block_size, axis)
+    return values.reshape([-1 if place == axis % reals.ndim else 1 for place in range(reals.ndim)])
