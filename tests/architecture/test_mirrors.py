@@ -24,8 +24,9 @@ ELSEWHERE = {
     "planning/share_merges.py": ("tests/planning/test_planner.py", "qtk.planning.planner"),
     "layerwise/bias_correction.py": ("tests/layerwise/test_methods.py", "qtk.layerwise.bias_correction"),
     "layerwise/layer_update.py": ("tests/workflow/test_layerwise.py", "qtk.apply_layerwise"),
-    "layerwise/inside.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
-    "layerwise/taps.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
+    "layerwise/nested_layers.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
+    "layerwise/input_taps.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
+    "layerwise/run.py": ("tests/workflow/test_layerwise.py", "qtk.apply_layerwise"),
     "layerwise/ranks.py": ("tests/observers/test_ranks.py", "qtk.apply_layerwise"),
 }
 """File of qtk, or glob → the test file that covers it, and what that names to run it."""

@@ -4,7 +4,7 @@ from torch import nn
 
 from qtk.capture.exclusion import exclude, module_names
 from qtk.errors import CaptureError
-from qtk.graph.sites import EXCLUDED, note
+from qtk.graph.sites import EXCLUDED, label
 from qtk.workflow.prepare import prepare_model
 
 
@@ -34,4 +34,4 @@ def test_the_ops_of_excluded_modules_are_marked_and_those_that_run_none_are_note
     prepared = prepare_model(Net(), torch.randn(2, 4), verify=False)
     assert list(exclude(prepared, [{"body"}, {"spare"}])) == ["modules_to_exclude: spare runs no op"]
     ops = [node for node in prepared.graph.nodes if node.op == "call_function"]
-    assert [note(node, EXCLUDED) for node in ops] == ["1", "1", None]
+    assert [label(node, EXCLUDED) for node in ops] == ["1", "1", None]

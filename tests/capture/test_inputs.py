@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.capture.inputs import check_inputs, is_free
+from qtk.capture.inputs import check_inputs, input_leaves, is_free
+from qtk.capture.signature import input_names
 from qtk.errors import CaptureError
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
@@ -119,3 +120,28 @@ def test_nesting_is_checked_to_the_bottom(parts, message):
     assert torch.equal(model({"one": X, "list": (X, X)}), 3 * X)
     with pytest.raises(CaptureError, match=message):
         model(parts)
+
+
+def test_the_leaves_of_a_call_stand_in_the_order_of_the_placeholders():
+    model, inputs = prepared("keyword_input"), ZOO["keyword_input"].inputs()
+    turned = dict(reversed(inputs.items()))
+    by_name = dict(zip(input_names(model), input_leaves(model.graph, (), turned), strict=True))
+    assert set(by_name) == set(inputs)
+    assert all(by_name[name] is value for name, value in inputs.items())
+
+
+def test_nested_arguments_are_flat():
+    model, (pair, options, scale, flag) = prepared("nested_input"), ZOO["nested_input"].inputs()
+    leaves = input_leaves(model.graph, (pair, options, scale, flag), {})
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert all(a is b for a, b in zip(tensors, [*pair, options["extra"]], strict=True))
+    assert leaves[-2:] == [3, True]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_arguments_are_refused_with_the_names(count):
+    model = prepared("two_inputs")
+    x = torch.randn(2, 4)
+    for args, kwargs in (((x,) * count, {}), (([x] * count,), {}), ((), {"image": x, "picture": x})):
+        with pytest.raises(CaptureError, match=r"\(image, vector\)"):
+            input_leaves(model.graph, args, kwargs)

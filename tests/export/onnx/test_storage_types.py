@@ -5,7 +5,7 @@ import pytest
 from qtk.core.dtypes import DTYPES, FloatDtype, dtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
-from qtk.export.onnx.container import container, limits, opset_for
+from qtk.export.onnx.storage_types import limits, opset_for, storage_type
 
 INTEGERS = [name for name, row in DTYPES.items() if not isinstance(row, FloatDtype)]
 
@@ -13,7 +13,7 @@ INTEGERS = [name for name, row in DTYPES.items() if not isinstance(row, FloatDty
 @pytest.mark.parametrize("opset", [21, 25])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_the_narrowest_type_of_the_opset_that_holds_every_code(name, opset):
-    row, kind = dtype(name), container(dtype(name), opset=opset)
+    row, kind = dtype(name), storage_type(dtype(name), opset=opset)
     low, high = limits(kind)
     assert low <= row.minimum
     assert row.maximum <= high
@@ -25,10 +25,10 @@ def test_the_narrowest_type_of_the_opset_that_holds_every_code(name, opset):
 
 
 def test_floats_have_their_own_types_or_none():
-    assert container(dtype("fp8_e4m3"), opset=21) is ir.DataType.FLOAT8E4M3FN
+    assert storage_type(dtype("fp8_e4m3"), opset=21) is ir.DataType.FLOAT8E4M3FN
     assert limits(ir.DataType.FLOAT8E5M2) == (-57344.0, 57344.0)
     with pytest.raises(ExportError, match="fp8_e4m3 and fp8_e5m2, not fp4_e2m1"):
-        container(dtype("fp4_e2m1"), opset=25)
+        storage_type(dtype("fp4_e2m1"), opset=25)
 
 
 def test_two_bits_next_to_quantized_activations_are_stored_in_four():

@@ -4,7 +4,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from qtk.export.onnx.names import Names, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 
 
 def graph_of(nodes=None, shape=("s77", 4)):
@@ -22,7 +22,7 @@ def value(graph, name):
 
 def test_whoever_had_a_name_gets_another():
     graph = graph_of()
-    names = Names(graph)
+    names = ValueNames(graph)
     names.give(value(graph, "b"), "a")
     assert [graph.inputs[0].name, *(node.outputs[0].name for node in graph)] == ["a_1", "a", "c"]
     names.give(graph.inputs[0], "b")  # which is free now
@@ -43,7 +43,7 @@ def test_names_inside_subgraphs_are_taken():
         helper.make_node("Constant", [], ["yes"], value=helper.make_tensor("", TensorProto.BOOL, (), [True])),
         helper.make_node("If", ["yes"], ["c"], **branches),
     ])
-    names = Names(graph)
+    names = ValueNames(graph)
     assert names.free("inside_then") == "inside_then_1"
     names.give(graph.inputs[0], "inside_else")
     assert graph.inputs[0].name == "inside_else"
@@ -54,7 +54,7 @@ def test_names_inside_subgraphs_are_taken():
 
 def test_inputs_and_outputs_have_the_names_of_the_signature_and_inputs_go_first():
     graph = graph_of()
-    name_inputs_and_outputs(graph, Names(graph), ["x"], ["x"])
+    name_inputs_and_outputs(graph, ValueNames(graph), ["x"], ["x"])
     assert (graph.inputs[0].name, graph.outputs[0].name) == ("x", "x_1")
     onnx.checker.check_model(ir.to_proto(ir.Model(graph, ir_version=10)))
 

@@ -2,7 +2,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from qtk.export.onnx.nodes import NodeWriter, array_of, value_of
+from qtk.export.onnx.node_writer import NodeWriter, array_of, value_of
 
 FLOAT = ir.DataType.FLOAT
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtk.algorithms.grid import Grid
+from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import PerChannel
 from qtk.core.spec import QuantSpec
@@ -16,7 +16,7 @@ ZERO = torch.tensor([[3], [7], [11]], dtype=torch.int32).expand(3, 5)
 
 def grid(name):
     spec = QuantSpec(dtype(name), PerChannel(0), symmetric=name != "uint4")
-    return Grid(spec, SCALE, None if spec.symmetric else ZERO)
+    return WeightGrid(spec, SCALE, None if spec.symmetric else ZERO)
 
 
 def possible(name):

@@ -7,9 +7,9 @@ from torch import nn
 
 from qtk.core.granularity import PerBlock, PerChannel
 from qtk.errors import ExportError
-from qtk.export.onnx.lower import lower, qparam_name
+from qtk.export.onnx.marked_graph import DOMAIN, trace
+from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
 from qtk.export.onnx.simulated_sites import simulated_sites
-from qtk.export.onnx.trace import DOMAIN, trace
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
 
 X = torch.randn(2, 8)
@@ -29,7 +29,7 @@ def lowered(*, weight=nothing, activation=nothing, x=X, model=None):
     sim = simulate(model or Scaled(), x, weight=weight, activation=activation)
     sites = simulated_sites(sim)
     traced = trace(sim, sites, x, opset=21)
-    lower(traced, sites, opset=21)
+    replace_markers(traced, sites, opset=21)
     assert DOMAIN not in {node.domain for node in traced.model.graph}
     assert DOMAIN not in traced.model.opset_imports
     return traced.model.graph
@@ -94,4 +94,4 @@ def test_a_site_that_is_not_in_the_graph_is_named():
     sites = simulated_sites(sim)
     traced = trace(sim, [], X, opset=21)
     with pytest.raises(ExportError, match="w is quantized in the model, but the exported graph does not use its value"):
-        lower(traced, sites, opset=21)
+        replace_markers(traced, sites, opset=21)
