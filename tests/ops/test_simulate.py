@@ -18,7 +18,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 3
      lambda scale, zero: affine.fake_quantize(X, scale, zero, (-1, 1), 0, 255)),
     (QuantSpec(dtype("fp4_e2m1"), PerChannel(0), symmetric=True),
      lambda scale, zero: minifloat.fake_quantize(X, scale, (1, -1), dtype("fp4_e2m1"))),
-], ids=str)
+], ids=["int4", "uint8", "fp4"])
 def test_the_format_of_the_spec_decides(spec, reference):
     shape = spec.granularity.qparam_shape(X.shape)
     scale, zero = torch.rand(shape) * 0.1 + 0.02, None if spec.symmetric else torch.randint(0, 255, shape).int()
