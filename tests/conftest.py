@@ -25,6 +25,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(list(marker.kwargs), rows, ids=ids)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """One process runs all tests of a model of the zoo, and else all of a file, so that each captures a model once."""
     for item in items:
