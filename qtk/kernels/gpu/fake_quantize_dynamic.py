@@ -1,8 +1,8 @@
 """Range and fake-quantization of a tensor as Triton kernels; formulas of ``qtk.numerics.dynamic``.
 
-Rows with a scale each take one launch that reads an element once: a program holds whole rows, finds their extremes, and
-quantizes them. Of anything else the extremes are found by ``qtk.kernels.gpu.statistics`` first; the second launch makes
-the range of them itself.
+With one scale per row, one launch reads each element once: a program loads whole rows, reduces their minimum and
+maximum, and quantizes them. Otherwise ``qtk.kernels.gpu.statistics`` computes minimum and maximum in a first launch, and
+the second computes scale and zero point and quantizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 
 WIDEST = 4 * TILE
-"""Elements of the longest row that a program holds."""
+"""Longest row, in elements, that one program loads as a whole."""
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
@@ -69,7 +69,7 @@ def rows_kernel(
 
 
 @triton.jit
-def within_kernel(
+def given_extremes_kernel(
     x_at, y_at, low_at, high_at, scale_at, zero_at, qmin, qmax, largest, s1, middle, s2, inner, step1, step2, turns,
     splits, SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
@@ -123,7 +123,7 @@ def fake_quantize_dynamic(
         else:
             low, high = min_max(x, block_size, scale.numel())
             splits = found.splits(programs(x.device))
-            within_kernel[(found.groups * splits,)](
+            given_extremes_kernel[(found.groups * splits,)](
                 x, result, low, high, scale, zero, *codes, *arguments(found), splits, SYMMETRIC=symmetric,
                 **shape(found),
             )
