@@ -57,7 +57,7 @@ class Encoding:
         return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
 
     def to(self, device: torch.device) -> Encoding:
-        """This encoding with its tensors on ``device``."""
+        """A copy with the tensors on ``device``."""
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
         return Encoding(self.spec, self.scale.to(device), zero_point)
 

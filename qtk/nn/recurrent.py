@@ -90,7 +90,7 @@ class Recurrent(nn.Module):
 
     @property
     def step_names(self) -> list[str]:
-        """Names of the ``Step`` submodules in order: ``l0``, ``l0_reverse``, ``l1``, …"""
+        """Names of the ``Step`` submodules in order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 

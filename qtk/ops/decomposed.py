@@ -1,7 +1,8 @@
 """``qtk::fake_quantize`` in plain aten, for compilers: they fuse it with neighbouring ops, forward and backward.
 
-The formulas of ``qtk.numerics.affine`` and ``straight_through``, without their eager-mode optimizations. On GPUs Inductor divides approximately by default: a value within a rounding error of a tie may fall to
-the next code unless ``torch._inductor.config.eager_numerics.division_rounding`` is set.
+The formulas of ``qtk.numerics.affine`` and ``straight_through``, without their eager-mode optimizations. On GPUs
+Inductor divides approximately by default: a value within a rounding error of a tie may get the next code unless
+``torch._inductor.config.eager_numerics.division_rounding`` is set.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from torch import Tensor
 from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import candidate_errors as reference
 
 
 @triton.jit
 def errors_kernel(
-    x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle, s2,
-    inner, step1, step2, turns, splits,
+    x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
+    s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
     REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):
@@ -73,8 +73,8 @@ def candidate_errors(
 ) -> Tensor:
     """As ``qtk.ops.candidate_errors.candidate_errors``; norm 2 if ``squared``, else 1."""
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size) if x.numel() and x.dtype != torch.float64 else None
-    if found is None:  # blocks along more than two axes, nothing to sum, or float64
+    tiling = tiling_of(x, block_size) if x.numel() and x.dtype != torch.float64 else None
+    if tiling is None:  # blocks along more than two axes, nothing to sum, or float64
         return reference.candidate_errors(
             x, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance,
             clipped=clipped,
@@ -82,14 +82,14 @@ def candidate_errors(
     candidates, count = scales.shape
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     weights = x if importance is None else torch.empty_like(x, dtype=torch.float32).copy_(importance.expand(x.shape))
-    splits = found.splits(max(1, programs(x.device) // max(candidates, 1)))
+    splits = tiling.splits(max(1, programs(x.device) // max(candidates, 1)))
     parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
     steps = scales.to(torch.float32).contiguous()
     with on_device_of(x):
-        errors_kernel[(found.groups * splits, candidates)](
+        errors_kernel[(tiling.groups * splits, candidates)](
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
-            float(clipped), errors, parts, tickets(x.device, found.groups * candidates), count, *arguments(found),
+            float(clipped), errors, parts, tickets(x.device, tiling.groups * candidates), count, *arguments(tiling),
             splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
-            PARTS=TILE // found.scales_a_tile, **shape(found),
+            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
         )
     return errors

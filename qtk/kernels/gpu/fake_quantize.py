@@ -1,9 +1,9 @@
 """Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
-One launch a call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
-``effective``; ``qtk.kernels.gpu.walk`` assigns elements to programs. The gradients of scale and zero point are reduced
-inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last ticket
-adds them in a fixed order, so that the result is deterministic.
+One launch per call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
+``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero point are
+reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last
+ticket adds them in a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics.blocks import check_fit
 
@@ -206,17 +206,17 @@ def forward(
     result = torch.empty_like(x)
     if not x.numel():
         return result
-    found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():
+    tiling = tiling_of(x, block_size) if is_dense(x) else None
+    if tiling is None and x.is_contiguous():
         return reference(x)
-    if found is None:
+    if tiling is None:
         return result.copy_(forward(x.contiguous(), scale, zero_point, block_size, grid, reference))
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
-        forward_kernel[(found.groups * splits,)](
-            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(found), splits,
-            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(found),
+        forward_kernel[(tiling.groups * splits,)](
+            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
+            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(tiling),
         )
     return result
 
@@ -236,25 +236,25 @@ def backward(
     of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
     if not x.numel():
         return dx, of_scale.zero_(), of_zero.zero_()
-    found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():
+    tiling = tiling_of(x, block_size) if is_dense(x) else None
+    if tiling is None and x.is_contiguous():
         return reference(grad, x)
-    if found is None:
+    if tiling is None:
         flat, of_scale, of_zero = backward(
             grad.contiguous(), x.contiguous(), scale, zero_point, block_size, grid, wants_scale, wants_zero_point,
             reference,
         )
         return dx.copy_(flat), of_scale, of_zero
     upstream = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
-        backward_kernel[(found.groups * splits,)](
+        backward_kernel[(tiling.groups * splits,)](
             x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
-            tickets(x.device, found.groups if sums else 0), scale.numel(), *arguments(found), splits,
+            tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // found.scales_a_tile, **grid.constants(), **shape(found),
+            PARTS=TILE // tiling.scales_a_tile, **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

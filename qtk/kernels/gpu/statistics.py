@@ -12,7 +12,7 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import statistics
 
 MOST_BINS = 4096
@@ -107,17 +107,17 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     if not x.numel():
         raise SpecError(f"a tensor of shape {tuple(x.shape)} has no extremes; observe one that has elements")
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size)
-    if found is None:
+    tiling = tiling_of(x, block_size)
+    if tiling is None:
         return statistics.min_max(x.contiguous(), block_size)
     low = torch.empty(scales, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     parts = low.new_empty(2 * splits * scales if splits > 1 else 0)
     with on_device_of(x):
-        min_max_kernel[(found.groups * splits,)](
-            x, low, high, parts, tickets(x.device, found.groups), scales, *arguments(found), splits,
-            PARTS=TILE // found.scales_a_tile, **shape(found),
+        min_max_kernel[(tiling.groups * splits,)](
+            x, low, high, parts, tickets(x.device, tiling.groups), scales, *arguments(tiling), splits,
+            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
         )
     return low, high
 
@@ -125,15 +125,15 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
 def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
     """As ``qtk.ops.statistics.histogram``."""
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size) if x.numel() else None
-    if found is None or bins > MOST_BINS:
+    tiling = tiling_of(x, block_size) if x.numel() else None
+    if tiling is None or bins > MOST_BINS:
         return statistics.histogram(x.contiguous(), first, exponent, bins, block_size)
     counts = torch.zeros(first.numel(), bins, dtype=torch.int64, device=x.device)
     units = torch.ldexp(torch.ones_like(first), -exponent)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     with on_device_of(x):
-        histogram_kernel[(found.groups * splits,)](
-            x, counts, first.contiguous(), units, bins, *arguments(found), splits,
-            SLOTS=triton.next_power_of_2(bins + 1), **shape(found),
+        histogram_kernel[(tiling.groups * splits,)](
+            x, counts, first.contiguous(), units, bins, *arguments(tiling), splits,
+            SLOTS=triton.next_power_of_2(bins + 1), **shape(tiling),
         )
     return counts

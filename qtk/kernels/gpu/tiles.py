@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.walk import Walk
+from qtk.kernels.gpu.tiling import Tiling
 
 WARPS = 8
 
@@ -59,14 +59,14 @@ def draws_last_ticket(ticket_at, splits):
     return tl.atomic_add(ticket_at, 1, sem="acq_rel") == splits - 1
 
 
-def arguments(walk: Walk) -> tuple[int, ...]:
-    """The sizes of a walk in the order of the kernels' arguments: s1, middle, s2, inner, step1, step2, turns."""
-    return walk.s1, walk.middle, walk.s2, walk.inner, walk.step1, walk.step2, walk.turns
+def arguments(tiling: Tiling) -> tuple[int, ...]:
+    """The sizes of a tiling in the order of the kernels' arguments: s1, middle, s2, inner, step1, step2, turns."""
+    return tiling.s1, tiling.middle, tiling.s2, tiling.inner, tiling.step1, tiling.step2, tiling.turns
 
 
-def shape(walk: Walk) -> dict[str, int | bool]:
-    """The ``tl.constexpr`` arguments of a walk."""
-    return {"SCALES": walk.scales_a_tile, "REACH": walk.reach, "COLUMNS": walk.columns, "num_warps": WARPS}
+def shape(tiling: Tiling) -> dict[str, int | bool]:
+    """The ``tl.constexpr`` arguments of a tiling."""
+    return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "num_warps": WARPS}
 
 
 def is_dense(x: Tensor) -> bool:
