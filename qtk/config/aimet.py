@@ -3,7 +3,7 @@
 1. Later sections win: ``defaults``, ``params``, ``op_type``, ``supergroups``, ``model_input``, ``model_output``.
 2. A tensor is float unless the file turns its quantization on. An op type maps to several op kinds or none
    (``aimet_ops``).
-3. AIMET folds batch norms before it applies the config: each supergroup also matches with a batch norm after its first
+3. AIMET ignores foldable batch norms when it matches supergroups: each also matches with a batch norm after its first
    op, and a convolution or linear with its batch norm has one quantizer.
 4. Two bounds in ``encoding_constraints`` become a range; a single one a bound, unless the op implies it.
 5. Widths come from the arguments of ``QuantSim``, so ``supported_kernels`` is ignored, with a warning.

@@ -20,8 +20,8 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
 
     Args:
         source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (recognized
-            by its keys), the mapping such a file holds, or a ``QuantConfig``, returned unchanged. With ``extends:
-            default`` a file or mapping extends a shipped target or another file; without, nothing is inherited.
+            by its keys), the mapping such a file holds, or a ``QuantConfig``, returned unchanged. A file or
+            mapping with the key ``extends`` extends a shipped target or another file; without it, nothing is inherited.
 
     Raises: ConfigError with file, line or path of each mistake; for an unknown name the nearest.
 

@@ -22,8 +22,8 @@ class TensorSetting(BaseModel):
 
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
-        dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets the
-            granularity; it is for weights only, and ``block_size`` can change its block length.
+        dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
+            the granularity; it is for weights only, and ``block_size`` can change its block length.
         symmetric: the zero point is 0.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
