@@ -21,7 +21,7 @@ BINS = 512
 
 
 def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Times all implementations on x [rows, 1536]. Raises: SystemExit if results differ from torch's."""
+    """The implementations to time on x [rows, 1536]. Raises: SystemExit if results differ from torch's."""
     low, high = min_max(x, ())
     if (float(low), float(high)) != (float(x.min()), float(x.max())):
         raise SystemExit("min_max is not torch's; no speed is given")
