@@ -1,4 +1,4 @@
-"""Timing in turns: every action once a turn, each figure a multiple of ``copy_`` in the same turn."""
+"""Interleaved timing: each turn runs every action; figures are multiples of ``copy_`` in the same turn."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MILLION = 1_000_000
 BASE = "copy_"
 FLOORS = (BASE, "clone")
 TURN_S = 0.02
-"""Short actions run many times a turn, about as long as this."""
+"""Short actions are repeated within a turn for about this long."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is computed, whoever computes it."""
+    """One benchmark case, independent of the implementation."""
 
     device: str
     kind: str
@@ -35,12 +35,12 @@ class Setting:
     elements: int
     action: str
     copies: float | None = None
-    """The bytes that must move, in copies."""
+    """Least memory traffic of the case, in multiples of a copy."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One way of computing it."""
+    """The time of one implementation in one case."""
 
     setting: Setting
     way: str
@@ -60,7 +60,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Given:
-    """The command line."""
+    """The parsed command-line options."""
 
     device: str
     kinds: Sequence[str]
@@ -128,7 +128,7 @@ def finish(found: Sequence[Timed], given: Given) -> None:
 
 
 def write_csv(path: Path, setting: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> None:
-    """A line a row, the setting in each."""
+    """Writes the rows as CSV, each with the fields of ``setting``."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*setting, *rows[0]])
         writer.writeheader()
@@ -145,7 +145,7 @@ def commit() -> str:
 
 
 def _seconds(run: Callable[[], object], loops: int, device: str) -> float:
-    """Seconds a call."""
+    """Seconds per call."""
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(loops):

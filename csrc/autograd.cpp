@@ -36,7 +36,7 @@ const auto& dynamic_op() {
   return op;
 }
 
-// What both nodes of the graph keep.
+// State that both autograd nodes save for the backward pass.
 struct Saved {
   torch::autograd::SavedVariable input, scale, zero_point;
   std::vector<int64_t> block_size;
@@ -77,7 +77,7 @@ struct FakeQuantizeBackward : torch::autograd::Node {
   Saved saved;
 };
 
-// dx is linear in the gradient it came from and constant in x and the range, almost everywhere.
+// The second derivative: dx is linear in the upstream gradient and constant in x and the range almost everywhere.
 struct FakeQuantizeBackwardBackward : torch::autograd::Node {
   FakeQuantizeBackwardBackward(Saved kept, bool of_range) : saved(std::move(kept)), range_is_wanted(of_range) {}
 
@@ -153,7 +153,7 @@ Gradients fake_quantize_backward_autograd(
   return result;
 }
 
-// The range counts as a constant.
+// Straight-through estimator with the range as a constant.
 Dynamic fake_quantize_dynamic_autograd(
     c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef block_size, int64_t qmin, int64_t qmax,
     bool symmetric) {

@@ -46,7 +46,7 @@ Tensor errors(
                         : errors_rows(from, tile.rows, tile.width, found, here);
     });
   };
-  // Each sum is one thread's, so that it does not depend on how many threads there are.
+  // One thread computes each sum, so that results do not depend on the number of threads.
   if (x.numel() > 0 && tiles.one_row_a_scale() && count > 1) {
     const int64_t grain = std::max<int64_t>(GRAIN / (tiles.width() * std::max<int64_t>(candidates, 1)), 1);
     at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {

@@ -7,8 +7,8 @@ namespace qtk {
 namespace {
 
 constexpr int LANES = 32;          // sums are kept apart by lane, so that the compiler need not reorder them
-constexpr int64_t STRETCH = 4096;  // elements summed in float before the sums go on in double; they stay in the L1
-constexpr int64_t STRIP = 64;      // columns whose sums stay in registers or the L1 from row to row
+constexpr int64_t STRETCH = 4096;  // elements summed in float before they are added in double; they fit the L1 cache
+constexpr int64_t STRIP = 64;      // columns whose sums stay in registers or the L1 cache
 
 template <bool SQUARED, bool WEIGHTED, class Real>
 INLINE Real error(Real x, Real weight, Real scale, Real zero, const Measure<Real>& measure) {

@@ -1,4 +1,4 @@
-// The inner loops over tiles that sum the errors of candidates; tiles as in fake_quantize_loops.h.
+// The inner loops over tiles that sum the quantization error of candidate scales; tiles as in fake_quantize_loops.h.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Candidates {
   int64_t count, stride;
 };
 
-// Adds |x − x̂| of every candidate, squared or not, times `clipped` where x is clipped, times the weight of the element
-// where there are weights.
+// The error measure: |x − x̂|, squared if `squared`, times `clipped` where x is clipped, times the element's weight if
+// there are weights.
 template <class Real>
 struct Measure {
   const Real* weights;  // as x, or null

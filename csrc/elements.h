@@ -1,4 +1,4 @@
-// The elements of tensors as the inner loops take them.
+// Access to tensor elements by dtype, for the inner loops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace qtk {
 
-constexpr int64_t GRAIN = 32768;  // elements a thread takes at least
+constexpr int64_t GRAIN = 32768;  // fewest elements per thread
 
 inline bool has_loops(at::ScalarType type) {
   return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;

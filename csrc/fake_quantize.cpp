@@ -23,14 +23,14 @@ namespace {
 constexpr int64_t MOST_CHUNKS = 256;
 constexpr int64_t PIECE = 512;  // scales summed at a time
 
-// Where the gradients of scales and zero points go; null where they are not wanted.
+// Buffers for the gradients of scales and zero points; null for a gradient that is not wanted.
 struct Gradient {
   float* of_scale;
   float* of_zero_point;
 };
 
-// Scales and zero points as they act: qtk/numerics/acting.py. By column they are copied to where loops read them fast;
-// by row, of which there may be many, only where they act as something else than what they are.
+// Effective scales and zero points, as in qtk/numerics/effective.py. By column they are always copied, for fast reads;
+// by row, of which there may be many, only if an effective value differs from the stored one.
 class Range {
  public:
   Range(const Tensor& scale, const OptionalTensor& zero_point, float qmin, float qmax, bool by_column)
@@ -90,7 +90,7 @@ class Range {
 // axis that is kept.
 void check_fit(const Tensor& scale, const Tensor& x, at::IntArrayRef block_size) {
   if (block_size.empty()) {
-    return;  // that there is one was seen before
+    return;  // Tiles has checked that there is one scale
   }
   bool fits = true;
   if (scale.dim() == x.dim()) {
@@ -131,7 +131,7 @@ void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& 
   });
 }
 
-// Gradients of one tensor, all of its dtype and in its order.
+// Computes the gradients of one tensor; x, grad and dx have one dtype and one memory order.
 template <class T, class Grid>
 class Backward {
  public:
@@ -148,7 +148,7 @@ class Backward {
     });
   }
 
-  // Writes the gradients of all scales. What a thread adds up depends on sizes alone, not on how many threads there are.
+  // Writes the gradients of all scales. The partial sums depend on sizes alone, not on the number of threads.
   void sum(int64_t scales, const Gradient& gradient) const {
     if (total_ > 0 && tiles_.one_row_a_scale() && scales > 1) {
       at::parallel_for(0, scales, std::max<int64_t>(GRAIN / tiles_.width(), 1), [&](int64_t begin, int64_t end) {
@@ -174,7 +174,7 @@ class Backward {
          rest...);
   }
 
-  // At most PIECE scales, each with one row of its own.
+  // Handles at most PIECE scales with one row each.
   void each_alone(int64_t first, int64_t last, const Gradient& gradient) const {
     std::array<double, PIECE> of_scale{}, clipped{};
     const int64_t width = tiles_.width();

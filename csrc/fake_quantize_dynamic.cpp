@@ -21,10 +21,10 @@
 namespace qtk {
 namespace {
 
-constexpr int64_t NEAR = 8192;       // elements that are still in the first cache when they are read again
-constexpr int64_t WIDEST = 1 << 16;  // elements of a row that are still in the second
+constexpr int64_t NEAR = 8192;       // elements that stay in the L1 cache until the second read
+constexpr int64_t WIDEST = 1 << 16;  // elements of a row that stay in the L2 cache
 
-// What decides a range besides the tensor.
+// The settings of a dynamic range.
 struct Rule {
   Codes codes;
   bool symmetric;
@@ -48,7 +48,7 @@ std::vector<int64_t> scale_shape(const Tensor& x, at::IntArrayRef block_size) {
   return shape;
 }
 
-// Scales and zero points as they are found.
+// Output buffers for scales and zero points.
 class Ranges {
  public:
   Ranges(at::IntArrayRef shape, Rule rule)
@@ -85,7 +85,7 @@ class Ranges {
   std::vector<float> zero_;
 };
 
-// Rows with a scale each: a row is quantized while it is in the cache from the search for its extremes.
+// One scale per row: a row is quantized while it is still in the cache from the pass for its minimum and maximum.
 template <class T>
 void by_rows(const Tensor& x, const Tensor& y, int64_t width, Ranges& ranges, Codes codes) {
   const T* from = source<T>(x);

@@ -7,11 +7,11 @@ namespace qtk {
 namespace {
 
 constexpr int LANES = 16;          // sums are kept apart by lane, so that the compiler need not reorder them
-constexpr int64_t STRETCH = 4096;  // elements summed in float before the sums go on in double
-constexpr int64_t SHORT = 512;     // elements of a row in which it pays to add the lanes of several rows together
-constexpr int DEPTH = 4;           // rows whose columns are summed before memory is touched
+constexpr int64_t STRETCH = 4096;  // elements summed in float before they are added in double
+constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
+constexpr int DEPTH = 4;           // rows summed in registers before the column sums are written
 
-// A NaN stays NaN. In this order of operands each line is one instruction.
+// Keeps NaN. In this order of operands each line is one instruction.
 INLINE float clamped(float number, float low, float high) {
   const float raised = low > number ? low : number;
   return high < raised ? high : raised;
@@ -22,10 +22,10 @@ INLINE float clamped(float number, Grid grid) {
   return clamped(number, grid.qmin, grid.qmax);
 }
 
-// The nearest number of the grid if it had no ends.
+// Rounds to the quantization grid without clamping.
 INLINE float nearest_of(float steps, float zero, Codes) { return std::nearbyint(steps) + zero; }
 
-// Steps so small that their unit has an inverse.
+// The nearest number of the minifloat. Requires steps so small that 1 / unit does not underflow.
 INLINE float rounded(float steps, SmallFloats grid) {
   const uint32_t exponent = std::max(as_bits(steps) & 0x7f800000u, grid.smallest << 23);
   const uint32_t unit = exponent - (grid.mantissa << 23);
@@ -33,21 +33,21 @@ INLINE float rounded(float steps, SmallFloats grid) {
 }
 
 INLINE float nearest_of(float steps, float, SmallFloats grid) {
-  return rounded(clamped(steps, -1e30f, 1e30f), grid);  // the ends are further out than any number
+  return rounded(clamped(steps, -1e30f, 1e30f), grid);  // beyond every number of a minifloat
 }
 
 INLINE float fake_quantized(float x, float scale, float zero, Codes grid) {
   return (clamped(nearest_of(x / scale, zero, grid), grid) - zero) * scale;
 }
 
-// The ends are numbers of the grid, so that clamping first gives the same; it does for both clamps.
+// qmin and qmax are on the grid, so that clamping before rounding gives the same result.
 INLINE float fake_quantized(float x, float scale, float, SmallFloats grid) {
   return rounded(clamped(x / scale, grid), grid) * scale;
 }
 
 INLINE float zero_of(Scales scales, int64_t row) { return scales.zero == nullptr ? 0.0f : scales.zero[row]; }
 
-// All bits where the number needs no clamping, else none: what is masked with it needs no branch.
+// A mask without branches: all bits set where the number needs no clamping, else 0.
 INLINE uint32_t inside(float number, float nearest) { return nearest == number ? 0xffffffffu : 0u; }
 
 INLINE float masked(float value, uint32_t mask) { return as_float(as_bits(value) & mask); }
@@ -63,7 +63,7 @@ INLINE void pass(T x, T g, T* dx, float scale, float zero, Grid grid) {
   *dx = masked(g, inside(number, clamped(number, grid)));
 }
 
-// Writes dx and adds to the sums.
+// Writes dx and adds to the sums of the range gradients.
 template <class T, class Grid>
 INLINE void backward(T x, T g, T* dx, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
   const float steps = load(x) / scale;

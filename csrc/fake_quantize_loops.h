@@ -11,13 +11,13 @@
 
 namespace qtk {
 
-// The numbers that a scale is multiplied with: integers,
+// The quantization grid at scale 1: integers,
 struct Codes {
   float qmin;
   float qmax;
 };
 
-// or the numbers of a small float: exponent of its smallest normal number as float32 stores it, bits of its mantissa.
+// or the numbers of a minifloat: biased float32 exponent of its smallest normal number, bits of its mantissa.
 struct SmallFloats {
   float qmin;
   float qmax;
@@ -25,13 +25,14 @@ struct SmallFloats {
   uint32_t mantissa;
 };
 
-// Scales and zero points, one a row or one a column. By row `zero` may be null: all zero points are 0.
+// Scales and zero points, one per row or one per column. By row `zero` may be null: all zero points are 0.
 struct Scales {
   const float* scale;
   const float* zero;
 };
 
-// What each scale gathers: Σ g · (x̂ − x)/scale where x is rounded, Σ g · x̂/scale where it is clipped; Σ g where clipped.
+// Gradient sums of each scale. of_scale: Σ g · (x̂ − x)/scale over rounded and Σ g · x̂/scale over clipped elements;
+// clipped: Σ g over clipped elements.
 template <class Sum>
 struct Sums {
   Sum* of_scale;

@@ -1,4 +1,4 @@
-// Numbers that begin where a line of the cache does: to load a register across two lines takes twice as long.
+// A cache-line-aligned buffer: a register load across two cache lines takes twice as long.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace qtk {
 template <class Number>
 class Lines {
  public:
-  // Zeros.
+  // Filled with zeros.
   explicit Lines(size_t size) : more_(size <= EACH ? 0 : (size + EACH - 1) / EACH) {}
 
   Number* data() { return (more_.empty() ? &one_ : more_.data())->numbers; }

@@ -1,4 +1,4 @@
-// What the inner loops are made of: one clone an instruction set; half precision to float and back, ties to even, in
+// Function clones for several instruction sets, and conversion between half precision and float, ties to even, in
 // integer arithmetic that compilers vectorize.
 #pragma once
 
@@ -41,8 +41,8 @@ INLINE float load(Half value) {
 
 INLINE void store(float value, float* into) { *into = value; }
 
-// In 16 bits, for twice as many fit into a register. A NaN of arithmetic is quiet and its upper half one too, unless
-// rounded up from all ones.
+// In 16-bit arithmetic, because twice as many lanes fit into a register. The upper half of a quiet NaN is a NaN too,
+// and stays one if it is not rounded up from all ones.
 INLINE void store(float value, BFloat16* into) {
   const uint32_t bits = as_bits(value);
   const uint16_t upper = static_cast<uint16_t>(bits >> 16), lower = static_cast<uint16_t>(bits);

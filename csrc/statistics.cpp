@@ -25,8 +25,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t PANEL = 128;  // columns whose counts stay in the cache while all rows go by
-constexpr int64_t MANY = 4;     // panels at least for threads to share them
+constexpr int64_t PANEL = 128;  // columns whose counts stay in the cache over all rows
+constexpr int64_t MANY = 4;     // fewest panels for which threads are used
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 Tensor with_loops(const Tensor& input) {
@@ -62,7 +62,7 @@ struct Found {
 }  // namespace
 
 std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef block_size, int64_t scales) {
-  TORCH_CHECK_VALUE(input.numel() > 0, "nothing has no extremes");
+  TORCH_CHECK_VALUE(input.numel() > 0, "an empty tensor has no extremes");
   const Tensor x = with_loops(input);
   const Tiles tiles(x, block_size, scales);
   Found found(scales);
@@ -94,10 +94,10 @@ std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef bloc
 
 namespace {
 
-// Counts of one scale.
+// Histogram of one scale.
 class Tally {
  public:
-  static constexpr int64_t MOST = int64_t{1} << 31;  // elements between two emptyings
+  static constexpr int64_t MOST = int64_t{1} << 31;  // most elements before counts are flushed, so that none overflows
 
   explicit Tally(int64_t bins) : slots_(bins + 2), tables_(TABLES * slots_) {}
 
@@ -106,7 +106,7 @@ class Tally {
     count_row(x, n, bins, tables_.data());
   }
 
-  // Adds what was counted and forgets it.
+  // Adds the counts of the tables to the result and clears them.
   void empty_into(int64_t* counts) {
     for (int64_t bin = 0; bin < slots_ - 2; ++bin) {
       for (int64_t turn = 0; turn < TABLES; ++turn) {
@@ -117,7 +117,7 @@ class Tally {
   }
 
  private:
-  int64_t slots_;  // the last but one stays empty, the last is for what is outside
+  int64_t slots_;  // the last but one is unused, the last counts elements outside all bins
   std::vector<uint32_t> tables_;
 };
 
@@ -178,7 +178,7 @@ class Counter {
 
   // Counts for one after the other are `step` apart.
   void add(const int32_t* found, int64_t n, int64_t* counts, int64_t step) const {
-    const int64_t bins = bins_;  // else read again after each count
+    const int64_t bins = bins_;  // a local copy: a member would be read again after each count
     for (int64_t i = 0; i < n; ++i, counts += step) {
       if (found[i] < bins) {
         ++counts[found[i]];

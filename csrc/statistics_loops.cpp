@@ -7,7 +7,7 @@ namespace qtk {
 namespace {
 
 constexpr int LANES = 16;
-constexpr int STRIPS = 4;  // strips of lanes that do not wait for one another
+constexpr int STRIPS = 4;  // strips of lanes without data dependences on one another
 
 INLINE float smaller(float a, float b) { return b < a ? b : a; }
 INLINE float larger(float a, float b) { return b > a ? b : a; }
@@ -72,7 +72,7 @@ INLINE void min_max_columns_of(
   }
 }
 
-// A product with a unit below 1 may vanish: then what is just below 0 would come out as 0.
+// The product with a unit below 1 may underflow: a number just below 0 would fall into the bin of 0.
 template <bool MAY_VANISH>
 INLINE int32_t bin_of(float x, float first, float unit, int64_t count) {
   float place = std::floor(x * unit);
@@ -92,7 +92,7 @@ INLINE void find_bins_row_of(const T* x, int64_t n, float first, float unit, int
   }
 }
 
-// Not a part of its caller, where compilers would unroll it and gather addresses in vectors: twice as slow.
+// Not inlined: compilers would unroll it and gather addresses in vectors, which is twice as slow.
 template <class Slot>
 __attribute__((noinline)) void count_slots(const Slot* slots, int64_t n, int64_t length, uint32_t* tables) {
   int64_t i = 0;

@@ -23,7 +23,7 @@ struct Bins {
 };
 
 constexpr int64_t SLOTS = 1024;
-constexpr int64_t TABLES = 4;  // of counts, which take turns, for the next count must not wait for the last
+constexpr int64_t TABLES = 4;  // tables of counts used in turn, so that an increment need not wait for the one before
 
 #define QTK_DECLARE_STATISTICS(T)                                                      \
   void min_max_rows(const T* x, int64_t rows, int64_t width, Extremes into);           \

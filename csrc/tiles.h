@@ -1,4 +1,4 @@
-// Which scale an element has: the elements of a dense tensor in memory order, cut into tiles.
+// Maps elements to scales: the elements of a dense tensor in memory order, cut into tiles.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ class Tiles {
   // Elements of a whole row.
   int64_t width() const { return axes_.back().size; }
 
-  // Whether row after row has the next scale, each its own.
+  // Whether there is one scale per row, and rows have consecutive scales.
   bool one_row_a_scale() const { return !by_column() && (axes_.size() == 1 || (axes_.size() == 2 && stacked())); }
 
   // Calls visit(tile) until [begin, end) is covered.
@@ -49,10 +49,10 @@ class Tiles {
     int64_t step;  // from the scale of one index to that of the next; 0: the same
   };
 
-  // Whether the rows that follow one another make one tile.
+  // Whether consecutive rows form one tile.
   bool stacked() const { return axes_.size() > 1 && axes_[axes_.size() - 2].step == (by_column() ? 0 : 1); }
 
-  // Rows from this one on that make one tile.
+  // Number of rows from this one on that form one tile.
   int64_t stack(int64_t row) const {
     const int64_t size = stacked() ? axes_[axes_.size() - 2].size : 1;
     return size - row % size;

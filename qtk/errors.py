@@ -18,11 +18,11 @@ class CaptureError(QtkError, RuntimeError):
 
 
 class VerificationError(QtkError, RuntimeError):
-    """A rewrite that must keep the function changed it."""
+    """A rewrite that must preserve the model's outputs changed them."""
 
 
 class CalibrationError(QtkError, ValueError):
-    """Calibration data or the statistics taken from it give no valid encoding."""
+    """No valid encoding follows from the calibration data: NaN or infinite bounds, no data, a bad setting."""
 
 
 class NotCalibratedError(QtkError, RuntimeError):

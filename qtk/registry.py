@@ -1,4 +1,4 @@
-"""Names that users type: schemes, exporters. The error for an unknown name lists the known ones and the nearest."""
+"""Registries of names that users type: schemes, layer-wise methods, exporters; with suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qtk.errors import ConfigError, QtkError
 T = TypeVar("T")
 
 LISTED = 400
-"""Characters of names that a message lists."""
+"""Longest list of known names in an error message, in characters; a longer one is left out."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
-    """The names closest to an unknown one, at most so many; empty if none is close.
+    """A suggestion of up to ``most`` known names close to ``name``; empty if none is close.
 
     >>> did_you_mean("min_mx", ["min_max", "mse"])
     "did you mean 'min_max'?"
@@ -27,7 +27,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names an unknown one may stand for: the closest and all, or the three closest of very many.
+    """A hint for an unknown name: the closest known name and the list of all, or only the closest if the list is long.
 
     >>> nearest("min_mx", ["min_max", "mse"])
     "did you mean 'min_max'? known: min_max, mse"
@@ -42,7 +42,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Values by name and alias, for one kind of thing (``what``, used in messages).
+    """A mapping from names and aliases to values; ``what`` says in error messages what is registered.
 
     >>> schemes = Registry[int]("scheme")
     >>> schemes.add("min_max", 1, aliases=("post_training_tf",))
@@ -84,14 +84,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 def configured(known: Registry[T], text: str, example: str) -> T:
-    """The value behind a name, a frozen dataclass, with its settings changed where some are given.
+    """The registered dataclass that ``text`` names, with the fields in parentheses replaced: ``mse(num_steps=50)``.
 
     Args:
-        known: the values.
-        text: a name, or one with settings.
-        example: of a name with settings, for messages.
+        known: the registry; its values are frozen dataclasses.
+        text: a name, or a name with settings.
+        example: a name with settings, for messages.
 
-    Raises: ConfigError if the name, or a setting, is unknown or not like its default.
+    Raises: ConfigError if the name or a setting is unknown, or a setting has another type than its default.
     """
     what = known.what
     if not isinstance(text, str):
@@ -104,13 +104,13 @@ def configured(known: Registry[T], text: str, example: str) -> T:
         call = None
     match call:
         case ast.Call(ast.Name(name), [], keywords):
-            return _changed(f"{what} {text!r}", known[name], keywords)
+            return _with_settings(f"{what} {text!r}", known[name], keywords)
     raise ConfigError(f"{what} {text!r} is neither a name nor a name with settings, as in {example!r}; "
                       f"known: {', '.join(known)}")
 
 
 def written(known: Registry[T], value: T) -> str:
-    """What ``configured`` reads as ``value``: its name, with the settings that are not the default."""
+    """Inverse of ``configured``: the name of ``value``, with the settings that differ from the defaults."""
     name = next(name for name, other in known.items() if type(other) is type(value))
     settings = ", ".join(
         f"{field.name}={getattr(value, field.name)!r}"
@@ -120,8 +120,8 @@ def written(known: Registry[T], value: T) -> str:
     return f"{name}({settings})" if settings else name
 
 
-def _changed(where: str, known: T, keywords: Sequence[ast.keyword]) -> T:
-    fields = {field.name for field in dataclasses.fields(known)}  # type: ignore[arg-type]
+def _with_settings(where: str, default_value: T, keywords: Sequence[ast.keyword]) -> T:
+    fields = {field.name for field in dataclasses.fields(default_value)}  # type: ignore[arg-type]
     settings: dict[str, object] = {}
     for keyword in keywords:
         if keyword.arg not in fields:
@@ -131,21 +131,21 @@ def _changed(where: str, known: T, keywords: Sequence[ast.keyword]) -> T:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
             raise ConfigError(f"{where}: the value of {keyword.arg} must be a plain number or name") from None
-        default = getattr(known, keyword.arg)
+        default = getattr(default_value, keyword.arg)
         if not _is_like(value, default):
             raise ConfigError(f"{where}: {keyword.arg} must be like {default!r}, got {value!r}")
         settings[keyword.arg] = value
     if len(settings) < len(keywords):
         raise ConfigError(f"{where}: a setting is given twice; leave one out")
     try:
-        changed: T = dataclasses.replace(known, **settings)  # type: ignore[type-var]
+        changed: T = dataclasses.replace(default_value, **settings)  # type: ignore[type-var]
     except (QtkError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     return changed
 
 
 def _is_like(value: object, default: object) -> bool:
-    """Of the type of the default; a whole number may stand for a real one, ``None`` for a real one too."""
+    """Whether ``value`` has the type of ``default``; a float setting also takes an int or ``None``."""
     if isinstance(default, float):
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     return type(value) is type(default)

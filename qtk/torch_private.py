@@ -1,10 +1,8 @@
-"""All names that qtk takes from torch's private parts, each with what it is for.
+"""All names that qtk takes from torch's private API, each with its use.
 
-They have no promise of stability: a torch release that moves one breaks this file and its test, and nothing else. The
-file stands beside ``registry``, below everything that uses it; all it imports is loaded by ``import torch`` already.
-
-Not here are the tables of a module (``MODULE_TABLES``), which subclasses of ``nn.Module`` everywhere rely on: they may
-be used by name.
+Torch does not promise to keep them: a release that moves one breaks this file and its test, and nothing else. All that
+this file imports is already loaded by ``import torch``. The attributes in ``MODULE_TABLES`` may be used elsewhere by
+name, because subclasses of ``nn.Module`` everywhere rely on them.
 """
 
 from __future__ import annotations
@@ -58,13 +56,13 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def schema_of(target: object) -> torch.FunctionSchema | None:
-    """Name, arguments and mutability of the op that a node calls; ``None`` if ``target`` is no op of torch."""
+    """The schema of the op that a node calls; ``None`` if ``target`` is not a torch op."""
     schema = getattr(target, "_schema", None)
     return schema if isinstance(schema, torch.FunctionSchema) else None
 
 
 def call_structure(graph: fx.Graph) -> CallStructure | None:
-    """How the generated ``forward`` of ``graph`` nests its inputs and outputs; ``None`` if it takes them flat."""
+    """The pytree structure of inputs and outputs of the generated ``forward``; ``None`` if they are flat."""
     structure = getattr(graph._codegen, "pytree_info", None)
     assert structure is None or isinstance(structure, CallStructure)
     return structure
@@ -79,7 +77,7 @@ def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
 
 
 def drop_input_guards(program: ExportedProgram) -> None:
-    """Removes the checks of inputs, which torch 2.15 writes wrongly for ``**kwargs``. Changes ``program``."""
+    """Removes the input guards, which torch 2.15 generates wrongly for ``**kwargs``. Changes ``program``."""
     program._guards_code = []
 
 
@@ -94,7 +92,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Whether a tracer or a function transform (make_fx, vmap, jit) watches the calls that are made."""
+    """Whether a tracer, a dispatch mode or a function transform (make_fx, jit, vmap) is active."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

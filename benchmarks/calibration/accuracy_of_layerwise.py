@@ -1,4 +1,4 @@
-"""What layer-wise methods keep of the accuracy of the embedded digits models.
+"""Top-1 accuracy of the embedded digits models after each layer-wise method.
 
     python benchmarks/calibration/accuracy_of_layerwise.py
 """

@@ -1,4 +1,4 @@
-"""What each scheme keeps of the accuracy of the embedded digits models.
+"""Top-1 accuracy of the embedded digits models after quantization with each scheme.
 
     python benchmarks/calibration/accuracy_of_schemes.py
 """
@@ -24,7 +24,7 @@ WIDTHS = ((8, 8), (4, 8), (4, 4))
 
 @torch.no_grad()
 def top1(model: nn.Module) -> float:
-    """In percent."""
+    """Top-1 accuracy in percent."""
     counted = Top1()
     for images, labels in evaluation_batches():
         counted.add(model(images), labels)

@@ -1,4 +1,4 @@
-"""What Sequential MSE costs, as multiples of the float model's forward over the same data, and what it leaves of error.
+"""Times Sequential MSE in multiples of the float model's forward over the same data, and compares its output error.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
 median over the turns. *Direct* forms every output for every candidate, as other toolkits do; AIMET is measured if it is
@@ -91,7 +91,7 @@ def seq_mse(**settings: object) -> Search:
 
 
 def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
-    """Every output for every candidate; a forward up to each layer for its inputs."""
+    """Computes every output for every candidate, with one forward up to each layer for its inputs."""
     sim = sim_of(model, batches, granularity)
     start = time.perf_counter()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What finding ranges costs for every scheme, as multiples of the float model's forward over the same data.
+"""Times calibration with every scheme in multiples of the float model's forward over the same data.
 
 Every weight and activation is observed and searched (W8A8, default target). The schemes and the original model's
 forward take turns in one process; each figure is the median over the turns. No speed is given for a scheme unless every
@@ -75,7 +75,7 @@ def measure(name: str, schemes: list[str], num_batches: int, repeats: int, progr
 
 
 def peak_of(scheme: str, num_batches: int) -> int:
-    """KiB at the peak of a process of its own that calibrates a small convolutional net."""
+    """Peak memory in KiB of a subprocess that calibrates a small convolutional net."""
     done = subprocess.run(
         [sys.executable, __file__, "--peak", scheme, "--batches", str(num_batches)], check=True, capture_output=True,
         text=True,

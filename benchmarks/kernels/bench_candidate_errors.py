@@ -1,5 +1,5 @@
-"""What a search over candidate ranges costs, as multiples of ``torch.Tensor.copy_`` of the same weight, beside the way
-it is written with torch's own ops.
+"""Times a search over candidate ranges, in multiples of ``torch.Tensor.copy_`` of the same weight, and compares it
+with the same search written in torch ops.
 
     python benchmarks/kernels/bench_candidate_errors.py --csv candidate_errors.csv
 """
@@ -26,7 +26,7 @@ CODES = (-8, 7)
 
 
 def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Everything is timed on x [rows, IN]; no speed is given unless the sums are the reference's."""
+    """The implementations to time on x [rows, IN], each checked against the reference first."""
     into = torch.empty_like(x)
     found: dict[str, Callable[[], object]] = {"copy_": lambda: into.copy_(x)}
     importance = torch.rand(1, x.shape[1], device=x.device)

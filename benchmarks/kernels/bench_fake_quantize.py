@@ -1,4 +1,4 @@
-"""How far fake-quantization is from moving the bytes it must, beside the ways others do it.
+"""Times fake-quantization against the memory-bandwidth limit, and against other implementations.
 
 Each figure is a multiple of ``torch.Tensor.copy_`` of the same tensor, timed in the same turn; medians over the turns.
 A forward reads and writes each element once, as the copy does; a backward reads two tensors and writes one, so that
@@ -56,7 +56,7 @@ class Case:
 
 
 def ways(case: Case) -> dict[str, Quantize]:
-    """Who can compute this case without gradients of the range; all take (x, scale)."""
+    """The implementations of this case without gradients of the range; all take (x, scale)."""
     spec = (case.block_size, *CODES)
     found: dict[str, Quantize] = {
         "qtk": lambda x, scale: fake_quantize(x, scale, None, *spec),
@@ -92,7 +92,7 @@ def aimet(case: Case) -> dict[str, Quantize]:
 
 
 def learned(case: Case) -> dict[str, Quantize]:
-    """Who can train the range too."""
+    """The implementations with gradients of the range."""
     found = ways(case)
     found.pop("reference")
     if "torch builtin" in found:
@@ -110,7 +110,7 @@ def learned(case: Case) -> dict[str, Quantize]:
 
 
 def prove(case: Case, way: str, quantize: Quantize) -> bool:
-    """Whether this way computes the case; says so if not."""
+    """Whether this implementation matches the reference; prints a message if not."""
     x, scale = case.tensors()
     expected = affine.fake_quantize(x, scale, None, case.block_size, *CODES)
     if not able(case, way, lambda: quantize(x, scale)):
@@ -145,7 +145,7 @@ def training_actions(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def able(case: Case, way: str, run: Callable[[], object]) -> bool:
-    """Whether this way runs at all; says so if not."""
+    """Whether this implementation runs the case at all; prints a message if not."""
     try:
         run()
     except (RuntimeError, NotImplementedError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Small floats and ranges taken at run time, as multiples of ``torch.Tensor.copy_`` of the same tensor.
+"""Times minifloats and dynamic quantization, in multiples of ``torch.Tensor.copy_`` of the same tensor.
 
 Beside the kernels: the reference compiled by Inductor, and torch's own cast to float8 and back where that is the same.
 Nothing is timed that does not first compute what the reference does.

@@ -1,4 +1,4 @@
-"""What extremes and histograms cost, as multiples of ``torch.Tensor.copy_`` of the same tensor, beside torch's own.
+"""Times min/max and histograms against torch's own, in multiples of ``torch.Tensor.copy_`` of the same tensor.
 
     python benchmarks/kernels/bench_statistics.py --csv statistics.csv
 """
@@ -21,7 +21,7 @@ BINS = 512
 
 
 def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Everything is timed on x [rows, 1536]; no speed is given unless it counts what torch counts."""
+    """The implementations to time on x [rows, 1536]. Raises: SystemExit if results differ from torch's."""
     low, high = min_max(x, ())
     if (float(low), float(high)) != (float(x.min()), float(x.max())):
         raise SystemExit("min_max is not torch's; no speed is given")

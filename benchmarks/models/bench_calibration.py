@@ -1,4 +1,4 @@
-"""What calibration, simulation and training cost, as multiples of what the original float model takes.
+"""Times calibration, simulation and training in multiples of the original float model's time.
 
 Over the same batches run: the original model, the prepared model with every quantizer bypassed, ``compute_encodings``
 (scheme min_max, weights and activations) and the W8A8 simulation; then training steps (forward, backward, SGD; ranges
@@ -41,7 +41,7 @@ MODELS = ("vit_small_patch16_224", "resnet50")
 ORIGINAL = "original fp32 forward"
 TRAINING, SIMULATED_TRAINING = "original fp32 training step", "simulated training step"
 BASES = {TRAINING: TRAINING, SIMULATED_TRAINING: TRAINING}
-"""What an action is a multiple of, where it is not the original forward."""
+"""The baseline of an action, where it is not the original forward."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure(name: str, *, num_batches: int, batch_size: int, repeats: int, progr
 
 
 def prove(name: str, model: nn.Module, sim: qtk.QuantSim, batches: list[Tensor]) -> None:
-    """Correctness first; also the warm-up."""
+    """Checks correctness; also the warm-up."""
     sim.compute_encodings(batches[:1], progress=False)
     for number, batch in enumerate(batches):
         expected = outputs(model, batch)

@@ -1,4 +1,4 @@
-"""Of the models people bring, how many does qtk take, and how much of each does it quantize?
+"""Measures how many public models qtk can capture, and how much of each it quantizes.
 
 One model of every family of timm and torchvision, and the hand-made models of ``tests/zoo``, each in a process of its
 own with a time limit: prepared, compared with the original, quantized to W8A8, run and exported. Random weights.
@@ -42,12 +42,12 @@ sys.path.insert(0, str(ROOT))
 GROUPS = ("handmade", "timm", "classification", "segmentation", "detection", "video", "optical_flow")
 QUICK = 5
 TOLERANCE = 1e-5
-"""Relative to the largest output: what counts as equal."""
+"""Largest difference, relative to the largest output, at which outputs count as equal."""
 
 
 @dataclass
 class Coverage:
-    """What became of one model; empty fields were not reached."""
+    """The results of one model; fields after an error stay empty."""
 
     group: str
     model: str
@@ -75,7 +75,7 @@ class Coverage:
 
 
 def measure(group: str, name: str) -> Coverage:
-    """Everything about one model; an error ends it and is noted."""
+    """Measures one model; an error ends the measurement and is recorded."""
     from benchmarks.models.coverage_models import build
 
     torch.set_num_threads(1)
@@ -142,7 +142,7 @@ def _floats(tree: object) -> list[Tensor]:
 
 
 def _difference(expected: object, got: object) -> float:
-    """The largest, relative to the largest expected value."""
+    """The largest difference, relative to the largest expected value."""
     pairs = list(zip(_floats(expected), _floats(got), strict=True))
     if any(a.shape != b.shape for a, b in pairs):
         return math.inf
@@ -163,7 +163,7 @@ def _error(exact: object, simulated: object) -> tuple[float, float, bool]:
 
 
 def run(group: str, name: str, time_limit_s: float) -> Coverage:
-    """Measures in a process of its own."""
+    """Measures one model in a subprocess."""
     command = [sys.executable, str(Path(__file__).resolve()), "--one", group, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)

@@ -20,7 +20,7 @@ SMALL = re.compile(
 )
 CANDIDATES = 8
 SMALLER = (96, 112)
-"""Sides of images for models that take other sizes than their own."""
+"""Smaller image sides to try for models without a fixed input size."""
 
 VISION = ("classification", "segmentation", "detection", "video", "optical_flow")
 MODULES = {"classification": vision, "segmentation": vision.segmentation, "detection": vision.detection,
@@ -68,7 +68,7 @@ def build(group: str, name: str) -> tuple[nn.Module, Callable[[int], Inputs]]:
 
 
 def _woken(model: nn.Module) -> nn.Module:
-    """Heads, scales and biases that start as zeros would make every comparison hold, whatever is before them."""
+    """Randomizes parameters that start as zeros, which would hide errors in the layers before them."""
     generator = _seeded(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def _vision(name: str) -> nn.Module:
 
 
 def _smallest(family: list[str], make: Callable[[str], nn.Module]) -> str:
-    """By parameters, among those whose names sound small."""
+    """The model with the fewest parameters among those with a small-sounding name."""
     family = [name for name in family if not name.startswith("test_")] or family  # toys of timm's own tests
     candidates = sorted(family, key=lambda name: not SMALL.search(name))[:CANDIDATES]
     if len(candidates) <= 1:

@@ -1,4 +1,4 @@
-"""Counts the products a model really executes, and those whose operands are quantized, without asking qtk what it did.
+"""Counts the products a model executes, and those with quantized operands, by watching the dispatched ops.
 
 A *product* is a convolution, a matrix product, a lookup in an embedding table or a fused recurrent or attention kernel.
 Every tensor carries two marks through the run: does it depend on the input data, and has a fake-quantize op made it,
@@ -37,7 +37,7 @@ MOVES = {name.partition(".")[0] for name, row in ROWS.items() if row.role in (Ro
 
 @dataclass
 class Products:
-    """How many were executed, and of how many all operands were quantized."""
+    """Numbers of executed products, and of those with all operands quantized."""
 
     weighted: int = 0
     weighted_quantized: int = 0
@@ -99,9 +99,9 @@ class ProductCounter(TorchDispatchMode):
 
 
 def count_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Products:
-    """What one run of ``model`` executes."""
+    """Counts the products of one run of ``model``."""
     model.train()
-    model.eval()  # forgets weights that were quantized before this run
+    model.eval()  # drops cached quantized weights
     with torch.no_grad(), ProductCounter((args, kwargs)) as counter:
         model(*args, **kwargs)
     return counter.products

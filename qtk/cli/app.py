@@ -22,7 +22,7 @@ from qtk.errors import QtkError
 EMBEDDED = "digits"
 LEFT_OUT = "Left out: what the config says, else 8."
 PIPE_WIDTH = 200
-"""Columns where there is no terminal: tables are not folded."""
+"""Width of the output if it is not a terminal, so that tables are not folded."""
 
 app = typer.Typer(
     name="qtk",
@@ -105,7 +105,7 @@ def main() -> None:
 
 @contextmanager
 def _session(recipe: Path | None, *, show_traceback: bool) -> Iterator[tuple[Recipe, Console]]:
-    """A loaded recipe, its folder and the current one on the search path, errors as messages."""
+    """The loaded recipe and a console; imports also search the recipe's folder, and errors end the command."""
     path = recipe or shipped("recipes", EMBEDDED)
     with _errors(show_traceback=show_traceback), search_path(Path.cwd(), path.resolve().parent):
         yield load_recipe(path), _console()
@@ -113,7 +113,7 @@ def _session(recipe: Path | None, *, show_traceback: bool) -> Iterator[tuple[Rec
 
 @contextmanager
 def _errors(*, show_traceback: bool) -> Iterator[None]:
-    """Ends the command with exit code 1 and the message of a ``QtkError``."""
+    """Turns a ``QtkError`` into its message and exit code 1."""
     try:
         yield
     except QtkError as error:

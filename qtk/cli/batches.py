@@ -1,4 +1,4 @@
-"""The data a recipe names, batch by batch, anew for every pass."""
+"""The batches that a recipe's ``module:callable`` returns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from qtk.workflow.forward_pass import Batch
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches ``(inputs, label)`` that a user's callable returns; it is called for each pass.
+    """Batches ``(inputs, label)`` from a user's callable, which is called for each pass.
 
     Args:
         locator: ``module:callable``.
-        where: the key it stands at, for messages.
+        where: the key in the recipe, for messages.
     """
 
     locator: str
     where: str
 
     def open(self) -> tuple[Iterator[tuple[Batch, object]], int | None]:
-        """The batches of one pass, and how many they are where the source tells.
+        """The batches of one pass, and their number if the source has a length.
 
-        Raises: ConfigError if the source cannot be called or is no iterable; while they are read, if one is no pair,
-            or there are none.
+        Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
+            pair or there are no batches.
         """
         source = called(self.locator, where=self.where)
         if not isinstance(source, Iterable):
@@ -38,8 +38,8 @@ class Batches:
         count = 0
         for count, batch in enumerate(source, start=1):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                given = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
-                raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {given}; "
+                shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
+                raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "
                                   "must be a pair (inputs, label)")
             yield batch[0], batch[1]
         if count == 0:

@@ -1,4 +1,4 @@
-"""What a model's outputs are worth: top-1, or the user's own measure; and how two models' outputs differ."""
+"""Evaluation of outputs: top-1 or the user's own metric; agreement and SQNR between two models' outputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Pairs: TypeAlias = Iterable[tuple[object, object]]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A measure: its name in the results, and the function from pairs (output, label) to a number."""
+    """A metric: its name in the results, and the function from pairs (output, label) to a number."""
 
     name: str
     function: Callable[..., object]
 
     def __call__(self, outputs: Iterable[object], labels: Iterable[object]) -> float:
-        """The value for one model. Raises: ConfigError if the function fails or returns no number."""
+        """The value of the metric. Raises: ConfigError if the function fails or does not return a number."""
         try:
             value = self.function(list(zip(outputs, labels, strict=True)))
         except ConfigError:
@@ -42,7 +42,7 @@ class Evaluation:
 
 
 def evaluation(name: str) -> Evaluation:
-    """``top1``, or a user's ``module:callable``. Raises: ConfigError if there is no such."""
+    """The metric ``top1``, or a user's ``module:callable``. Raises: ConfigError if it cannot be imported."""
     if name == "top1":
         return Evaluation(name, top1)
     function = imported(name, where="evaluation")
@@ -50,9 +50,11 @@ def evaluation(name: str) -> Evaluation:
 
 
 def top1(pairs: Pairs) -> float:
-    """Share of samples whose highest score is their label, 0…1.
+    """Top-1 accuracy, 0…1.
 
-    Shape: outputs [..., classes] (the first tensor of a nested one), labels [...], integer.
+    Shape: outputs [..., classes] (the first tensor of a nested output), labels [...], integer.
+
+    Raises: ConfigError if there are no such scores, or not one label for each.
 
     >>> top1([(torch.eye(4), torch.tensor([0, 1, 2, 0]))])
     0.75
@@ -70,7 +72,7 @@ def top1(pairs: Pairs) -> float:
 
 
 def agreement(outputs: Iterable[object], others: Iterable[object]) -> float:
-    """Share of equal predictions, 0…1."""
+    """Share of equal top-1 predictions, 0…1. Raises: ConfigError if an output has no scores."""
     counted = Top1()
     for output, other in zip(outputs, others, strict=True):
         counted.add(_scores(output), _scores(other).argmax(-1))
@@ -78,7 +80,7 @@ def agreement(outputs: Iterable[object], others: Iterable[object]) -> float:
 
 
 def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float:
-    """SQNR in dB of all real-valued outputs over all batches."""
+    """SQNR in dB of all floating-point outputs over all batches."""
     pairs = zip(references, outputs, strict=True)
     leaves = [pair for both in pairs for pair in zip(*map(_reals, both), strict=True)]
     reference, value = (torch.cat([leaf.flatten().double() for leaf in side]) for side in zip(*leaves, strict=True))
@@ -86,7 +88,7 @@ def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> 
 
 
 def _scores(output: object) -> Tensor:
-    """The first tensor, [..., classes]. Raises: ConfigError if there is none."""
+    """The first tensor, [..., classes]. Raises: ConfigError if there is none, or it has fewer than two axes."""
     leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
     if leaf is None or leaf.ndim < 2:
         shown = "no tensor" if leaf is None else f"a tensor of shape {tuple(leaf.shape)}"

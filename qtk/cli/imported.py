@@ -1,4 +1,4 @@
-"""``module:callable``: a name in the user's own code."""
+"""Imports callables of the user's code, given as ``module:callable``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from qtk.registry import nearest
 
 
 def imported(locator: str, *, where: str) -> Callable[..., object]:
-    """The callable a locator names, its module imported.
+    """Imports the callable that ``locator`` names.
 
     Args:
         locator: ``package.module:name``; the name may have dots.
-        where: the key it stands at, for messages.
+        where: the key in the recipe, for messages.
 
-    Raises: ConfigError if it has another form, cannot be imported, or names nothing that can be called.
+    Raises: ConfigError if it has another form, cannot be imported, or is not callable.
 
     >>> imported("math:hypot", where="example")(3, 4)
     5.0
@@ -42,7 +42,7 @@ def imported(locator: str, *, where: str) -> Callable[..., object]:
 
 
 def called(locator: str, *, where: str) -> object:
-    """What the callable returns when called without arguments.
+    """Imports the callable that ``locator`` names, and calls it without arguments.
 
     Raises: ConfigError as ``imported``, or with the error the call raised.
     """
@@ -57,7 +57,7 @@ def called(locator: str, *, where: str) -> object:
 
 @contextmanager
 def search_path(*folders: Path) -> Iterator[None]:
-    """Lets modules in ``folders`` be imported, after all installed ones."""
+    """Appends ``folders`` to ``sys.path`` for the duration of the context."""
     added = [folder for folder in map(str, folders) if folder not in sys.path]
     sys.path.extend(added)
     try:

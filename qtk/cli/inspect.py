@@ -1,4 +1,4 @@
-"""Shows how a model is captured, which values would be quantized and how, and which would not."""
+"""``qtk inspect``: prints the capture report and the quantization plan of a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inspect(
         model: as in a recipe, ``timm:resnet18``.
         console: where to print.
         weights: a file, or ``pretrained``.
-        input_shapes: one text for each input, see ``example_input``; none: what the library says the model takes.
+        input_shapes: one text per input, as ``parse_shape`` reads it; empty: the library's input shape of the model.
         config: a shipped target or a file.
         weight_bits: as for ``QuantSim``.
         activation_bits: likewise.
@@ -46,14 +46,14 @@ def inspect(
     """
     for bits in (weight_bits, activation_bits):
         if isinstance(bits, int):
-            integer(bits, signed=True)  # refuses widths that do not exist, before the model is built
+            integer(bits, signed=True)  # raises for an invalid width before the model is built
     shapes = [parse_shape(text) for text in input_shapes]
     module = build_model(model, weights=weights)
     if not shapes:
-        usual = usual_input_shape(model, module)
-        if usual is None:
+        library_shape = usual_input_shape(model, module)
+        if library_shape is None:
             raise ConfigError(f"{model}: its input shape is not known; give --input-shape, as in 1,3,224,224")
-        shapes = [(usual, torch.float32)]
+        shapes = [(library_shape, torch.float32)]
     examples = tuple(example_input(*shape) for shape in shapes)
     with console.status("capturing"):
         sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config)
@@ -66,9 +66,9 @@ def inspect(
 
 
 def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
-    """A shape with its batch, and the dtype behind a colon, float32 if there is none.
+    """Parses a shape, batch included, with an optional dtype after a colon (default: float32).
 
-    Raises: ConfigError if it reads otherwise.
+    Raises: ConfigError if ``text`` has another form.
 
     >>> parse_shape("1,16:int64")
     ((1, 16), torch.int64)
@@ -86,5 +86,5 @@ def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
 
 
 def example_input(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, or zeros where the input is an index or a mask."""
+    """Normally distributed values for a floating dtype, else zeros."""
     return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)

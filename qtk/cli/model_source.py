@@ -18,7 +18,7 @@ from qtk.errors import ConfigError
 from qtk.registry import nearest
 
 PRETRAINED = "pretrained"
-"""In place of a file of weights: those the library downloads."""
+"""The value of ``weights`` that asks for the weights the library downloads."""
 
 Shape = tuple[int, ...]
 
@@ -29,7 +29,7 @@ class Source:
 
     Args:
         build: (name, whether pretrained, the key for messages) → the model.
-        input_shape: (name, model) → the shape of one input, batch and all; ``None`` if unknown.
+        input_shape: (name, model) → the input shape with batch size 1; ``None`` if unknown.
     """
 
     build: Callable[[str, bool, str], nn.Module]
@@ -41,9 +41,9 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
 
     Args:
         spec: ``timm:resnet18``, ``torchvision:mobilenet_v2``, ``demo:digits_cnn`` or ``module:callable``.
-        weights: a file of safetensors, or of ``torch.save`` as far as it holds tensors alone; ``pretrained``: those
-            that timm or torchvision download. The demo models have theirs.
-        where: the key it stands at, for messages.
+        weights: a safetensors file, or a ``torch.save`` file with tensors only; ``pretrained``: downloaded by timm or
+            torchvision. The demo models are always trained.
+        where: the key in the recipe, for messages.
 
     Raises: ConfigError for an unknown model, a missing package, weights that cannot be read or do not fit.
     """
@@ -64,23 +64,23 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
 
 
 def usual_input_shape(spec: str, model: nn.Module) -> Shape | None:
-    """The shape a model from a library is made for, with a batch of 1; ``None`` for the user's own."""
+    """The input shape of a library's model, with batch size 1; ``None`` if unknown or a user's model."""
     prefix, _, name = spec.partition(":")
     return SOURCES[prefix].input_shape(name, model) if prefix in SOURCES else None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Loads a file of weights into ``model``, all keys and no others. Never unpickles anything but tensors.
+    """Loads a file of weights strictly into ``model``. Never unpickles anything but tensors.
 
-    Raises: ConfigError if it cannot be read, or listing what is missing, too much or of another shape.
+    Raises: ConfigError if it cannot be read, or listing the keys that are missing, unexpected or of another shape.
     """
     state = _read_state(path)
-    own = model.state_dict()
-    findings = [f"missing: {name}" for name in own if name not in state]
-    findings += [f"too much: {name}" for name in state if name not in own]
+    expected = model.state_dict()
+    findings = [f"missing: {name}" for name in expected if name not in state]
+    findings += [f"unexpected: {name}" for name in state if name not in expected]
     findings += [
-        f"{name}: shape {tuple(state[name].shape)} in the file, {tuple(own[name].shape)} in the model"
-        for name in own if name in state and state[name].shape != own[name].shape
+        f"{name}: shape {tuple(state[name].shape)} in the file, {tuple(expected[name].shape)} in the model"
+        for name in expected if name in state and state[name].shape != expected[name].shape
     ]
     if findings:
         shown = "\n  ".join(findings[:SHOWN]) + (f"\n  … {len(findings) - SHOWN} more" if findings[SHOWN:] else "")
@@ -102,7 +102,7 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise ConfigError(f"{path}: not a safetensors file: {error}") from None
-    except Exception as error:  # pickle raises whatever it likes
+    except Exception as error:  # unpickling may raise any error
         raise ConfigError(f"{path}: holds more than tensors, or is broken; save model.state_dict(), best as "
                           f"safetensors: {str(error).splitlines()[0]}") from None
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
@@ -155,7 +155,7 @@ def _torchvision_shape(name: str, model: nn.Module) -> Shape | None:
 
 
 def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
-    model = import_module("qtk.demo.models").build(name)  # beside this floor, not below it
+    model = import_module("qtk.demo.models").build(name)  # by name: the demo may not be imported from this floor
     assert isinstance(model, nn.Module)
     return model
 

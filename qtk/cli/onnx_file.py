@@ -1,4 +1,4 @@
-"""An exported file, called like the model it was exported from."""
+"""An exported ONNX file as a module with the inputs of the model it was exported from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnnxFile(nn.Module):
 
     Args:
         path: the file.
-        model: the simulation it was exported from; its signature tells how inputs are nested.
+        model: the simulation it was exported from, whose signature defines the nesting of inputs.
 
     Raises: ExportError if onnxruntime is not installed or cannot load the file.
     """
@@ -29,7 +29,7 @@ class OnnxFile(nn.Module):
     def __init__(self, path: Path, model: fx.GraphModule) -> None:
         super().__init__()
         self.path = path
-        self.signature = [model]  # in a list: it is no submodule
+        self.signature = [model]  # in a list, so that it is not registered as a submodule
         self.session, self.runtime = open_session(path, model)
         self.names = [value.name for value in self.session.get_inputs()]
 
@@ -46,7 +46,7 @@ class OnnxFile(nn.Module):
 
 
 def nested_like(output: object, flat: object) -> object:
-    """The flat outputs of a file in the nesting of the model's output."""
+    """The flat outputs of a file, nested as the model's ``output``."""
     leaves, structure = pytree.tree_flatten(output)
     tensors = iter(pytree.tree_leaves(flat))
     return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)

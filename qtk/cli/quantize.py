@@ -41,11 +41,11 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
 
     Args:
         recipe: what to run.
-        directory: where ``<model>/<setting>/``, ``summary.json`` and ``summary.txt`` will be.
+        directory: the output directory: ``<model>/<setting>/``, ``summary.json`` and ``summary.txt``.
         force: replace an existing directory.
-        console: where the steps are told.
+        console: where progress is printed.
 
-    Raises: QtkError of the step that failed; the directory is then as it was.
+    Raises: QtkError if any step fails; the directory is then unchanged.
     """
     if recipe.data.evaluation is None:
         raise ConfigError("data.evaluation: missing; add module:callable, or run `qtk export`, which measures nothing")
@@ -99,7 +99,7 @@ class _Run:
             self.prepared = prepare_model(self.model, self.example)
 
     def measured(self, folder: Path, measure: Evaluation, held_out: Batches) -> dict[str, Score]:
-        """Scores in float and in every setting, the exports written into ``folder``."""
+        """Scores in float and in every setting. Writes the exports into ``folder``."""
         reference = self._pass(self.model, held_out, FLOAT)
         value = measure(reference.outputs, reference.labels)
         self._export_float(folder / FLOAT)
@@ -128,7 +128,7 @@ class _Run:
         return scores
 
     def calibrated(self, setting: Setting) -> QuantSim:
-        """The simulation of a setting, calibrated, its weights improved by the setting's layer-wise steps."""
+        """The calibrated simulation of a setting, after its layer-wise methods."""
         sim = QuantSim(
             self.prepared,
             self.example,
@@ -154,7 +154,7 @@ class _Run:
                 sim.export(folder, formats=formats)
 
     def _export_float(self, folder: Path) -> None:
-        """Writes the model in float as ONNX, if any setting writes ONNX: the file the sizes are compared with."""
+        """Writes the float model as ONNX if any setting writes ONNX, so that sizes can be compared."""
         if any(ONNX in self.recipe.formats_of(setting) for setting in self.recipe.settings):
             with self._step(f"exporting {FLOAT} as {ONNX}"):
                 in_float = Simulation(self.prepared, QuantPlan({}), {})
@@ -171,7 +171,7 @@ class _Run:
         return inputs
 
     def _pass(self, model: nn.Module, held_out: Batches, what: str, *, like: _Pass | None = None) -> _Pass:
-        """The model's outputs on all batches, held on the CPU; the batches must be those of ``like``."""
+        """Runs the model on all batches; outputs on the CPU. Raises: ConfigError if labels differ from ``like``."""
         pairs, count = held_out.open()
         labels: list[object] = []
 
@@ -194,7 +194,7 @@ class _Run:
 
     @contextmanager
     def _step(self, what: str) -> Iterator[None]:
-        """A step without a progress bar: prints a line, and on a terminal a spinner."""
+        """Prints a line, and on a terminal shows a spinner while the block runs."""
         self._say(what)
         with self.console.status(""):
             yield
@@ -208,5 +208,5 @@ def _equal(labels: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _onnx_size_bytes(folder: Path) -> int | None:
-    """Of all ONNX files in a folder, those of large weights beside them included; ``None`` if there are none."""
+    """Size of all ONNX files in a folder, external data included; ``None`` if there are none."""
     return sum(path.stat().st_size for path in folder.glob("*.onnx*")) or None

@@ -24,7 +24,7 @@ from qtk.report.summary import FLOAT
 from qtk.workflow.export import EXPORTERS
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-"""Names folders and keys."""
+"""A name that is used for folders and keys."""
 
 RecipeWidth = Annotated[
     Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
@@ -41,9 +41,9 @@ class _Part(BaseModel):
 
 
 class ModelEntry(_Part):
-    """A model: its name in the results, where it comes from, its weights, and the shape of an input.
+    """A model: its name in the results, its source (``build_model``), its weights, and its input shape.
 
-    Without ``input_shape`` the first calibration batch is the example the model is captured on.
+    Without ``input_shape`` the model is captured on the first calibration batch.
     """
 
     name: Name
@@ -56,8 +56,8 @@ class DataEntry(_Part):
     """``module:callable`` returning batches ``(inputs, label)``, called anew for each pass over them.
 
     Args:
-        calibration: a few hundred samples that look like those to come; labels are not read.
-        evaluation: what is measured on; needed unless nothing is evaluated.
+        calibration: a few hundred representative samples; labels are not used.
+        evaluation: data to evaluate on; only ``qtk export`` does without.
     """
 
     calibration: str
@@ -65,7 +65,7 @@ class DataEntry(_Part):
 
 
 class Setting(_Part):
-    """Widths by a name; scheme and config where they are not those of the recipe; layer-wise methods, if any.
+    """A named choice of widths, with its layer-wise methods; scheme and config override those of the recipe.
 
     A width left out is that of the config's defaults, else 8; ``null`` is float.
     """
@@ -82,8 +82,8 @@ class Recipe(_Part):
     """A whole run: every model in every setting.
 
     Args:
-        models: what is quantized.
-        data: what it is calibrated and measured on.
+        models: the models to quantize.
+        data: calibration and evaluation data.
         config: a shipped target, a file, or the configuration itself.
         scheme: how ranges are found.
         settings: widths to try, in the order of the results.
@@ -91,7 +91,7 @@ class Recipe(_Part):
         exports: formats to write for each model and setting.
         onnx_for: the settings that ``onnx`` is written for; all, if left out.
         output: directory of the results.
-        seed: of torch, before each model is built.
+        seed: torch's random seed, set before each model is built.
     """
 
     models: Annotated[tuple[ModelEntry, ...], Field(min_length=1)]
@@ -110,9 +110,9 @@ class Recipe(_Part):
         models = [model.name for model in self.models]
         settings = [setting.name for setting in self.settings]
         for key, names in (("models", models), ("settings", settings)):
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{key}: the name {twice!r} appears twice; results are told apart by it")
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            if duplicate is not None:
+                raise ValueError(f"{key}: the name {duplicate!r} appears twice; results are told apart by it")
         if FLOAT in settings:
             raise ValueError(f"settings: {FLOAT!r} is the model in float, always measured; choose another name")
         for name in self.onnx_for or ():
@@ -128,14 +128,14 @@ class Recipe(_Part):
         return load_config(self.config if setting.config is None else setting.config)
 
     def formats_of(self, setting: Setting) -> tuple[str, ...]:
-        """What is written for a setting, by canonical names."""
+        """The export formats of a setting, by canonical name. Raises: ConfigError for an unknown one."""
         formats = dict.fromkeys(map(EXPORTERS.canonical, self.exports))
         if self.onnx_for is not None and setting.name not in self.onnx_for:
             formats.pop(ONNX, None)
         return tuple(formats)
 
     def check(self) -> None:
-        """Everything that can be known before the first model is built. Raises: ConfigError."""
+        """Checks schemes, methods, formats and configs before any model is built. Raises: ConfigError."""
         for setting in self.settings:
             calibrator(self.scheme_of(setting))
             for text in setting.layerwise:
@@ -148,9 +148,9 @@ class Recipe(_Part):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """The recipe in a YAML file, checked; files it names are looked for beside it first.
+    """Reads and checks a recipe; relative paths in it are resolved against its folder first.
 
-    Raises: ConfigError with file and path of each mistake.
+    Raises: ConfigError with the file and the key path of each mistake.
     """
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; give the path of a YAML file, or none for the digits")
@@ -173,7 +173,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _beside(recipe: Path, file: str | dict[str, object] | None) -> str | dict[str, object] | None:
-    """The file in the recipe's folder if it is there, else as it is written."""
+    """The path in the recipe's folder if that file exists, else ``file`` unchanged."""
     if isinstance(file, str) and (found := recipe.parent / file).is_file():
         return str(found)
     return file

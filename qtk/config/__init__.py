@@ -1,1 +1,1 @@
-"""Configurations: what users write in YAML, JSON or Python, checked and frozen."""
+"""Quantization configs: schema, validation and loading of YAML and AIMET JSON files."""

@@ -1,11 +1,12 @@
-"""Translates AIMET's quantsim JSON into our configuration schema, with the meaning it has in AIMET.
+"""Translates AIMET's quantsim JSON config into qtk's schema, with AIMET's semantics.
 
 1. Later sections win: ``defaults``, ``params``, ``op_type``, ``supergroups``, ``model_input``, ``model_output``.
-2. What a file does not turn on is float. An op type stands for several of our kinds, or for none (``aimet_ops``).
-3. AIMET sees through batch norms that can be folded: each supergroup holds with one after its first op as well, and a
-   convolution or linear with its batch norm has one quantizer.
-4. Both bounds in ``encoding_constraints`` are a range, a single one is a bound, needless where the op keeps it anyway.
-5. Widths come from the constructor, so ``supported_kernels`` is left out, with a warning.
+2. A tensor is float unless the file turns its quantization on. An op type maps to several op kinds or none
+   (``aimet_ops``).
+3. AIMET ignores foldable batch norms when it matches supergroups: each also matches with a batch norm after its first
+   op, and a convolution or linear with its batch norm has one quantizer.
+4. Two bounds in ``encoding_constraints`` become a range; a single one a bound, unless the op implies it.
+5. Widths come from the arguments of ``QuantSim``, so ``supported_kernels`` is ignored, with a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BIAS_BITS = 16
 
 
 def is_aimet(value: Mapping[str, object]) -> bool:
-    """Whether a mapping is AIMET's: its sections, and none of the keys that only ours has.
+    """Whether a mapping is an AIMET config: it has AIMET's sections, and no key that only qtk's schema has.
 
     >>> is_aimet({"defaults": {"ops": {}, "params": {}}}), is_aimet({"version": 1})
     (True, False)
@@ -46,13 +47,13 @@ def is_aimet(value: Mapping[str, object]) -> bool:
 
 
 def from_aimet(value: Mapping[str, object], *, source: str) -> Json:
-    """The same configuration in our schema, as ``QuantConfig`` validates it.
+    """The same configuration in qtk's schema, for ``QuantConfig`` to validate.
 
     Args:
         value: the parsed JSON.
         source: where it comes from, for messages.
 
-    Raises: ConfigError with the path of a section or key that is unknown or holds something else than it should.
+    Raises: ConfigError with the path of a key that is unknown or has a value of the wrong type.
     """
     return _Reader(source).config(value)
 
@@ -101,7 +102,7 @@ class _Reader:
             **self._symmetry(weight, "params.weight", missing=False),
             "granularity": "per_channel" if per_channel else "per_tensor",
         }
-        off: Json = {}  # settings that hold for what an op type turns on
+        off: Json = {}  # settings of tensors that only an op type turns on
         if not self._flag(weight, "is_quantized", "params.weight"):
             off["weight"], weight_setting = weight_setting, "float"
         if not self._flag(ops, "is_output_quantized", "defaults.ops"):
@@ -121,7 +122,7 @@ class _Reader:
         return self._mapping(params, name, PARAM_KEYS, where)
 
     def _bias(self, flags: Mapping[str, object], where: str) -> Json | str | None:
-        """``None``: nothing is said about it."""
+        """The bias setting; ``None`` if the flags have no ``is_quantized``."""
         if (quantized := self._flag(flags, "is_quantized", where)) is None:
             return None
         if not quantized:
@@ -197,7 +198,7 @@ class _Reader:
         return OP_KINDS.get(name, ())
 
     def _symmetry(self, flags: Mapping[str, object], where: str, *, missing: bool | None) -> Json:
-        """``missing`` stands in for a flag that is not given; ``None``: then nothing is said."""
+        """The symmetry setting; ``missing`` replaces an absent flag, and if that is ``None`` the setting is empty."""
         symmetric = self._flag(flags, "is_symmetric", where)
         symmetric = missing if symmetric is None else symmetric
         if symmetric is None:

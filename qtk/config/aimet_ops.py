@@ -1,4 +1,4 @@
-"""ONNX op types, as AIMET's configurations write them, → our op kinds."""
+"""Maps the ONNX op types of AIMET's configs to qtk's op kinds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ OP_KINDS: dict[str, tuple[str, ...]] = {
     "Identity": ("identity",),
     "Dropout": ("dropout",),
     "Einsum": ("einsum",),
-    # Nothing real-valued of ours: what a configuration says of them holds for no op.
+    # No op kind with a quantizable output: settings for these have no effect.
     "Cast": (),
     "NonZero": (),
     "NonMaxSuppression": (),
@@ -104,7 +104,7 @@ OP_KINDS: dict[str, tuple[str, ...]] = {
     "SpaceToBatch": (),
     "BatchPermutation": (),
 }
-"""An op type may be several kinds of ours (``Clip``) or none (``Cast``)."""
+"""AIMET op type → op kinds: several (``Clip``) or none (``Cast``)."""
 
 IMPLIED_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Relu": (0.0, None),
@@ -120,4 +120,4 @@ IMPLIED_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Sqrt": (0.0, None),
     "Softplus": (0.0, None),
 }
-"""Lowest and highest value of an op's result, whatever its input; a constraint that says no more changes nothing."""
+"""Bounds that an op's output has for any input; a constraint with the same bound is redundant."""

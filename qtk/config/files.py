@@ -1,4 +1,4 @@
-"""YAML and JSON files as plain values; a key that stands twice in one mapping is an error, not a silent override."""
+"""Reads YAML and JSON files; a repeated key in a mapping is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qtk.errors import ConfigError
 
 
 def read_file(path: Path) -> object:
-    """The value in a file: JSON if it is called ``.json``, else YAML.
+    """Parses a file: JSON if its suffix is ``.json``, else YAML.
 
     Raises: ConfigError with file and line if it cannot be read or parsed, or a key appears twice.
     """

@@ -1,4 +1,4 @@
-"""From what a user gives to a ``QuantConfig``: a shipped name, a YAML or AIMET JSON file, a mapping."""
+"""Loads a ``QuantConfig`` from a shipped name, a YAML or AIMET JSON file, or a mapping."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qtk.registry import nearest
 
 
 def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> QuantConfig:
-    """The configuration behind ``source``.
+    """Loads and validates a configuration.
 
     Args:
-        source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (told
-            apart by its keys), the mapping such a file holds, or a ``QuantConfig``, returned as it is. A file or
-            mapping stands for itself; with ``extends: default`` it adds to a shipped target, or to another file.
+        source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (recognized
+            by its keys), the mapping such a file holds, or a ``QuantConfig``, returned unchanged. A file or
+            mapping with the key ``extends`` extends a shipped target or another file; without it, nothing is inherited.
 
     Raises: ConfigError with file, line or path of each mistake; for an unknown name the nearest.
 
@@ -49,7 +49,7 @@ def _from_value(value: object, name: str) -> QuantConfig:
 
 
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
-    """``extension`` over ``base``: settings field by field, its rules after the base's, supergroups of both."""
+    """Merges two configs: settings field by field, the rules of ``extension`` last, the supergroups of both."""
     defaults = {}
     for name in extension.defaults.model_fields_set:
         below, above = getattr(base.defaults, name), getattr(extension.defaults, name)

@@ -1,6 +1,6 @@
-"""The configuration a user writes: which tensors are quantized how, on which target. Frozen and checked.
+"""The schema of a quantization config.
 
-The YAML of ``configs/targets/`` is this schema word for word; ``load_config`` reads it.
+The YAML files of ``configs/targets/`` follow it; ``load_config`` reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class Match(_Frozen):
-    """Which ops a rule is for: of any kind in ``op`` and at any place in ``path`` (globs over module paths)."""
+    """The ops a rule applies to: their kind is in ``op`` and their module path matches a glob in ``path``."""
 
     op: Names = ()
     path: Names = ()
@@ -44,9 +44,9 @@ class Rule(_Frozen):
     """Settings for the tensors of the ops that match; later rules win.
 
     Args:
-        match: the ops it is for.
-        weight: what it says about their weights; likewise ``bias``, ``input``, ``output``.
-        optional: no op needs to match.
+        match: the ops it applies to.
+        weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
+        optional: it is no error if no op matches.
     """
 
     match: Match
@@ -58,7 +58,7 @@ class Rule(_Frozen):
 
 
 class Defaults(_Frozen):
-    """What holds where no rule says otherwise. Widths left out are those of the ``QuantSim``."""
+    """Settings of tensors that no rule changes. Missing widths are those passed to ``QuantSim``, or 8."""
 
     weight: WeightSetting = TensorSetting()
     activation: ActivationSetting = TensorSetting()
@@ -72,8 +72,8 @@ class Io(_Frozen):
     outputs: Literal["quantized", "float"] = "quantized"
 
 
-def _spelled_out(value: object) -> object:
-    """Patterns whose elements may be lists of alternatives → one pattern for each combination, without repeats."""
+def _alternatives_expanded(value: object) -> object:
+    """Expands alternatives in patterns: one pattern for each combination, without duplicates."""
     if not isinstance(value, (list, tuple)):
         return value
     spelled: list[object] = []
@@ -93,12 +93,12 @@ class QuantConfig(_Frozen):
     """A whole configuration.
 
     Args:
-        version: of this schema.
-        defaults: what holds where no rule matches.
-        rules: in order, later ones win.
-        supergroups: chains of op kinds that the target runs as one, with one quantizer after the last. In a file an
-            element may be a list of alternatives: ``[conv, [relu, relu6]]`` stands for two chains.
-        io: model inputs and outputs.
+        version: version of this schema.
+        defaults: settings of tensors that no rule changes.
+        rules: rules in order; later ones win.
+        supergroups: chains of op kinds that the target fuses, with one quantizer after the last. In a file an element
+            may be a list of alternatives: ``[conv, [relu, relu6]]`` expands to two chains.
+        io: whether model inputs and outputs are quantized.
 
     >>> QuantConfig(version=1, supergroups=[["conv", ["relu", "relu6"]]]).supergroups
     (('conv', 'relu'), ('conv', 'relu6'))
@@ -107,7 +107,7 @@ class QuantConfig(_Frozen):
     version: Literal[1]
     defaults: Defaults = Defaults()
     rules: tuple[Rule, ...] = ()
-    supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_spelled_out)] = ()
+    supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_alternatives_expanded)] = ()
     io: Io = Io()
 
     @model_validator(mode="after")

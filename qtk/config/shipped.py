@@ -1,4 +1,4 @@
-"""The files that come with qtk: ``configs/`` of the repository, installed as ``qtk/configs``."""
+"""Config and recipe files shipped with qtk: ``configs/`` of the repository, installed as ``qtk/configs``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from qtk.registry import nearest
 
 
 def shipped(kind: str, name: str) -> Path:
-    """The shipped file of this kind (``targets``, ``recipes``).
+    """Path of a shipped file; ``kind`` is ``targets`` or ``recipes``.
 
-    Raises: ConfigError naming the known ones.
+    Raises: ConfigError for an unknown name, with suggestions.
 
     >>> shipped("targets", "default").name
     'default.yaml'
@@ -24,7 +24,7 @@ def shipped(kind: str, name: str) -> Path:
 
 
 def shipped_names(kind: str) -> list[str]:
-    """The names ``shipped`` knows, in order.
+    """Names of the shipped files of a kind, sorted.
 
     >>> shipped_names("targets")
     ['default', 'dynamic', 'onnxruntime']

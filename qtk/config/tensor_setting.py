@@ -1,4 +1,4 @@
-"""What the configuration says about one tensor, and the settings that weights, activations and biases can have."""
+"""The setting of one tensor in a config, and which settings weights, activations and biases can have."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class TensorSetting(BaseModel):
-    """What a rule says about one tensor; a field left out is left as earlier rules have it.
+    """The setting of one tensor in a rule; a missing field keeps its value from earlier rules.
 
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
-        dtype: the format by name (``int8``, ``fp8_e4m3``), in place of ``bits``. The name of a block format (``mxfp4``)
-            says the granularity too; weights alone can have one, and ``block_size`` another length.
+        dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
+            the granularity; it is for weights only, and ``block_size`` can change its block length.
         symmetric: the zero point is 0.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
-        dynamic: activations only: dynamic quantization, the range is that of each tensor at run time.
+        dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
-        narrow_range: leave the lowest code out.
-        range: the real bounds, known beforehand; no data decides them.
-        bounds: limits of what data decide, ``null`` for none: ``[0.0, null]`` keeps the range above 0.
+        narrow_range: exclude the lowest code.
+        range: fixed real range; not calibrated.
+        bounds: limits of the calibrated range, ``null`` for none: ``[0.0, null]`` keeps it at or above 0.
         scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.
     """
 
@@ -55,21 +55,21 @@ class TensorSetting(BaseModel):
 
     @property
     def names_width(self) -> bool:
-        """Whether it says how many bits: by ``bits`` or by ``dtype``."""
+        """Whether ``bits`` or ``dtype`` is set."""
         return self.bits is not None or self.dtype is not None
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the range is found at run time, for each tensor or each of its rows."""
+        """Whether the range is computed at run time, per tensor or per token."""
         return bool(self.dynamic) or self.granularity == "per_token"
 
     def overlaid(self, other: TensorSetting) -> TensorSetting:
-        """A copy in which every field that ``other`` gives is replaced.
+        """A copy with every field that ``other`` sets replaced, and the earlier fields that contradict it dropped.
 
-        A width drops an earlier width, however either was written, and a granularity an earlier block size; a format
-        in blocks drops an earlier granularity, and a granularity leaves of such a format the numbers; a range and
-        bounds drop one another. Dynamic quantization drops what decides a range beforehand, and is dropped by it.
-        Whether the fields of the two agree is seen when they become a spec.
+        ``bits`` and ``dtype`` replace one another, and so do ``range`` and ``bounds``; a granularity drops an earlier
+        block size. A block format drops an earlier granularity; a later granularity keeps only the number format of
+        a block format. ``dynamic`` drops range, bounds and scheme, and each of these drops ``dynamic``. Other
+        contradictions are reported when the setting becomes a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
         TensorSetting(bits=4, symmetric=True)
@@ -98,7 +98,7 @@ class TensorSetting(BaseModel):
 
 
 def _check_dtype(setting: TensorSetting) -> None:
-    """A dtype exists and agrees with bits, symmetric and granularity."""
+    """Checks that dtype exists and agrees with bits, symmetric and granularity. Raises: ValueError."""
     if setting.dtype is None:
         return
     blocks = BLOCK_FORMATS.get(setting.dtype)
@@ -114,7 +114,7 @@ def _check_dtype(setting: TensorSetting) -> None:
 
 
 def _check_block_size(setting: TensorSetting) -> None:
-    """A block size comes with blocks, and blocks with a size; block formats have one."""
+    """Checks that block_size is set if and only if the granularity is per_block. Raises: ValueError."""
     if setting.dtype in BLOCK_FORMATS:
         return
     if setting.block_size is not None and setting.granularity != "per_block":
@@ -125,7 +125,7 @@ def _check_block_size(setting: TensorSetting) -> None:
 
 
 def _check_dynamic(setting: TensorSetting) -> None:
-    """Dynamic quantization has a granularity that it can have, and nothing that decides ranges beforehand."""
+    """Checks that dynamic has a suitable granularity, and no range, bounds or scheme. Raises: ValueError."""
     if setting.dynamic is False and setting.granularity == "per_token":
         raise ValueError("granularity per_token is dynamic, dynamic says false; leave one out")
     if setting.dynamic and setting.granularity in ("per_channel", "per_block"):
@@ -137,7 +137,7 @@ def _check_dynamic(setting: TensorSetting) -> None:
 
 
 def _check_limits(setting: TensorSetting) -> None:
-    """A range is one, bounds hold 0 and are two, and there are not both."""
+    """Checks that range is ascending, bounds contain 0, and not both are set. Raises: ValueError."""
     if setting.range is not None and not setting.range[0] < setting.range[1]:
         raise ValueError(f"range {list(setting.range)} must be [low, high] with low < high")
     if setting.bounds is None:
@@ -159,7 +159,7 @@ Setting: TypeAlias = Annotated[
     Annotated[Literal["float", "quantized"], Tag(UNION_TAGS[0])] | Annotated[TensorSetting, Tag(UNION_TAGS[1])],
     Discriminator(_setting_tag),
 ]
-"""How to quantize a tensor; ``float``: not at all; ``quantized``: undo an earlier ``float``."""
+"""A tensor's setting; ``float``: not quantized; ``quantized``: undoes an earlier ``float``."""
 
 
 def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str | None:

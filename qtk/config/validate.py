@@ -1,4 +1,4 @@
-"""Validation with errors a user can act on: the path of each key, what was given, the rule, the nearest known key."""
+"""Validation by pydantic, with error messages that give key path, value, expectation and nearest known key."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from qtk.registry import nearest
 M = TypeVar("M", bound=BaseModel)
 
 UNION_TAGS = ("<word>", "<setting>")
-"""Names of the alternatives of a union; pydantic puts them into paths, where no user wrote them."""
+"""Tags of union alternatives; pydantic adds them to key paths, from which ``_finding`` removes them."""
 
 SHOWN_CHARACTERS = 80
 
 
 def validate(model: type[M], data: object, *, source: str) -> M:
-    """``data`` as a ``model``.
+    """Validates ``data`` as an instance of ``model``.
 
     Args:
         model: the schema.
-        data: what was read.
-        source: what is being read, for the message: a file, or what it is for.
+        data: the parsed file.
+        source: the file, or a description of the data, for messages.
 
     Raises: ConfigError listing every mistake with its path, as in ``rules[2].weight.bits``.
     """
@@ -72,13 +72,13 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def _is_echo(details: ErrorDetails) -> bool:
-    """Whether a list is called too short only because elements in it, reported by themselves, are wrong."""
+    """Whether a too_short error only repeats errors in the elements of a list, which are reported separately."""
     value = details["input"]
     return details["type"] == "too_short" and isinstance(value, Sized) and len(value) >= details["ctx"]["min_length"]
 
 
 def _path_text(path: tuple[int | str, ...]) -> str:
-    """Keys and indices as one writes them.
+    """Formats a key path.
 
     >>> _path_text(("rules", 2, "weight", "bits"))
     'rules[2].weight.bits'
@@ -95,7 +95,7 @@ def _shown(value: object) -> str:
 
 
 def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """The keys the schema knows at ``path``, empty where it expects no mapping of fixed keys."""
+    """The keys of the schema at ``path``; empty if it does not expect a mapping with fixed keys there."""
     models = [model]
     for part in path:
         if isinstance(part, str):

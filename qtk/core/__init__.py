@@ -1,1 +1,1 @@
-"""Frozen values every other floor speaks in."""
+"""Frozen value types: dtype, granularity, spec, encoding, site, plan."""

@@ -38,7 +38,7 @@ class QDtype:
 class FloatDtype(QDtype):
     """A small float: sign, exponent with bias ``2^(exponent_bits - 1) - 1``, mantissa; subnormals, two zeros.
 
-    What is larger than ``largest`` becomes ``largest``: codes for infinity are not produced.
+    Larger magnitudes saturate to ``largest``: infinity is never produced.
     """
 
     exponent_bits: int

@@ -1,4 +1,4 @@
-"""Scale and zero point: the numbers that turn reals into codes."""
+"""An encoding: the scale and zero point that a tensor is quantized with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtk.errors import EncodingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoding:
-    """``x ≈ (code - zero_point) * scale``.
+    """Scale and zero point of a quantized tensor: ``x ≈ (code - zero_point) * scale``.
 
     Shape: ``scale`` float32 of ``spec.granularity.qparam_shape(x.shape)``; ``zero_point`` int32 of the same
     shape, ``None`` exactly when the spec is symmetric.
@@ -45,24 +45,24 @@ class Encoding:
 
     @property
     def minimum(self) -> Tensor:
-        """Smallest real that a code stands for. Shape: as ``scale``."""
-        return (self.spec.qmin - self._zero()) * self.scale
+        """The value that ``qmin`` dequantizes to. Shape: as ``scale``."""
+        return (self.spec.qmin - self._float_zero_point()) * self.scale
 
     @property
     def maximum(self) -> Tensor:
-        """Largest real that a code stands for. Shape: as ``scale``."""
-        return (self.spec.qmax - self._zero()) * self.scale
+        """The value that ``qmax`` dequantizes to. Shape: as ``scale``."""
+        return (self.spec.qmax - self._float_zero_point()) * self.scale
 
-    def _zero(self) -> Tensor:
+    def _float_zero_point(self) -> Tensor:
         return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
 
     def to(self, device: torch.device) -> Encoding:
-        """The same on a device."""
+        """A copy with the tensors on ``device``."""
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
         return Encoding(self.spec, self.scale.to(device), zero_point)
 
     def equals(self, other: Encoding) -> bool:
-        """Same spec and bit-equal numbers."""
+        """Whether spec, scale and zero point are equal, bit for bit."""
         if self.spec != other.spec or not torch.equal(self.scale, other.scale):
             return False
         if self.zero_point is None or other.zero_point is None:

@@ -9,7 +9,7 @@ from qtk.errors import SpecError
 Shape = tuple[int, ...]
 
 WHOLE = -1
-"""In a block size: the block spans the whole axis, however long."""
+"""In a block size: the block spans the whole axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ class SitePlan:
     Args:
         spec: what the quantizer produces.
         scheme: how the range is found; not used by dynamic quantization.
-        static: the value is made from parameters alone and needs no calibration data.
-        range: real bounds known beforehand (sigmoid: 0 to 1); no data decides them.
-        bounds: limits of what data decide, ``None`` for none.
+        static: the value depends on parameters alone and needs no calibration data.
+        range: fixed real range (sigmoid: 0 to 1); not calibrated.
+        bounds: lower and upper limit of the calibrated range; ``None``: no limit.
         leader: the site whose quantizer, and so whose encoding, this one shares.
         reason: the rule that decided it, in words.
     """
@@ -33,7 +33,7 @@ class SitePlan:
 
     @property
     def source(self) -> str:
-        """Where the encoding comes from: run time, another site, a range known beforehand, or a scheme.
+        """Where the encoding comes from: run time, another site, a fixed range, or a scheme.
 
         >>> from qtk.core.dtypes import dtype
         >>> SitePlan(QuantSpec(dtype("uint8")), "mse").source
@@ -48,7 +48,13 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class QuantPlan(Mapping[Site, SitePlan]):
-    """Every quantized site in graph order, and every float value left out with the reason."""
+    """The plan of a whole model: a mapping from site to its decision, in graph order.
+
+    Args:
+        sites: the quantized values.
+        unquantized: the values left in float, each with the reason.
+        unmatched_rules: the rules of the config that match no op.
+    """
 
     sites: Mapping[Site, SitePlan]
     unquantized: Mapping[Site, str] = field(default_factory=dict)
@@ -64,7 +70,7 @@ class QuantPlan(Mapping[Site, SitePlan]):
         return len(self.sites)
 
     def diff(self, other: QuantPlan) -> list[str]:
-        """One line a difference: ``-`` only here, ``+`` only in ``other``, ``~`` decided differently."""
+        """One line a difference: ``-`` only in this plan, ``+`` only in ``other``, ``~`` in both but different."""
         lines = [f"- {site}: {plan.spec}" for site, plan in self.sites.items() if site not in other.sites]
         lines += [f"+ {site}: {plan.spec}" for site, plan in other.sites.items() if site not in self.sites]
         lines += [

@@ -1,4 +1,4 @@
-"""Where a quantizer sits: a named value of the model."""
+"""Sites: the values of a model that can be quantized, by name."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ PER_TENSOR = PerTensor()
 
 
 class ScaleFormat(enum.Enum):
-    """How the scales of blocks are stored, where not as float32; ``qtk.numerics.scale_formats`` has the numbers."""
+    """The format of block scales that are not stored as float32; formulas in ``qtk.numerics.scale_formats``."""
 
     E8M0 = "e8m0"
-    """Powers of two: MX."""
+    """Powers of two, as in OCP MX formats."""
     E4M3 = "e4m3"
-    """Small floats times one float32 of the tensor: NVFP4."""
+    """FP8 E4M3 times one float32 scale of the tensor, as in NVFP4."""
     INT4 = "int4"
-    """Integers 1…16 times one float32 an output channel: LPBQ."""
+    """Integers 1…16 times one float32 scale per output channel, as in LPBQ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class QuantSpec:
         dtype: the format of the codes; a small float is symmetric and has no narrow range.
         granularity: which elements share a scale.
         symmetric: the zero point is 0 and not stored.
-        narrow_range: leave the lowest code out (int8: -127…127).
+        narrow_range: exclude the lowest code (int8: -127…127).
         dynamic: dynamic quantization: each tensor, or each of its rows (``PerToken``), has its own range at run time.
         scale_format: how the scales of blocks are stored; ``None``: as float32.
 

@@ -1,4 +1,4 @@
-"""The width of weights or activations as a constructor is given it."""
+"""Bit widths of weights and activations, as arguments of ``QuantSim``: a number, float, or the config's default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qtk.errors import EncodingError
 
 
 class FromConfig(enum.Enum):
-    """Has one member, ``FROM_CONFIG``: the width that the config's defaults name; where they name none, 8."""
+    """The one member ``FROM_CONFIG`` means the width in the config's defaults, or 8 if they have none."""
 
     FROM_CONFIG = "from_config"
 
@@ -35,7 +35,7 @@ def width_to_json(width: Width) -> int | str | None:
 def width_from_json(value: object) -> Width:
     """The width that ``width_to_json`` wrote.
 
-    Raises: EncodingError if it is none.
+    Raises: EncodingError if ``value`` is not an int, ``None`` or ``"from_config"``.
 
     >>> width_from_json("from_config"), width_from_json(None)
     (FROM_CONFIG, None)

@@ -1,4 +1,4 @@
-"""Light augmentation of digits: the shifts, turns and strokes a hand makes."""
+"""Augmentation of digit images by small random affine transforms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SHEAR = 0.15
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image under its own random shift, turn, stretch and shear, drawn from ``generator``.
+    """Shifts, rotates, stretches and shears each image at random, with numbers from ``generator``.
 
     Shape: images [N, 1, H, W]; the result likewise.
     """

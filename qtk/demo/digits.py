@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that scikit-learn carries, split once and for all."""
+"""The 1,797 handwritten digits of scikit-learn, with a fixed split."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def _batches(images: Tensor, labels: Tensor, batch_size: int) -> Iterator[tuple[
 
 
 def _pixels(images: Tensor) -> Tensor:
-    """Grey values 0…16, [N, 8, 8], to float32 of 0…1, [N, 1, 8, 8]."""
+    """Converts grey values 0…16, [N, 8, 8], to float32 0…1, [N, 1, 8, 8]."""
     return images.to(torch.float32).unsqueeze(1) / 16

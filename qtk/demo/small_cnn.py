@@ -1,4 +1,4 @@
-"""A small convolutional net with the shapes that matter for quantization: residual, depthwise, pooled head."""
+"""A small convolutional net with residual and depthwise blocks and a pooled head."""
 
 from __future__ import annotations
 

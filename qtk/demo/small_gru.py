@@ -1,4 +1,4 @@
-"""A small GRU that reads a digit row by row and answers with its last state."""
+"""A small GRU that reads a digit row by row and classifies its last state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small bidirectional LSTM that reads a digit row by row, from above and from below."""
+"""A small bidirectional LSTM that reads a digit row by row in both directions."""
 
 from __future__ import annotations
 

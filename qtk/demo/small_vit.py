@@ -1,4 +1,4 @@
-"""A small vision transformer written in plain linears and matmuls, so that every tensor of attention shows."""
+"""A small vision transformer whose attention is written as separate linear, matmul and softmax ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trains the embedded models and writes their weights: ``python -m qtk.demo.train [--validate] [MODEL ...]``.
 
-The recipe is fixed beforehand and nothing is picked by looking at the test images: with ``--validate`` a fifth of the
-training images is held out and scored instead, and no file is written. That is how the recipe was chosen.
+The hyperparameters were chosen without the test images: ``--validate`` holds out a fifth of the training images, scores
+the models on these, and writes no file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A directory that is created with all of its files, or not at all."""
+"""Atomic creation of an output directory: with all of its files, or not at all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
         target: the directory to create; missing parents are created too.
         force: replace a directory that an earlier call made, with everything in it.
 
-    Raises: ExportError if ``target`` exists and ``force`` is off or qtk did not write it, is not a directory, or its
-        parent is not writable.
+    Raises: ExportError if ``target`` exists and ``force`` is off or qtk did not write it, if it is not a directory or
+        contains the working directory, or if its parent is not writable.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent, staged_directory(f"{parent}/out") as folder:

@@ -1,7 +1,7 @@
 """The encodings of a model in the JSON schemas of AIMET: 1.0.0 and 2.0.0.
 
-AIMET 1.0.0 stores ``offset = lowest code - zero_point``, whatever the sign of the codes: -128 for symmetric int8 and
-for uint8 with zero point 128 alike. The word and the convention are used in this file alone. AIMET 2.0.0 has the
+AIMET 1.0.0 stores ``offset = lowest code - zero_point``: -128 both for symmetric int8 and for uint8 with zero point
+128. Only this file uses that convention. AIMET 2.0.0 has the
 names and conventions of ONNX QuantizeLinear; a zero point that is 0 everywhere is left out.
 
 Neither schema holds a whole spec (1.0.0: no signedness, axis or shape; both: no narrow range), so reading needs the
@@ -37,7 +37,7 @@ Record = Mapping[str, object]
 def export_1_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str]) -> None:
     """Writes the encodings in schema 1.0.0: two lists, parameters and activations.
 
-    Raises: ExportError naming the site whose blocks the schema cannot hold.
+    Raises: ExportError naming the site whose number format or blocks the schema cannot hold.
     """
     records = [(site, _record_1_0_0(site.name, encoding)) for site, encoding in encodings.items()]
     _write(path, {
@@ -51,7 +51,7 @@ def export_1_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str
 def export_2_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str]) -> None:
     """Writes the encodings in schema 2.0.0: one list in the vocabulary of ONNX QuantizeLinear.
 
-    Raises: ExportError naming the site whose blocks the schema cannot hold.
+    Raises: ExportError naming the site whose number format or blocks the schema cannot hold.
     """
     records = [_record_2_0_0(site.name, encoding) for site, encoding in encodings.items()]
     _write(path, {"version": "2.0.0", "encodings": records})
@@ -103,12 +103,12 @@ def _write(path: str | os.PathLike[str], data: Record) -> None:
 
 
 def _is_parameter(site: Site) -> bool:
-    """A parameter is no port of an operator."""
+    """Whether the site is a parameter: only ops have ports."""
     return not site.port
 
 
 def _block_axis(site: str, sizes: Shape) -> int:
-    """The one axis cut into blocks; every other has one scale an index, or one for all."""
+    """The axis cut into blocks. Raises: ExportError unless there is exactly one."""
     cut = [axis for axis, size in enumerate(sizes) if size not in (1, WHOLE)]
     if len(cut) != 1:
         raise ExportError(f"{site}: AIMET's schemas hold blocks along exactly one axis, the sizes {sizes} cut "

@@ -29,7 +29,7 @@ VERSION = 1
 def export(
     encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, dynamic: Mapping[str, QuantSpec] | None = None
 ) -> None:
-    """Writes the encodings, one line a site, in the order given.
+    """Writes the encodings, one line per site, in the order of the mapping.
 
     Args:
         encodings: site name → encoding.
@@ -51,7 +51,7 @@ def export(
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
     """The encodings that ``export`` wrote, bit for bit.
 
-    Raises: EncodingError if the file is no encodings file of this version, or a record in it is malformed.
+    Raises: EncodingError if the file is not an encodings file of this version, or a record in it is malformed.
     """
     return {site: _encoding(site, record) for site, record in _section(path, "encodings").items()}
 
@@ -62,7 +62,7 @@ def read_dynamic(path: str | os.PathLike[str]) -> dict[str, QuantSpec]:
 
 
 def _section(path: str | os.PathLike[str], name: str) -> dict[str, object]:
-    """One of the two sections of a file; ``dynamic`` is empty if it is left out."""
+    """The section ``encodings`` or ``dynamic`` of a file; a missing ``dynamic`` is empty."""
     match load_object(path):
         case {"format": str(found), "version": int(version), "encodings": dict(encodings), **rest} if found == FORMAT:
             if version != VERSION:
@@ -76,7 +76,7 @@ def _section(path: str | os.PathLike[str], name: str) -> dict[str, object]:
 
 
 def load_object(path: str | os.PathLike[str]) -> dict[str, object]:
-    """The JSON object in a file. Raises: EncodingError if there is no file, or no JSON object in it."""
+    """The JSON object in a file. Raises: EncodingError if the file cannot be read or holds no JSON object."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -123,7 +123,7 @@ def _spec(site: str, record: object) -> QuantSpec:
 
 
 def numbers(values: object, dtype: torch.dtype) -> Tensor:
-    """A tensor from nested lists. Raises: EncodingError if they are ragged or hold something else than numbers."""
+    """A tensor from nested lists. Raises: EncodingError if they are ragged or hold other values than numbers."""
     try:
         return torch.tensor(values, dtype=dtype)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -13,7 +13,10 @@ CPU = torch.device("cpu")
 
 
 def compare_encodings(stored: Mapping[str, Encoding], simulated: Mapping[str, Encoding]) -> None:
-    """Raises: ExportError naming a site, unless both hold the same sites with bit-equal encodings."""
+    """Checks that both hold the same sites with bit-equal encodings.
+
+    Raises: ExportError naming the first site that differs.
+    """
     for site in [*simulated, *stored]:
         if site not in stored:
             raise ExportError(f"{site} is missing in the file")
@@ -23,14 +26,14 @@ def compare_encodings(stored: Mapping[str, Encoding], simulated: Mapping[str, En
 
 
 def compare_encoding(site: str, stored: Encoding, simulated: Encoding) -> None:
-    """Raises: ExportError naming the site, unless the encodings are bit-equal."""
+    """Checks that the encodings are bit-equal. Raises: ExportError naming the site if not."""
     simulated = simulated.to(CPU)
     if not stored.equals(simulated):
         raise ExportError(f"{site}: {_difference(stored, simulated)}")
 
 
 def _difference(stored: Encoding, simulated: Encoding) -> str:
-    """The first number that differs.
+    """Describes the first difference: spec, shape or number.
 
     >>> from qtk.core.dtypes import dtype
     >>> from qtk.core.spec import QuantSpec
@@ -43,11 +46,11 @@ def _difference(stored: Encoding, simulated: Encoding) -> str:
     if stored.scale.shape != simulated.scale.shape:
         shapes = tuple(stored.scale.shape), tuple(simulated.scale.shape)
         return "scales of shape {} in the file and {} in the simulation".format(*shapes)
-    name, ours, theirs = "scale", stored.scale, simulated.scale
-    if torch.equal(ours, theirs):
+    name, in_file, in_simulation = "scale", stored.scale, simulated.scale
+    if torch.equal(in_file, in_simulation):
         assert stored.zero_point is not None
         assert simulated.zero_point is not None
-        name, ours, theirs = "zero_point", stored.zero_point, simulated.zero_point
-    index = tuple((ours != theirs).nonzero()[0].tolist())
-    place = ", ".join(map(str, index))
-    return f"{name}[{place}] is {ours[index].item()} in the file and {theirs[index].item()} in the simulation"
+        name, in_file, in_simulation = "zero_point", stored.zero_point, simulated.zero_point
+    index = tuple((in_file != in_simulation).nonzero()[0].tolist())
+    entry = f"{name}[{', '.join(map(str, index))}]"
+    return f"{entry} is {in_file[index].item()} in the file and {in_simulation[index].item()} in the simulation"

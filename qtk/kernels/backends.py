@@ -1,4 +1,4 @@
-"""Which kernels can run here: the C++ library, built by ``setup.py`` where torch and a compiler are, and Triton."""
+"""The kernel backends: the C++ library, which ``setup.py`` builds if there is a compiler, and Triton."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DISABLE_TRITON = "QTK_DISABLE_TRITON"
 """Environment variable: set to 1, the reference runs instead of the Triton kernels."""
 
 LIBRARY = Path(__file__).parents[1] / "_native_3.so"
-"""The number is that of ``setup.py``: a library built from other sources is not taken for this one."""
+"""The number is the one in ``setup.py``, so that a library built from an older interface is not loaded."""
 
 
 def backends() -> dict[str, str]:
-    """What computes on each kind of device, and why not something faster.
+    """The backend of each device type, and why the faster one is not in use.
 
     >>> sorted(backends())
     ['cpu', 'cuda']
@@ -34,7 +34,7 @@ def backends() -> dict[str, str]:
 
 @functools.cache
 def load_native() -> str | None:
-    """Loads the C++ kernels, once a process. Returns: why they are not in use; ``None`` if they are."""
+    """Loads the C++ kernels, once per process. Returns: ``None``, or the reason why they are not loaded."""
     if _is_set(DISABLE):
         return f"switched off by {DISABLE}"
     if not LIBRARY.exists():

@@ -1,1 +1,1 @@
-"""Float twins of torch modules that capture would freeze or hide."""
+"""Float modules that replace captured ops: dropout, norms, attention and recurrent nets."""

@@ -12,16 +12,16 @@ from qtk.nn.tap import all_idle
 
 
 class AttentionCore(nn.Module):
-    """Scores, softmax and context in plain ops; equal to ``F.scaled_dot_product_attention`` but for float rounding.
+    """``F.scaled_dot_product_attention`` as separate ops, equal to it up to float rounding.
 
-    Scores are masked after they were made, so that a quantizer on them never sees −∞. A query all of whose keys are
-    masked gets zeros, as in torch.
+    The mask is applied after the module ``scores``, so that a quantizer on its output never sees −∞. A query whose keys
+    are all masked gets zeros, as in torch.
 
     Args:
-        is_causal: a query sees the keys up to its own position.
-        scale: of the scores; ``None``: 1/√E.
-        enable_gqa: keys and values have fewer heads, each shared by as many queries' heads as it takes.
-        p: probability that a weight is dropped in train mode.
+        is_causal: a query attends to keys up to its own position only.
+        scale: factor of the scores; ``None``: 1/√E.
+        enable_gqa: grouped-query attention: each head of keys and values serves several heads of queries.
+        p: dropout probability of the attention weights in train mode.
     """
 
     def __init__(self, *, is_causal: bool, scale: float | None, enable_gqa: bool, p: float) -> None:
@@ -41,24 +41,24 @@ class AttentionCore(nn.Module):
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
         scores = self.scores(query, key) * (1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale)
         if self.is_causal:
-            seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-            scores = scores.masked_fill(~seen, -math.inf)
+            visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+            scores = scores.masked_fill(~visible, -math.inf)
         if mask is None:
             weights = self.softmax(scores)
         else:
             masked = ~mask if mask.dtype == torch.bool else mask == -math.inf
-            blind = masked.all(-1, keepdim=True)  # −∞ alone would make NaN of the gradient, even where it is not used
+            all_masked = masked.all(-1, keepdim=True)  # softmax over −∞ alone would have NaN gradients
             if mask.dtype == torch.bool:
-                scores = scores.masked_fill(masked & ~blind, -math.inf)
+                scores = scores.masked_fill(masked & ~all_masked, -math.inf)
             else:
-                scores = scores + mask.masked_fill(blind, 0.0)
-            weights = self.softmax(scores).masked_fill(blind, 0.0)
+                scores = scores + mask.masked_fill(all_masked, 0.0)
+            weights = self.softmax(scores).masked_fill(all_masked, 0.0)
         result: Tensor = self.context(self.dropout(weights), value)
         return result
 
 
 class Scores(nn.Module):
-    """Scores: the product of queries and keys."""
+    """The product of queries and transposed keys."""
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Shape: query [..., L, E], key [..., S, E]; result [..., L, S]."""
@@ -66,7 +66,7 @@ class Scores(nn.Module):
 
 
 class Context(nn.Module):
-    """Context: the product of attention weights and values."""
+    """The product of attention weights and values."""
 
     def forward(self, weights: Tensor, value: Tensor) -> Tensor:
         """Shape: weights [..., L, S], value [..., S, Ev]; result [..., L, Ev]."""
@@ -74,9 +74,9 @@ class Context(nn.Module):
 
 
 class Attention(nn.Module):
-    """``F.scaled_dot_product_attention`` as a module: torch's fused kernel while every tap inside is idle.
+    """``F.scaled_dot_product_attention`` as a module: the fused kernel, or ``core`` if a quantizer in it is active.
 
-    Args: as for ``AttentionCore``, which ``core`` is.
+    Args: as for ``AttentionCore``.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Shape: as ``AttentionCore``."""
         if not all_idle(self):
-            seen: Tensor = self.core(query, key, value, mask)
-            return seen
+            context: Tensor = self.core(query, key, value, mask)
+            return context
         return F.scaled_dot_product_attention(
             query, key, value, mask, self.p if self.training else 0.0, self.is_causal, scale=self.scale,
             enable_gqa=self.enable_gqa,
@@ -102,7 +102,7 @@ class Attention(nn.Module):
     def parts(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> dict[str, tuple[nn.Module, tuple[Tensor | None, ...]]]:
-        """The module to be captured by itself, by its name in this one, and what it is called with here."""
+        """Submodule name → (module, its arguments): what is captured as a graph of its own."""
         return {"core": (self.core, (query, key, value, mask))}
 
     def extra_repr(self) -> str:

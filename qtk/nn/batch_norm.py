@@ -1,4 +1,4 @@
-"""Batch norm whose parameters come in as arguments, so that they stay edges of the graph."""
+"""Batch norm that takes its parameters as arguments, so that they stay edges of the graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class BatchNorm(nn.Module):
-    """``nn.BatchNorm*d`` without state of its own: trains, evaluates and updates running statistics like it.
+    """Stateless ``nn.BatchNorm*d``: takes weights and running statistics as arguments, updates the latter in place.
 
     Args:
         momentum: weight of the newest batch in the running statistics; ``None``: their cumulative average.

@@ -1,4 +1,4 @@
-"""Modules of one op each, so that a value has the name of the module that makes it."""
+"""Modules of one op each, which give the op's output a site name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """``F.linear``; weight and bias come in as arguments, so that they stay edges of the graph around."""
+    """Stateless ``F.linear``: weight and bias are arguments, so that they stay edges of the outer graph."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Shape: x [..., in], weight [out, in], bias [out]; result [..., out]."""
@@ -32,10 +32,10 @@ class Multiply(nn.Module):
 
 
 class SumOfProducts(nn.Module):
-    """a · b + c · d, as one accumulation."""
+    """a · b + c · d, fused."""
 
     def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        """Shape: four equal ones."""
+        """Shape: all four alike."""
         return torch.addcmul(a * b, c, d)
 
 
@@ -43,5 +43,5 @@ class Blend(nn.Module):
     """share · old + (1 - share) · new."""
 
     def forward(self, new: Tensor, old: Tensor, share: Tensor) -> Tensor:
-        """Shape: three equal ones."""
+        """Shape: all three alike."""
         return torch.lerp(new, old, share)

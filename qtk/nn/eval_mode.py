@@ -12,7 +12,7 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, each module's own training flag restored afterwards.
 
-    Flags are set one by one: ``train()`` and ``eval()`` drop cached weights, and what runs here leaves weights alone.
+    Sets the flags directly: ``train()`` and ``eval()`` would also drop cached quantized weights.
     """
     training = [module for module in model.modules() if module.training]
     for module in training:

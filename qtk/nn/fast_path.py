@@ -1,4 +1,4 @@
-"""Torch's fused inference kernels for attention, switched off."""
+"""Switches off torch's fast path for attention in eval mode."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def fast_path_off() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder``, its layers and ``nn.MultiheadAttention`` run as written, in eval mode too.
+    """Runs ``nn.TransformerEncoder``, its layers and ``nn.MultiheadAttention`` without their fused eval-mode kernels.
 
-    Their fast path reads the parameters of submodules without calling them, and hands nested tensors on, which come
-    back with zeros where the input is padded; everything else is the same.
+    The fast path reads parameters without calling the submodules, and converts padded inputs to nested tensors, so that
+    padded positions become zeros; other outputs are the same.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

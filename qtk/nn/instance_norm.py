@@ -1,4 +1,4 @@
-"""Instance norm with running statistics, whose tensors come in as arguments, so that they stay edges of the graph."""
+"""Instance norm that takes its parameters and running statistics as arguments, so that they stay graph edges."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class InstanceNorm(nn.Module):
-    """``nn.InstanceNorm*d(track_running_stats=True)`` without state of its own.
+    """Stateless ``nn.InstanceNorm*d(track_running_stats=True)``.
 
-    Normalises by the input and updates the running statistics in train mode, normalises by them in eval mode.
+    Train mode normalises by the input's statistics and updates the running ones; eval mode normalises by the latter.
 
     Args:
         momentum: weight of the newest batch in the running statistics.

@@ -1,7 +1,7 @@
 """Recurrent nets as torch's fused kernel, or as a loop over cells whose values can be observed and quantized.
 
-Parameters come in as arguments, so that they stay edges of the graph around. A *step* is one layer in one direction.
-T: time, N: batch, I: input, H: hidden, P: what a step hands out (H, or the size of its projection).
+Parameters are arguments, so that they stay edges of the outer graph. A ``Step`` is one layer in one direction.
+T: time, N: batch, I: input, H: hidden, P: output of a layer (H, or ``proj_size``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SINGLE_STEPS = {"lstm": kernels.lstm_cell, "gru": kernels.gru_cell, "rnn_tanh": 
                 "rnn_relu": kernels.rnn_relu_cell}
 
 Part = tuple[nn.Module, tuple[Tensor | None, ...]]
-"""A module to be captured by itself, and what it is called with."""
+"""A module that is captured as a graph of its own, and its arguments."""
 
 
 class Step(nn.Module):
-    """One layer in one direction: the product with the inputs of all time steps, and the cell for each of them."""
+    """One layer in one direction: the input projection of all time steps in one GEMM, and the cell of one time step."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -52,18 +52,18 @@ class Step(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` without parameters of its own.
+    """Stateless ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``.
 
-    Runs torch's fused kernel while every tap inside is idle, else step by step; the two differ by float rounding.
+    Runs torch's fused kernel while no quantizer inside is active, else a loop over time; they differ by float rounding.
 
     Args:
-        kind: which net.
-        num_layers: each fed by the one before.
-        bidirectional: every layer has a second step that walks backwards.
+        kind: the kind of net.
+        num_layers: number of stacked layers.
+        bidirectional: every layer also runs backwards in time.
         batch_first: input and output are [N, T, …] instead of [T, N, …].
-        dropout: probability that an element between two layers is dropped in train mode.
-        has_biases: whether there are any.
-        projected: of an LSTM, whether the hidden state is projected (``proj_size``).
+        dropout: dropout probability between layers in train mode.
+        has_biases: whether biases are passed.
+        projected: LSTM only: the hidden state is projected (``proj_size``).
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Recurrent(nn.Module):
 
     @property
     def step_names(self) -> list[str]:
-        """In order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
+        """Names of the ``Step`` submodules in order: ``l0``, ``l0_reverse``, ``l1`` and so on."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
     @property
     def joined_parts(self) -> list[tuple[str, str]]:
-        """Parts whose first results are joined into one tensor: the cells of both directions of a layer."""
+        """Pairs of parts whose first outputs are concatenated: the cells of both directions of a layer."""
         layers = range(self.num_layers if self.bidirectional else 0)
         return [(f"l{layer}.cell", f"l{layer}_reverse.cell") for layer in layers]
 
@@ -108,7 +108,7 @@ class Recurrent(nn.Module):
         biases: Sequence[Tensor],
         batch_sizes: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """All outputs, and the last state of every step.
+        """The outputs of the last layer, and the last state of every layer and direction.
 
         Shape: x [T, N, I] or [N, T, I]; packed (with batch_sizes [T]) [ΣN, I]. states: h0 [steps, N, P] and, of an
         LSTM, c0 [steps, N, H]. weights, step by step: w_ih [gates·H, I], w_hh [gates·H, P] and, projected, w_hr
@@ -131,7 +131,7 @@ class Recurrent(nn.Module):
                 step = self.get_submodule(self.step_names[index])
                 assert isinstance(step, Step)
                 step_states = tuple(state[index] for state in states)
-                output, state = _walk(step, x, step_states, parameters[index], sizes, backwards=direction == 1)
+                output, state = _run_over_time(step, x, step_states, parameters[index], sizes, backwards=direction == 1)
                 outputs.append(output)
                 last.append(state)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -147,7 +147,7 @@ class Recurrent(nn.Module):
         biases: Sequence[Tensor],
         batch_sizes: Tensor | None = None,
     ) -> dict[str, Part]:
-        """The modules to be captured by themselves, by their names in this one, and what they are called with here."""
+        """Submodule name → (module, its arguments): what is captured as graphs of their own."""
         parts_by_name: dict[str, Part] = {}
         for index, parameters in enumerate(self._parameters_of_steps(weights, biases)):
             name = self.step_names[index]
@@ -168,11 +168,11 @@ class Recurrent(nn.Module):
     ) -> tuple[Tensor, ...]:
         flat = [tensor for p in self._parameters_of_steps(weights, biases) for tensor in p.flat]
         start = list(states) if self.kind == "lstm" else states[0]
-        how = (self.has_biases, self.num_layers, self.dropout, self.training, self.bidirectional)
+        settings = (self.has_biases, self.num_layers, self.dropout, self.training, self.bidirectional)
         run: Any = SEQUENCES[self.kind]
         result: tuple[Tensor, ...] = (
-            run(x, start, flat, *how, self.batch_first) if batch_sizes is None
-            else run(x, batch_sizes, start, flat, *how)
+            run(x, start, flat, *settings, self.batch_first) if batch_sizes is None
+            else run(x, batch_sizes, start, flat, *settings)
         )
         return result
 
@@ -186,11 +186,11 @@ class Recurrent(nn.Module):
 
 
 class RecurrentCell(nn.Module):
-    """``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell`` without parameters of its own; fused like ``Recurrent``.
+    """Stateless ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell``; fused as in ``Recurrent``.
 
     Args:
-        kind: which cell.
-        has_biases: whether there are any.
+        kind: the kind of cell.
+        has_biases: whether biases are passed.
     """
 
     def __init__(self, kind: Kind, *, has_biases: bool = True) -> None:
@@ -207,8 +207,8 @@ class RecurrentCell(nn.Module):
         if all_idle(self):
             start = list(states) if self.kind == "lstm" else states[0]
             run: Any = SINGLE_STEPS[self.kind]
-            following = run(x, start, *parameters.flat)
-            return following if self.kind == "lstm" else (following,)
+            new_states = run(x, start, *parameters.flat)
+            return new_states if self.kind == "lstm" else (new_states,)
         projected = self.step.projection(x, parameters.w_ih, parameters.b_ih)
         result: tuple[Tensor, ...] = self.step.cell(projected, *states, *parameters.of_cell)
         return result
@@ -225,7 +225,7 @@ class RecurrentCell(nn.Module):
 
 
 class _Parameters:
-    """The tensors of one step."""
+    """The weights and biases of one ``Step``."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
         self.w_ih, self.w_hh, *projection = weights
@@ -235,7 +235,7 @@ class _Parameters:
 
     @property
     def flat(self) -> list[Tensor]:
-        """In torch's order."""
+        """The tensors in the order of torch's kernels."""
         return [t for t in (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr) if t is not None]
 
     @property
@@ -249,7 +249,7 @@ def _by_step(weights: Sequence[Tensor], biases: Sequence[Tensor], weights_per_st
         yield _Parameters(weights[start : start + weights_per_step], biases[2 * index : 2 * index + 2])
 
 
-def _walk(
+def _run_over_time(
     step: Step,
     x: Tensor,
     states: tuple[Tensor, ...],
@@ -258,23 +258,23 @@ def _walk(
     *,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The outputs of one step over time, and its last state.
+    """Runs one ``Step`` over all time steps. Returns: its outputs and its last state.
 
-    Packed sequences (``sizes``: how many are alive at each time, falling) are sorted by length, the longest first. On
-    the way forward those that have ended keep their state; on the way back they join when their last element comes.
+    Packed sequences are sorted by length, the longest first; ``sizes[t]`` of them have an element at time t. Forwards,
+    a sequence that has ended keeps its state; backwards, it starts at its last element.
     """
     projected = step.projection(x, parameters.w_ih, parameters.b_ih)
     slices = projected.unbind(0) if sizes is None else projected.split(sizes)
     outputs: list[Tensor] = []
     for current in reversed(slices) if backwards else slices:
-        alive = current.shape[0]
-        if sizes is None or alive == states[0].shape[0]:
+        active = current.shape[0]
+        if sizes is None or active == states[0].shape[0]:
             states = step.cell(current, *states, *parameters.of_cell)
             outputs.append(states[0])
             continue
-        moved = step.cell(current, *(state[:alive] for state in states), *parameters.of_cell)
-        states = tuple(torch.cat([new, old[alive:]]) for new, old in zip(moved, states, strict=True))
-        outputs.append(moved[0])
+        next_states = step.cell(current, *(state[:active] for state in states), *parameters.of_cell)
+        states = tuple(torch.cat([new, old[active:]]) for new, old in zip(next_states, states, strict=True))
+        outputs.append(next_states[0])
     if backwards:
         outputs.reverse()
     if not outputs:

@@ -1,7 +1,7 @@
-"""One time step of a recurrent net, every value made by a module with its name.
+"""The cells of recurrent nets, one module for each op, so that every intermediate value has a site name.
 
-The input projection ``W_ih x + b_ih`` of all time steps is made outside, in one product. Formulas: those of
-``torch.nn.LSTM``, ``GRU`` and ``RNN``. N: batch, H: size of the hidden state, P: of its projection.
+The caller computes the input projection ``W_ih x + b_ih`` of all time steps in one GEMM. Formulas as in
+``torch.nn.LSTM``, ``GRU`` and ``RNN``. N: batch, H: hidden size, P: projection size.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class LstmCell(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Shape: projected [N, 4H], hidden [N, P or H], cell [N, H]; returns hidden and cell of the next step."""
         gates = self.gates(projected, self.hidden_projection(hidden, weight_hh, bias_hh))
-        entering, kept, candidate, leaving = gates.chunk(4, -1)
+        input_sum, forget_sum, cell_sum, output_sum = gates.chunk(4, -1)
         cell = self.cell(
-            self.forget_gate(kept), cell, self.input_gate(entering), self.cell_gate(candidate)
+            self.forget_gate(forget_sum), cell, self.input_gate(input_sum), self.cell_gate(cell_sum)
         )
-        hidden = self.hidden(self.output_gate(leaving), self.cell_tanh(cell))
+        hidden = self.hidden(self.output_gate(output_sum), self.cell_tanh(cell))
         return hidden if weight_hr is None else self.output_projection(hidden, weight_hr), cell
 
 
 class GruCell(nn.Module):
-    """n = tanh(x_n + r ∘ (W_hn h + b_hn)); h' = (1 - z) ∘ n + z ∘ h: the reset gate acts after the product."""
+    """n = tanh(x_n + r ∘ (W_hn h + b_hn)); h' = (1 - z) ∘ n + z ∘ h: the reset gate r is applied after W_hn h."""
 
     def __init__(self) -> None:
         super().__init__()

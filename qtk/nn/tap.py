@@ -1,4 +1,4 @@
-"""Taps: modules on a value that observe or change it."""
+"""The base class of modules, such as quantizers, that observe or change one value of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Tap(nn.Module):
-    """A module that returns its input as it is while idle, and else observes or changes it."""
+    """A module on one value: the identity while ``idle``, else it observes or changes the value."""
 
     @property
     def idle(self) -> bool:
@@ -15,5 +15,5 @@ class Tap(nn.Module):
 
 
 def all_idle(module: nn.Module) -> bool:
-    """Whether no tap in ``module`` is active; true without any."""
+    """Whether every tap in ``module`` is idle, or there are none."""
     return all(inner.idle for inner in module.modules() if isinstance(inner, Tap))

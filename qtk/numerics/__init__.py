@@ -1,1 +1,1 @@
-"""Reference math: every formula said once, in plain torch."""
+"""Reference implementations of every formula, in plain torch."""

@@ -78,7 +78,9 @@ def fake_quantize(
 def expand(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
     """Scales or zero points as float32, broadcastable against a tensor of ``shape``.
 
-    Only blocks shorter than an axis are materialised. Raises: SpecError if they do not fit.
+    They are copied only where a block is shorter than its axis.
+
+    Raises: SpecError if they do not fit ``shape``.
     """
     lined = align(values, shape, block_size)
     if not block_size:
@@ -96,7 +98,7 @@ def _detached(
 
 
 def _code(part: Tensor, part_scale: Tensor, zero: Tensor | None, qmin: int, qmax: int, out: Tensor) -> Tensor:
-    """Codes as float32, written into ``out``."""
+    """Writes the codes of ``part`` into ``out`` as float32, and returns it."""
     torch.div(part.to(torch.float32), part_scale, out=out).round_()
-    # adding 0 turns -0.0 into 0.0: codes are integers and know no sign of zero
+    # adding 0 turns -0.0 into 0.0: integer codes have no negative zero
     return out.add_(0.0 if zero is None else zero).clamp_(qmin, qmax)

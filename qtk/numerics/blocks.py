@@ -19,9 +19,9 @@ PIECE = 1 << 17
 
 
 def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> None:
-    """Checks that ``values`` have the shape of the scales of a tensor of ``shape``.
+    """Checks that scales or zero points fit a tensor of ``shape``.
 
-    Raises: SpecError if they have not.
+    Raises: SpecError if they do not.
 
     >>> check_fit(torch.ones(3), (8, 5), (1, -1))
     Traceback (most recent call last):
@@ -102,11 +102,11 @@ def memory_order(x: Tensor) -> list[int]:
 def pieces(
     tensors: Sequence[Tensor], values: Sequence[Tensor | None], block_size: Sequence[int]
 ) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
-    """Views that together cover ``tensors`` (all of one shape), each with the ``values`` that belong to it, aligned.
+    """Cuts ``tensors`` (all of one shape) into views, each with its slice of the aligned scales or zero points.
 
-    On the CPU a big tensor is cut into pieces that fit the cache; small tensors, and those on other devices, are one.
+    On the CPU a big tensor is cut into pieces that fit the cache; a small one, or one on a GPU, stays in one piece.
 
-    Raises: SpecError if the values do not fit the tensors.
+    Raises: SpecError if ``values`` do not fit the tensors.
     """
     first = tensors[0]
     shape = first.shape

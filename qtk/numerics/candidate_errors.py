@@ -29,7 +29,18 @@ def candidate_errors(
     importance: Tensor | None = None,
     clipped: float = 1.0,
 ) -> Tensor:
-    """Error of every candidate for every scale.
+    """Weighted quantization error of every candidate scale.
+
+    Args:
+        x: the tensor.
+        scales: the candidates of every scale.
+        zero_points: the zero points that belong to them; ``None`` if symmetric.
+        block_size: which elements share a scale, as in ``qtk.ops.fake_quantize``.
+        qmin: lowest code.
+        qmax: highest code.
+        norm: exponent of the error.
+        importance: weight of each element; ``None``: 1.
+        clipped: factor on the error of clipped elements.
 
     Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].

@@ -5,9 +5,9 @@
     symmetric:   scale = max(high / qmax, low / qmin)
 
 in float32; for uint8 that is ONNX DynamicQuantizeLinear, bit for bit, wherever that is defined. A scale of 0 becomes 1;
-others are at least the smallest normal float32, and small enough that every code dequantizes to a finite number. A NaN
-makes all elements that share its scale NaN; ±inf saturate. Calibrated ranges, ``qtk.numerics.ranges``, follow the same
-formulas in float64.
+others are at least the smallest normal float32, and small enough that every code dequantizes to a finite number. With a
+NaN all elements that share its scale become NaN; ±inf saturate. ``qtk.numerics.ranges`` computes calibrated ranges by
+the same formulas in float64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dynamic_range(
 def fake_quantize(
     x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` fake-quantized with its own range, its scales and its zero points.
+    """Fake-quantizes ``x`` by its own minimum and maximum. Returns: the result, the scales, the zero points.
 
     Shape: ``x`` any; the first result as ``x``, same layout; scale float32 and zero point int32 of ``scale_shape``, of
     shape [0] if symmetric. An empty tensor has scale 1.

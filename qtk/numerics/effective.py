@@ -4,7 +4,7 @@
     effective zero point = round_half_even(clamp(zero_point, qmin, qmax))        where it is a learned float
 
 The gradient of the scale is multiplied by its sign; that of the zero point is a straight-through estimator. Calibrated
-ranges, which are positive scales and integer zero points, are their own effective ones.
+scales are positive and calibrated zero points integer, so both are unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def effective_scale(scale: Tensor) -> Tensor:
-    """The scale that is quantized with.
+    """``max(|scale|, SMALLEST_SCALE)``: the scale that quantization divides by.
 
     >>> effective_scale(torch.tensor([0.5, -0.25, 0.0])).tolist()
     [0.5, 0.25, 1.1754943508222875e-38]
@@ -26,12 +26,12 @@ def effective_scale(scale: Tensor) -> Tensor:
 
 
 def scale_gradient(effective_gradient: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of ``scale`` from that of its effective scale; 0 where ``SMALLEST_SCALE`` takes its place."""
+    """Gradient of ``scale``, given that of its effective scale; 0 where the scale is clamped to ``SMALLEST_SCALE``."""
     return torch.where(scale.abs() >= SMALLEST_SCALE, effective_gradient * scale.sign(), 0.0)
 
 
 def effective_zero_point(zero_point: Tensor, qmin: float, qmax: float) -> Tensor:
-    """The zero point that is quantized with: a learned one, float32, is rounded to a code, ties to even.
+    """The zero point that quantization adds: a learned float32 one is clamped and rounded to a code, ties to even.
 
     >>> effective_zero_point(torch.tensor([0.5, 1.5, 99.0]), -8, 7).tolist()
     [0.0, 2.0, 7.0]

@@ -22,14 +22,14 @@ def sqnr_db(reference: Tensor, value: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """``10·log10(signal / noise)`` of two powers, in dB."""
+    """``10·log10(signal / noise)`` in dB; ``inf`` without noise, ``-inf`` without signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def max_error_in_scales(reference: Tensor, value: Tensor, scale: Tensor) -> float:
-    """Maximal absolute error divided by the scale, the smallest one if there are several; 0 for empty tensors.
+    """Maximal absolute error divided by the smallest scale; 0 for empty tensors.
 
     >>> max_error_in_scales(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.5]), torch.tensor([0.5, 0.25]))
     2.0

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a layer multiplies its weight with its input; one number for each spatial axis, none for a linear layer.
+    """The geometry of a convolution: one number for each spatial axis; a linear layer has none.
 
     ``transposed`` of a linear layer: its weight is [in, out].
 

@@ -3,8 +3,8 @@
     x̂ = round_to(x / scale, format) · scale
 
 in float32, with a true division: ONNX QuantizeLinear and DequantizeLinear to float8 with ``saturate=1``. NaN stays NaN,
-±inf saturate. The gradient is the straight-through estimator of ``qtk.numerics.straight_through``, with the number of
-the format in place of the code.
+±inf saturate. The gradient is the straight-through estimator of ``qtk.numerics.straight_through``, with the
+rounded float in place of the code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatD
 
 
 def fake_quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
-    """``x`` rounded to the nearest multiples of its scale by numbers of ``format``.
+    """Fake-quantizes ``x``: rounds ``x / scale`` to ``format`` and multiplies by the scale.
 
     Shape: ``x`` any; ``scale`` the qparam shape of ``block_size``; result as ``x``, same dtype.
 
@@ -76,7 +76,7 @@ def smallest_exponent(format: FloatDtype) -> int:
 
 
 def _unbounded(x: Tensor, format: FloatDtype) -> Tensor:
-    """``round_to`` without saturation: as if the format had all exponents of float32 above its own."""
+    """``round_to`` without saturation, as if the format had no largest exponent."""
     # the float32 with the exponent of x, and no smaller than the smallest normal number of the format
     smallest = smallest_exponent(format) << _MANTISSA_BITS
     exponent = x.view(torch.int32).bitwise_and(0xFF << _MANTISSA_BITS).clamp(min=smallest)

@@ -11,7 +11,7 @@ from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.scale_formats import stored
 
 LARGEST_REAL = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
-"""Largest magnitude a code may dequantize to: float32's largest, less the rounding of the scale."""
+"""Largest magnitude a code may dequantize to: the largest float32, less a margin for the rounding of the scale."""
 
 
 def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
@@ -19,8 +19,8 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
 
     Symmetric: ``scale = max(maximum / qmax, minimum / qmin)``. Asymmetric: the range is widened to hold 0,
     ``scale = (maximum - minimum) / (qmax - qmin)``, ``zero_point = round(qmin - minimum / scale)``. A range of width
-    0 gets scale 1. Scales that are stored in few bits are rounded as their format says, ``qtk.numerics.scale_formats``.
-    Every code dequantizes to a finite float32; a range that reaches the end of float32 loses up to one step for it.
+    0 gets scale 1. With a ``scale_format`` the scale is rounded to that format (``qtk.numerics.scale_formats``).
+    Every code dequantizes to a finite float32; for that, a range as wide as float32's is cut by up to one scale.
 
     >>> from qtk.core.dtypes import dtype
     >>> choose_range(torch.tensor([-1.0]), torch.tensor([254.0]), QuantSpec(dtype("uint8")))
@@ -53,7 +53,7 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
 
 
 def held_scale(scale: Tensor, zero_point: Tensor | float, spec: QuantSpec) -> Tensor:
-    """The scale, reduced until every ``(code - zero_point) · scale`` is a finite float32.
+    """The scale, reduced where needed so that every code dequantizes to a finite float32.
 
     Shape: ``scale`` any, ``zero_point`` alike; result float32.
     """

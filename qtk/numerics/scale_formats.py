@@ -23,7 +23,7 @@ LARGEST_E4M3 = _E4M3.maximum
 
 
 def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """The scales that ``spec.scale_format`` can store; the output channels are the axis with blocks of 1.
+    """Block scales rounded to ``spec.scale_format``. For INT4 the channel axis is the first one with blocks of 1.
 
     A block of zeros has scale 1 where the format allows it.
 
@@ -48,14 +48,14 @@ def stored(amax: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def candidates(scale: Tensor, fraction: Tensor, spec: QuantSpec) -> Tensor:
-    """Scales to try in place of stored ones, all of which ``spec.scale_format`` can store beside each other.
+    """Candidate scales for a search, each of which ``spec.scale_format`` can store.
 
     E8M0: the powers of two from twice to an eighth of the scale. INT4: the scale itself and the integers 1…16 times a
-    sixteenth of the channel's largest. E4M3: the fractions of the scale, as E4M3 times what makes the largest 448.
-    Float32: the fractions themselves.
+    sixteenth of the channel's largest. E4M3: the fractions of the scale, rounded to E4M3 times the tensor scale.
+    Float32: the fractions of the scale.
 
     Shape: ``scale`` float32, the qparam shape; ``fraction`` [candidates, *scale.shape], or of one element an axis;
-    result [candidates, *scale.shape], with as many candidates as the format asks for; the last are the present ones.
+    result [candidates, *scale.shape]. For E8M0 and INT4 the last candidate is ``scale`` itself.
     """
     match spec.scale_format:
         case ScaleFormat.E8M0:

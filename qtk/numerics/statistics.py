@@ -30,7 +30,7 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins of a grid whose width is a power of two.
+    """How many elements of each scale lie in each of ``bins`` bins whose width is a power of two.
 
     ``x`` is in bin ``floor(x / 2^exponent) - first``, which float32 computes exactly; what is in no bin, and NaN, is
     not counted. Bins that start at an even multiple of the width form, with the next, a bin of twice the width.

@@ -1,4 +1,4 @@
-"""Top-1: how often the highest score is the right one."""
+"""Top-1 accuracy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Top1:
-    """Counts over batches the rows of scores whose highest is their label.
+    """Accumulates top-1 accuracy over batches.
 
     >>> import torch
     >>> counted = Top1()
@@ -26,5 +26,5 @@ class Top1:
 
     @property
     def share(self) -> float | None:
-        """Of all rows so far, 0…1; ``None`` without any."""
+        """Top-1 accuracy of all samples so far, 0…1; ``None`` without samples."""
         return self.hits / self.total if self.total else None

@@ -67,9 +67,9 @@ def candidate_errors(
     importance: Tensor | None = None,
     clipped: float = 1.0,
 ) -> Tensor:
-    """``Σ importance · |x - x̂|^norm`` of every candidate of every scale; norms 1 and 2 have kernels.
+    """``Σ importance · |x - x̂|^norm`` for every candidate scale; norms 1 and 2 have kernels.
 
-    What is clipped counts ``clipped`` times. A float64 ``x`` is computed in float64.
+    The error of clipped elements is multiplied by ``clipped``. A float64 ``x`` is computed in float64.
 
     Shape: ``x`` any; ``scales`` floating and ``zero_points`` int32 [candidates, scales], the scales in their order;
     ``importance`` broadcastable to ``x``; result float64 [candidates, scales].

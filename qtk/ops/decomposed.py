@@ -1,8 +1,8 @@
-"""``qtk::fake_quantize`` in plain aten, for compilers: they fuse it with its neighbours, forward and backward.
+"""``qtk::fake_quantize`` in plain aten, for compilers: they fuse it with neighbouring ops, forward and backward.
 
-The formulas of ``qtk.numerics.affine`` and ``straight_through``, without the views and buffers that make those fast in
-eager mode. On GPUs Inductor divides approximately by default: a value within a rounding error of a tie may fall to
-the next code unless ``torch._inductor.config.eager_numerics.division_rounding`` is set.
+The formulas of ``qtk.numerics.affine`` and ``straight_through``, without their eager-mode optimizations. On GPUs
+Inductor divides approximately by default: a value within a rounding error of a tie may get the next code unless
+``torch._inductor.config.eager_numerics.division_rounding`` is set.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.spec = block_size, qmin, qmax
-        steps, step, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
-        code = (steps.round() + zero).clamp(qmin, qmax)
+        ratio, step, zero = _scaled_and_aligned(x, scale, zero_point, block_size, qmin, qmax)
+        code = (ratio.round() + zero).clamp(qmin, qmax)
         return torch.empty_like(x).copy_(((code - zero) * step).reshape(x.shape))
 
     @staticmethod
@@ -35,14 +35,14 @@ class FakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         block_size, qmin, qmax = ctx.spec
         _, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
-        steps, _, zero = _lined_up(x, scale, zero_point, block_size, qmin, qmax)
-        upstream = grad.reshape(steps.shape)
-        code = steps.round() + zero
+        ratio, _, zero = _scaled_and_aligned(x, scale, zero_point, block_size, qmin, qmax)
+        upstream = grad.reshape(ratio.shape)
+        code = ratio.round() + zero
         inside = (code >= qmin) & (code <= qmax)
         dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, upstream, 0.0).reshape(x.shape))
         of_scale = of_zero_point = None
         if wants_scale:
-            error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero)
+            error = torch.where(inside, code - zero - ratio, code.clamp(qmin, qmax) - zero)
             effective_gradient = _sum(upstream * error, block_size, x.shape).reshape(scale.shape)
             of_scale = scale_gradient(effective_gradient, scale)
         if wants_zero_point:
@@ -51,7 +51,7 @@ class FakeQuantize(torch.autograd.Function):
         return dx, of_scale, of_zero_point, None, None, None
 
 
-def _lined_up(
+def _scaled_and_aligned(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """``x / scale``, the effective scale and the effective zero point, broadcastable against each other."""

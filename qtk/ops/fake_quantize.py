@@ -45,8 +45,8 @@ def _backward(
         wants_zero_point=wants_zero_point,
     )
     # an op cannot return None, and its results may not share memory
-    nothing = scale.new_empty(0)
-    return dx, nothing if dscale is None else dscale, nothing.clone() if dzero_point is None else dzero_point
+    empty = scale.new_empty(0)
+    return dx, empty if dscale is None else dscale, empty.clone() if dzero_point is None else dzero_point
 
 
 torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd", _backward)
@@ -142,7 +142,7 @@ def fake_quantize(
         try:
             result = _OP(x, scale, zero_point, block_size, qmin, qmax)
         except ValueError:
-            check_fit(scale, x.shape, block_size)  # says better what does not fit
+            check_fit(scale, x.shape, block_size)  # raises a SpecError with the shapes
             raise
         return result
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x, scale, zero_point)):

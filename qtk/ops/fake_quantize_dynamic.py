@@ -1,8 +1,8 @@
 """``qtk::fake_quantize_dynamic``: finds the range of a tensor and fake-quantizes it, in one op, with its gradient.
 
-Formulas of ``qtk.numerics.dynamic``; ``block_size`` as in ``qtk.ops.fake_quantize``. Where a scale belongs to a row the
-kernels read each element from memory once. The range counts as a constant: the gradient is the
-straight-through estimator of ``qtk::fake_quantize``. As there, the C++ library also defines schema and autograd.
+Formulas of ``qtk.numerics.dynamic``; ``block_size`` as in ``qtk.ops.fake_quantize``. With one scale per row the
+kernels read each element from memory once. The gradient is the straight-through estimator of ``qtk::fake_quantize``
+with the range as a constant. The C++ library, where it is built, also defines schema and autograd.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if not _NATIVE:
 
 
 def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, *, symmetric: bool) -> Tensor:
-    """Fake-quantizes ``x`` in its own range, with the gradients of the straight-through estimator.
+    """Fake-quantizes ``x`` with a range computed from ``x``, with the gradients of the straight-through estimator.
 
     Shape: ``x`` any, of a floating dtype; result as ``x``, same strides.
 

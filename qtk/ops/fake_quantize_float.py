@@ -1,7 +1,7 @@
 """``qtk::fake_quantize_float``: the op behind every quantizer to a floating-point format, with its gradient.
 
 Formulas of ``qtk.numerics.minifloat``; ``block_size`` and backends as in ``qtk.ops.fake_quantize``. A format is given
-by its bits of exponent and mantissa and its largest number. Compilers see plain aten.
+by its exponent bits, its mantissa bits and its largest number. Under ``torch.compile`` it is plain aten.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class _Decomposed(torch.autograd.Function):
 
 
 def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: str) -> Tensor:
-    """Fake-quantizes ``x`` to a small float times its scale, with the gradients of the straight-through estimator.
+    """Fake-quantizes ``x`` to a minifloat, with the gradients of the straight-through estimator.
 
-    ``format`` is a name of ``qtk.core.dtypes``.
+    ``format`` is the name of a float dtype in ``qtk.core.dtypes``.
 
     Shape: ``x`` any, of a floating dtype; ``scale`` float32 in the qparam shape; result as ``x``, same strides.
 
@@ -149,6 +149,6 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
     try:
         result = torch.ops.qtk.fake_quantize_float.default(x, scale, block_size, *numbers)
     except ValueError:
-        check_fit(scale, x.shape, block_size)  # says better what does not fit
+        check_fit(scale, x.shape, block_size)  # raises a SpecError with the shapes
         raise
     return result

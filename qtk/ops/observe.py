@@ -1,8 +1,8 @@
 """``qtk::observe``: passes a tensor to an observer from inside a compiled graph.
 
-An observer is a Python object with data-dependent control flow, which cannot be compiled. The op is opaque: it finds
-its listener by number, and counts its calls in ``ticket``, a mutated argument, so that no compiler removes it as dead
-code.
+An observer is a Python object with data-dependent control flow, which cannot be compiled. The op is opaque: it looks
+up its listener by number, and counts its calls in the mutated argument ``ticket``, so that no compiler removes it as
+dead code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Listener(Generic[ObservesT]):
         Raises: CalibrationError, with the site, if there is no observer or it refuses ``x``.
         """
         if self.observer is None:
-            raise CalibrationError(f"{self.place} is to observe but has no observer; set quantizer.observer first")
+            raise CalibrationError(f"{self.place} is in OBSERVE but has no observer; set quantizer.observer first")
         try:
             self.observer.observe(x)
         except CalibrationError as error:

@@ -25,7 +25,7 @@ def simulate(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | Non
 
 
 def simulate_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
-    """Fake-quantizes ``x`` by ``spec`` in its own range; the range carries no gradient.
+    """Fake-quantizes ``x`` by ``spec`` with a range computed from ``x``; the range carries no gradient.
 
     Shape: ``x`` any, of a floating dtype; result as ``x``.
     """

@@ -64,6 +64,8 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     Shape: ``x`` any, not empty; results float32, one axis, the scales in their order.
 
+    Raises: ValueError or RuntimeError, by backend, if ``x`` is empty.
+
     >>> min_max(torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), (1, -1))
     (tensor([ 1., -3.]), tensor([2.0000, 0.5000]))
     """
@@ -72,7 +74,7 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins of a grid whose width is a power of two.
+    """How many elements of each scale lie in each of ``bins`` bins whose width is a power of two.
 
     ``x`` is in bin ``floor(x / 2^exponent) - first``; what is in no bin, and NaN, is not counted.
 

@@ -1,1 +1,1 @@
-"""Results for people: tables, and the numbers behind them."""
+"""Tables of plans and scores."""

@@ -1,4 +1,4 @@
-"""A plan as tables: what is quantized how, and what is left in float and why."""
+"""A plan as tables: the quantized values, and the values left in float."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def plan_table(plan: QuantPlan) -> Table:
 
 
 def unquantized_table(plan: QuantPlan) -> Table:
-    """Every real value left in float, with the reason."""
+    """Every value left in float, with the reason."""
     rows = tuple((site.name, reason) for site, reason in plan.unquantized.items())
     return Table(f"{len(rows)} values in float", (Column("site"), Column("reason")), rows)
 
 
 def plan_summary(plan: QuantPlan) -> str:
-    """One line: how many quantizers of which format.
+    """One line with the number of quantizers per format.
 
     >>> plan_summary(QuantPlan({}))
     'no quantizers'

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qtk.report.table import Column, Table
 
 FLOAT = "fp32"
-"""The setting that the others are compared with."""
+"""Name of the float setting, which the others are compared with."""
 
 NOTHING = "–"
 
@@ -19,10 +19,10 @@ class Score:
     """One model in one setting.
 
     Args:
-        value: of the evaluation; top-1 as a share, 0…1.
-        sqnr_db: of the outputs against those in float; ``None`` for float itself.
-        size_bytes: of the exported ONNX file, all of its parts together; ``None`` if there is none.
-        onnxruntime_value: the evaluation of the exported file; ``None`` if there is none.
+        value: value of the metric; top-1 as a share, 0…1.
+        sqnr_db: SQNR of the outputs against the float model's; ``None`` for float itself.
+        size_bytes: size of the exported ONNX file with its external data; ``None`` if there is none.
+        onnxruntime_value: value of the metric for the exported file; ``None`` if there is none.
         onnxruntime_agreement: share of predictions, 0…1, where the file agrees with the simulation.
         runtime: how the exported file ran, in words; ``None`` if there is none.
     """
@@ -40,8 +40,8 @@ class Summary:
     """Scores by model and setting.
 
     Args:
-        metric: what ``Score.value`` is, ``top1`` or the name of the evaluation.
-        models: model → setting → score, as they ran.
+        metric: name of the metric in ``Score.value``: ``top1`` or a user's.
+        models: model → setting → score, in the order of the run.
     """
 
     metric: str
@@ -78,7 +78,7 @@ class Summary:
         return Table("accuracy, error and size", columns, tuple(rows), tuple(sections[1:]))
 
     def runtimes(self) -> str:
-        """How the exported files ran: one line, or a line for each way with the files that it holds for."""
+        """How the exported files ran: one line if all ran alike, else one line per description with its files."""
         files: dict[str, list[str]] = {}
         for model, scores in self.models.items():
             for setting, score in scores.items():

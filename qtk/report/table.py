@@ -1,4 +1,4 @@
-"""A table of text: built once, shown in a terminal or written to a file."""
+"""A table of text, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_WIDTH = 240
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading; numbers stand to the right."""
+    """A column heading; columns of numbers are right-aligned."""
 
     heading: str
     number: bool = False
@@ -27,10 +27,10 @@ class Table:
     """Rows under headings.
 
     Args:
-        title: what it shows.
-        columns: left to right.
-        rows: one text for each column.
-        sections: indices of rows that a line goes before.
+        title: the title.
+        columns: the columns from left to right.
+        rows: one text per column.
+        sections: indices of rows with a line above them.
 
     >>> print(Table("sizes", (Column("name"), Column("bytes", number=True)), (("a", "1,000"), ("b", "20"))).text())
     sizes

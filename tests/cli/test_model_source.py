@@ -74,7 +74,7 @@ def test_weights_of_another_model_are_listed(project):
     with pytest.raises(ConfigError) as caught:
         build_model(f"{project.module}:net", weights=str(path))
     assert "second.weight: shape (5, 16) in the file, (4, 16) in the model" in str(caught.value)
-    assert "too much: third.weight" in str(caught.value)
+    assert "unexpected: third.weight" in str(caught.value)
     with pytest.raises(ConfigError, match=r"missing: 0\.weight"):
         load_weights(nn.Sequential(nn.Linear(2, 2)), path)
 

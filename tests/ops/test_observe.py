@@ -49,7 +49,7 @@ def test_a_refusal_reaches_the_caller_with_the_place():
 
 
 def test_no_observer_is_an_error_with_the_place():
-    with pytest.raises(CalibrationError, match=r"fc:out is to observe but has no observer"):
+    with pytest.raises(CalibrationError, match=r"fc:out is in OBSERVE but has no observer"):
         Listener("fc:out").observe(torch.ones(1))
 
 

@@ -1,9 +1,9 @@
 """Dynamic quantization in ONNX: the formulas of ``qtk.numerics.dynamic`` as float32 nodes, bit for bit.
 
 uint8 per tensor becomes DynamicQuantizeLinear, which runtimes support; ONNX does not define its result for NaN,
-infinities, and ranges wider than float32 or narrower than 255 of its smallest normal numbers. Per token, each row is a
-block as long as the last axis; ONNX Runtime (seen in 1.31) does not run these on an empty batch. Where codes are
-narrower than their ONNX type, the value is first clipped to the reals of the lowest and highest code.
+infinities, ranges that overflow float32, and ranges below 255 times the smallest normal float32. Per token, each row is
+a block as long as the last axis; ONNX Runtime (seen in 1.31) does not run these on an empty batch. Where codes are
+narrower than their ONNX type, the value is first clipped to the dequantized lowest and highest code.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class _Dynamic:
         return codes, self.writer.node("DequantizeLinear", inputs, FLOAT, attributes)
 
     def _is_the_onnx_operator(self) -> bool:
-        own = self.spec.qmin, self.spec.qmax
-        return not self.by_row and not self.spec.symmetric and own == (0, 255) and self.kind == ir.DataType.UINT8
+        codes = self.spec.qmin, self.spec.qmax
+        return not self.by_row and not self.spec.symmetric and codes == (0, 255) and self.kind == ir.DataType.UINT8
 
     def _by_operator(self) -> tuple[ir.Node, ir.Node]:
         node = self.writer.node("DynamicQuantizeLinear", [self.real], self.kind)
@@ -105,9 +105,9 @@ class _Dynamic:
 
     def _clipped(self, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
         real = self.real
-        own = zip(("Max", "Min"), (self.spec.qmin, self.spec.qmax), limits(self.kind), strict=True)
-        for op, code, end in own:
-            if code != end:
+        bounds = zip(("Max", "Min"), (self.spec.qmin, self.spec.qmax), limits(self.kind), strict=True)
+        for op, code, limit in bounds:
+            if code != limit:
                 steps = self._number(code)
                 if zero is not None:
                     steps = self._op("Sub", steps, zero)
@@ -115,7 +115,7 @@ class _Dynamic:
         return real
 
     def _op(self, op: str, *inputs: ir.Value) -> ir.Value:
-        """A node on values of the shape of the scale."""
+        """Inserts a node on values that have the shape of the scale."""
         return self.writer.node(op, inputs, FLOAT, shape=self.shape).outputs[0]
 
     def _number(self, number: float) -> ir.Value:

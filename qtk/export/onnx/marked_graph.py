@@ -1,7 +1,7 @@
-"""The ONNX graph of a simulating model, with one marker node for every quantized value.
+"""Exports a simulated model to ONNX with one marker node for every quantized value.
 
-For the export each quantizer is replaced by an opaque op that holds the name of its site, which torch's exporter
-passes on unchanged; ``qdq_nodes`` replaces the markers by QuantizeLinear and DequantizeLinear.
+Each quantizer is replaced by an opaque op with the name of its site, which torch's exporter translates one to one;
+``qdq_nodes`` then replaces these markers by QuantizeLinear and DequantizeLinear.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ torch.library.register_fake("qtk::quantized_site", _copy)
 
 @dataclass(frozen=True, slots=True)
 class MarkedGraph:
-    """An ONNX graph with markers, and the names its inputs and outputs have in the model.
+    """An ONNX graph with markers, and the model's names of its inputs and outputs.
 
     Args:
         model: the graph; the node ``qtk::FakeQuantize`` with attribute ``site`` marks a quantized value.
@@ -67,7 +67,7 @@ def trace(
     *,
     opset: int,
 ) -> MarkedGraph:
-    """Exports ``model`` in eval mode with a marker for each of ``sites``; the model itself stays as it is.
+    """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
     Dimensions that are symbolic in the prepared graph stay dynamic.
 
@@ -82,9 +82,9 @@ def trace(
 
 
 def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """A second graph over the same parameters that takes and returns flat tuples, of tensors only at its output.
+    """A graph module with the same parameters, flat inputs, tensors as flat outputs, and markers instead of quantizers.
 
-    Its quantizers are replaced by markers or, where switched off, removed.
+    Quantizers that are not in ``sites`` are removed.
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
@@ -102,19 +102,19 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
 
 def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
     """A copy with markers inside; a composite without markers is exported as one op."""
-    twin = copy.deepcopy(module)
-    awake = False
-    for before, after in zip(graphs(module).values(), graphs(twin).values(), strict=True):
-        awake |= _mark_sites(before, before.graph, after.graph, sites)
+    copied = copy.deepcopy(module)
+    has_markers = False
+    for before, after in zip(graphs(module).values(), graphs(copied).values(), strict=True):
+        has_markers |= _mark_sites(before, before.graph, after.graph, sites)
         after.delete_submodule(QUANTIZERS)
         after.recompile()
-    if awake:
-        twin.add_module("awake", _Awake())
-    return twin
+    if has_markers:
+        copied.add_module("active_tap", _ActiveTap())
+    return copied
 
 
-class _Awake(Tap):
-    """Makes a composite run its parts instead of its fused kernel."""
+class _ActiveTap(Tap):
+    """A tap that is never idle: with it, a composite runs its submodules instead of the fused kernel."""
 
     idle = False
 
@@ -122,14 +122,14 @@ class _Awake(Tap):
 def _mark_sites(
     module: fx.GraphModule, original: fx.Graph, copied: fx.Graph, sites: Mapping[fx.Node, str]
 ) -> bool:
-    """Replaces the quantizers in a copied graph by markers; those in BYPASS are removed.
+    """Replaces the quantizers in a copied graph by markers; those not in ``sites`` are removed.
 
     Returns: whether there are any markers.
     """
-    twins = dict(zip(original.nodes, copied.nodes, strict=True))
+    node_in_copy = dict(zip(original.nodes, copied.nodes, strict=True))
     calls = quantizer_nodes(module)
     for call in calls:
-        node = twins[call]
+        node = node_in_copy[call]
         (replacement,) = node.args
         assert isinstance(replacement, fx.Node)
         if call in sites:
@@ -185,11 +185,12 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 
 def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
-    """The names in the prepared model; torch's exporter uses those of its own program."""
-    ours = input_names(flat)
-    theirs = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    known = dict(zip(theirs[len(theirs) - len(ours):], ours, strict=True))
-    return tuple(known[str(value.name)] for value in graph.graph.inputs)
+    """Names of the inputs in the prepared model; torch's exporter names them after the exported program."""
+    prepared_names = input_names(flat)
+    program_names = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    inputs_of_program = program_names[len(program_names) - len(prepared_names):]  # parameters come before
+    prepared_name = dict(zip(inputs_of_program, prepared_names, strict=True))
+    return tuple(prepared_name[str(value.name)] for value in graph.graph.inputs)
 
 
 def _mark(value: object, site: str) -> object:

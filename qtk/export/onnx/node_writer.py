@@ -17,7 +17,7 @@ class NodeWriter:
         graph: the graph that gets the nodes.
         before: the node they are inserted in front of.
         name: the prefix of their names.
-        shape: of their results, unless ``node`` is given another.
+        shape: default shape of their results.
     """
 
     def __init__(self, graph: ir.Graph, before: ir.Node, name: str, shape: ir.Shape | None) -> None:
@@ -65,6 +65,6 @@ def value_of(dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:
 
 
 def array_of(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """The numbers of a tensor."""
+    """A tensor as a numpy array on the CPU."""
     array: npt.NDArray[np.generic] = tensor.detach().cpu().contiguous().numpy()
     return array

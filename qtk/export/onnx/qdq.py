@@ -1,7 +1,8 @@
 """The export format ONNX QDQ: a quantized model with QuantizeLinear and DequantizeLinear, for runtimes.
 
-Weights are stored as integers, 4 and 2 bit ones packed; every other quantized value passes QuantizeLinear and
-DequantizeLinear with the encoding of the simulation, so both round to the same codes. Tensors have the names of sites.
+Weights are stored as integers, 4 and 2 bit ones packed; every other quantized value goes through
+QuantizeLinear and DequantizeLinear with the simulation's encoding, so both give the same codes. Tensors are named after
+their sites.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def export(
     opset: int | None = None,
     embedded_limit_bytes: int = PROTOBUF_LIMIT_BYTES,
 ) -> None:
-    """Writes a simulating model as ONNX; dimensions that are dynamic in it stay so.
+    """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
     Args:
         model: the prepared model with its quantizers. It is exported in eval mode and not changed.
@@ -50,8 +51,9 @@ def export(
             bits; below 25, 2 bit codes are stored as 4 bit ones.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
 
-    Raises: ExportError if a quantizer has no encoding, a part of the model or a granularity has no form in ONNX, or
-        the result is not valid ONNX.
+    Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
+        granularity cannot be expressed in ONNX, the result is not valid ONNX or cannot be written; CaptureError if
+        the inputs are not nested as those the model was prepared with.
     """
     path = Path(path)
     sites = simulated_sites(model)

@@ -1,13 +1,13 @@
 """Replaces markers by QuantizeLinear and DequantizeLinear, and constant floats by stored integers.
 
-What becomes of one marker:
+The cases:
 
-1. A constant: its codes as an initializer with the name of the site, and DequantizeLinear.
-2. Any other value: the value under the name of the site, QuantizeLinear, DequantizeLinear.
-3. Codes narrower than their ONNX type: the value is first clipped to the reals that the lowest and highest code
-   stand for. QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
-4. Any other float type: cast to float32 before and back after, as the simulation computes.
-5. Dynamic quantization: nodes that compute scale and zero point, ``dynamic_qdq``.
+1. A constant becomes its codes, an initializer named after the site, and DequantizeLinear.
+2. Any other value is named after the site and goes through QuantizeLinear and DequantizeLinear.
+3. Codes narrower than their ONNX type: the value is first clipped to the dequantized lowest and highest code.
+   QuantizeLinear gives exactly these codes at the bounds: (code · scale) / scale rounds back to code.
+4. A value that is not float32 is cast to float32 before and back after, as in the simulation.
+5. Dynamic quantization: ``dynamic_qdq`` adds nodes that compute scale and zero point.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, nam
 from qtk.numerics import affine, minifloat
 
 SITE, SPEC = "qtk.site", "qtk.spec"
-"""Metadata of a DequantizeLinear: the site it stands for, and its spec as JSON."""
+"""Metadata keys of a DequantizeLinear: the name of its site, and its spec as JSON."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
@@ -65,7 +65,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
 
 
 def qparam_name(site: str, kind: str) -> str:
-    """The initializer that holds the scale or zero point of a site; its key in the simulation's state_dict."""
+    """Name of the initializer with the scale or zero point of a site: its key in the simulation's state_dict."""
     return f"qtk_quantizers.{site}.{kind}"
 
 
@@ -80,8 +80,8 @@ def _name_sites(graph: ir.Graph, names: ValueNames, entries: dict[str, ir.Node])
         if value is None:
             continue  # removed, because no ONNX node reads it
         codes = node.op_type == "DequantizeLinear"
-        owned = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in named
-        if owned and not codes:
+        keeps_name = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in named
+        if keeps_name and not codes:
             identity = ir.node("Identity", [value], outputs=[value_of(value.dtype, value.shape)])
             graph.insert_before(node, identity)
             value = identity.outputs[0]
@@ -113,7 +113,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
 
 
 class _Calibrated:
-    """The nodes of a site that has an encoding."""
+    """Writes the nodes of a site with an encoding (cases 1 to 4)."""
 
     def __init__(
         self, writer: NodeWriter, site: str, encoding: Encoding, shape: ir.Shape, kind: ir.DataType
@@ -162,7 +162,7 @@ class _Calibrated:
         return wide[0] if wide else len(sizes) - 1
 
     def _scale_and_zero_point(self) -> list[ir.Value]:
-        """As initializers; the zero point also sets the type of the codes, so it is written even if it is 0."""
+        """Initializers of scale and zero point; the latter is always written, because it sets the type of the codes."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
         zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
         if isinstance(self.encoding.spec.granularity, PerTensor):
@@ -184,7 +184,7 @@ class _Calibrated:
         return self.writer.initializer(f"{self.site}.codes", array_of(codes).astype(self.kind.numpy()))
 
     def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:
-        """Clip, or Max and Min where each channel or block has its own bounds."""
+        """Case 3: the value clipped by Clip, or by Max and Min if each channel or block has its own bounds."""
         spec, encoding = self.encoding.spec, self.encoding
         lowest, highest = limits(self.kind)
         low = None if spec.qmin == lowest else self._bound("minimum", encoding.minimum, attributes)

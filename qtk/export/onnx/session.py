@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on the CPU: the one place where they are opened."""
+"""Opens ONNX Runtime sessions on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT_MODE = "session.x64quantprecision"
 
 
 def require_onnxruntime() -> None:
-    """Raises: ExportError with what to install, if ONNX Runtime is not there."""
+    """Raises: ExportError with the install command, if ONNX Runtime is not installed."""
     try:
         import onnxruntime  # noqa: F401  an extra: loaded where it is needed
     except ImportError as error:
@@ -29,30 +29,30 @@ def require_onnxruntime() -> None:
 
 
 def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tuple[onnxruntime.InferenceSession, str]:
-    """Loads the file of a simulation, with all of the runtime's optimizations or none.
+    """Loads the exported file of a simulation, with all of the runtime's optimizations or none.
 
-    Models with small floats run without: the optimizations of ONNX Runtime (seen in 1.31) take float8 for integers.
+    Models with minifloats run without them: the optimizations of ONNX Runtime (seen in 1.31) treat float8 as integers.
     They fuse it into integer operators, and drop a ReLU before a QuantizeLinear whose zero point is 0.
 
     Args:
         path: the file.
         model: the simulation it was exported from.
-        optimized: whether to take the optimizations.
+        optimized: whether to enable the optimizations.
 
     Returns: the session, and a description of how the file runs.
 
     Raises: ExportError if onnxruntime is not installed or cannot load the file.
     """
     require_onnxruntime()
-    floats = any(
+    has_minifloats = any(
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
         for module in model.modules()
     )
     try:
-        session, description = create_session(path, optimized=optimized and not floats)
+        session, description = create_session(path, optimized=optimized and not has_minifloats)
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime {_version()} cannot load it: {error}") from error
-    return session, description + (" (they take float8 for integers)" if floats else "")
+    return session, description + (" (they take float8 for integers)" if has_minifloats else "")
 
 
 def create_session(
@@ -66,8 +66,8 @@ def create_session(
 
     Args:
         file: an ONNX file, or its content.
-        optimized: whether to take the runtime's optimizations.
-        threads: of one operator; 0 leaves the number to ONNX Runtime.
+        optimized: whether to enable the runtime's optimizations.
+        threads: intra-op threads; 0 leaves the number to ONNX Runtime.
 
     Returns: the session, and a description of how the file runs.
 
@@ -80,7 +80,7 @@ def create_session(
         return _session(file, threads), f"{switched} on"
     try:
         session = _session(file, threads, exact=True)
-    except Exception:  # the file may be at fault too: then the second attempt says so
+    except Exception:  # if the file itself is broken, the second attempt raises
         session = _session(file, threads, optimized=False)
         return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
     return session, f"{switched} on, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
@@ -116,10 +116,10 @@ def _session(
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors; its warnings speak of constants it cannot fold
+    options.log_severity_level = 3  # errors only: warnings would list constants that cannot be folded
     if exact:
         options.add_session_config_entry(EXACT_MODE, "1")
-        options.log_severity_level = 4  # nothing: a file that the mode refuses is opened in another way
+        options.log_severity_level = 4  # fatal errors only: a file that this mode refuses is opened without it
     source = file if isinstance(file, bytes) else str(file)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 

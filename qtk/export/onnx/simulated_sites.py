@@ -1,4 +1,4 @@
-"""The quantized values of a simulating model: for each site its encoding and, if it is constant, its value."""
+"""The quantized values of a simulated model: for each site its encoding and, if it is constant, its value."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SimulatedSite:
     """A call of a quantizer in SIMULATE.
 
     Args:
-        name: the site.
+        name: name of the site.
         node: the call in its graph.
-        quantizer: what is called.
-        encoding: with which numbers it quantizes; ``None`` for dynamic quantization.
+        quantizer: the quantizer that is called.
+        encoding: its encoding; ``None`` for dynamic quantization.
         constant: the float value, if it depends on parameters alone; ``None`` if it depends on the inputs.
     """
 
@@ -72,15 +72,15 @@ def _simulated_in(module: fx.GraphModule) -> Iterator[SimulatedSite]:
 
 
 def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor | None:
-    """The value of a node that depends on parameters alone; ``None`` for others, and behind another quantizer."""
-    cone: set[fx.Node] = set()
+    """The value of a node that depends on parameters alone, without another quantizer before it; else ``None``."""
+    ancestors: set[fx.Node] = set()
     pending = [node]
     while pending:
         current = pending.pop()
         if current.op == "placeholder" or current in quantizers:
             return None
-        if current not in cone:
-            cone.add(current)
+        if current not in ancestors:
+            ancestors.add(current)
             pending.extend(current.all_input_nodes)
     value = evaluate(node, {})
     assert isinstance(value, Tensor)

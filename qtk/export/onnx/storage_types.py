@@ -1,4 +1,4 @@
-"""The ONNX type that stores the codes of a number format, and the opset that has it."""
+"""The ONNX dtype that stores the codes of a number format, and the lowest opset with that dtype."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opset_for(weights: Iterable[QuantSpec], activations: Iterable[QuantSpec]) ->
 
 
 def storage_type(dtype: QDtype, *, opset: int) -> ir.DataType:
-    """The narrowest ONNX type of this opset and signedness that holds every code.
+    """The narrowest ONNX type in this opset, of the same signedness, that holds every code.
 
     >>> from qtk.core.dtypes import dtype
     >>> storage_type(dtype("uint6"), opset=21).name, storage_type(dtype("int2"), opset=21).name

@@ -20,12 +20,12 @@ from qtk.export.onnx.qdq_nodes import SITE, SPEC
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSite:
-    """A DequantizeLinear of an exported file; an unrolled loop over time has one a step.
+    """A DequantizeLinear of an exported file; an unrolled loop over time has one per time step.
 
     Args:
-        name: the site.
-        spec: what it quantizes to.
-        encoding: with which numbers; ``None`` for dynamic quantization.
+        name: name of the site.
+        spec: its spec.
+        encoding: its encoding; ``None`` for dynamic quantization.
         node: the DequantizeLinear.
     """
 
@@ -35,9 +35,9 @@ class StoredSite:
     node: ir.Node
 
     def constant(self) -> Tensor | None:
-        """The float32 value that DequantizeLinear makes of stored codes; ``None`` if its codes are computed.
+        """The dequantized stored codes, float32; ``None`` if the codes are computed at run time.
 
-        By the definition of ONNX, from the attributes of the node: ``(codes - zero_point) * scale``.
+        ``(codes - zero_point) * scale``, as ONNX defines it, with the axis and block size in the node's attributes.
         """
         codes, scale, zero_point = self.node.inputs
         if codes is None or codes.const_value is None:
@@ -98,4 +98,4 @@ def _aligned(values: Tensor, reals: Tensor, axis: int, block_size: int) -> Tenso
         return values
     if block_size:
         return values.repeat_interleave(block_size, axis)
-    return values.reshape([-1 if place == axis % reals.ndim else 1 for place in range(reals.ndim)])
+    return values.reshape([-1 if index == axis % reals.ndim else 1 for index in range(reals.ndim)])

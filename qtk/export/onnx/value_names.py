@@ -1,4 +1,4 @@
-"""Unique names of the values in an ONNX graph; inputs, outputs and sites get the names that users know."""
+"""Unique names of the values in an ONNX graph; inputs, outputs and sites get their names in the prepared model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ValueNames:
 
     def give(self, value: ir.Value, name: str) -> None:
         """Names ``value``; another value that has this name is renamed."""
-        holder = self._values.get(name)
-        if holder is value:
+        current = self._values.get(name)
+        if current is value:
             return
-        if holder is not None:
-            self._rename(holder, self.free(name))
+        if current is not None:
+            self._rename(current, self.free(name))
         self._rename(value, name)
 
     def free(self, name: str) -> str:

@@ -1,8 +1,8 @@
 """The errors of all candidate ranges of a tensor in one launch; formulas in ``qtk.numerics.candidate_errors``.
 
-A program has one candidate for the scales of its tile and walks over all they belong to, or its split of it. What it
-reads is read by every candidate, and comes from the cache that all multiprocessors share. Sums are float32 in a tile
-and float64 from tile to tile; splits are added up in their order by the program that draws the last ticket.
+A program evaluates one candidate of the scales of its tile, over all elements of these scales or its split of them. All
+candidates read the same elements, so these come from the L2 cache. Sums are float32 within a tile and float64 across
+tiles; the program that takes the last ticket adds the splits up in order, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import candidate_errors as reference
 
 
 @triton.jit
 def errors_kernel(
-    x_at, weights_at, scale_at, zero_at, qmin, qmax, dearer, errors_at, parts_at, tickets_at, count, s1, middle, s2,
-    inner, step1, step2, turns, splits,
+    x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
+    s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
     REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):
@@ -45,7 +45,7 @@ def errors_kernel(
         code = code_of(tl.div_rn(x, scale), zero)
         nearest = clamped(code, qmin, qmax)
         error = x - (nearest - zero) * scale
-        size = (error * error if SQUARED else tl.abs(error)) * tl.where(nearest == code, 1.0, dearer)
+        size = (error * error if SQUARED else tl.abs(error)) * tl.where(nearest == code, 1.0, clipped_factor)
         if WEIGHTED:
             size *= tl.load(weights_at + offsets, mask=mask, other=0.0)
         sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
@@ -71,10 +71,10 @@ def candidate_errors(
     x: Tensor, scales: Tensor, zero_points: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
     squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
-    """As ``qtk.ops.candidate_errors.candidate_errors``, norm 2 or else 1."""
+    """As ``qtk.ops.candidate_errors.candidate_errors``; norm 2 if ``squared``, else 1."""
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size) if x.numel() and x.dtype != torch.float64 else None
-    if found is None:  # blocks along more than two axes, or digits that the kernel does not have
+    tiling = tiling_of(x, block_size) if x.numel() and x.dtype != torch.float64 else None
+    if tiling is None:  # blocks along more than two axes, nothing to sum, or float64
         return reference.candidate_errors(
             x, scales, zero_points, block_size, qmin, qmax, norm=2 if squared else 1, importance=importance,
             clipped=clipped,
@@ -82,14 +82,14 @@ def candidate_errors(
     candidates, count = scales.shape
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     weights = x if importance is None else torch.empty_like(x, dtype=torch.float32).copy_(importance.expand(x.shape))
-    splits = found.splits(max(1, programs(x.device) // max(candidates, 1)))
+    splits = tiling.splits(max(1, programs(x.device) // max(candidates, 1)))
     parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
     steps = scales.to(torch.float32).contiguous()
     with on_device_of(x):
-        errors_kernel[(found.groups * splits, candidates)](
+        errors_kernel[(tiling.groups * splits, candidates)](
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
-            float(clipped), errors, parts, tickets(x.device, found.groups * candidates), count, *arguments(found),
+            float(clipped), errors, parts, tickets(x.device, tiling.groups * candidates), count, *arguments(tiling),
             splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
-            PARTS=TILE // found.scales_a_tile, **shape(found),
+            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
         )
     return errors

@@ -1,9 +1,9 @@
 """Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
-One launch a call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
-``effective``; ``qtk.kernels.gpu.walk`` assigns elements to programs. The gradients of scale and zero point are reduced
-inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last ticket
-adds them in a fixed order, so that the result is deterministic.
+One launch per call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
+``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero point are
+reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last
+ticket adds them in a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics.blocks import check_fit
 
@@ -59,38 +59,38 @@ def narrowed(value, kind: tl.constexpr):
 
 @triton.jit
 def effective_scale(scale):
-    """Positive, at least the smallest normal number."""
+    """As ``qtk.numerics.effective.effective_scale``."""
     size = tl.abs(scale)
     return tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)
 
 
 @triton.jit
 def effective_zero_point(zero_at, index, exists, qmin, qmax):
-    """One of the codes."""
+    """As ``qtk.numerics.effective.effective_zero_point``, loaded from memory as float32."""
     return rounded(clamped(tl.load(zero_at + index, mask=exists, other=0).to(tl.float32), qmin, qmax))
 
 
 @triton.jit
 def code_of(steps, zero):
-    """The code before clamping; a value beyond every code may get any code beyond them."""
+    """``round(steps) + zero`` before clamping to [qmin, qmax]; exact for |steps| ≤ 2²²."""
     return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
 
 
 @triton.jit
 def number_of(steps, zero, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """The code, or the number of a small float with so many bits of mantissa, before it is clamped.
+    """The integer code, or ``steps`` rounded to a minifloat with ``MANTISSA`` mantissa bits, before clamping.
 
-    ``SMALLEST`` is the exponent of its smallest normal number as float32 stores it. ``MANTISSA`` of -1: integers.
+    ``MANTISSA`` of -1 means integers. ``SMALLEST`` is the biased float32 exponent of the smallest normal minifloat.
     """
     if MANTISSA < 0:
         number = code_of(steps, zero)
     else:
-        steps = clamped(steps, -1e30, 1e30)  # further out than any number, and the unit has an inverse
+        steps = clamped(steps, -1e30, 1e30)  # beyond every minifloat, yet 1 / unit does not underflow
         exponent = tl.maximum(steps.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST << 23)
         unit = exponent - (MANTISSA << 23)
-        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)  # of a power of two: exact
+        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)  # exact: unit is a power of two
         size = rounded(tl.abs(steps * inverse)) * unit.to(tl.float32, bitcast=True)
-        sign = steps.to(tl.uint32, bitcast=True) & 0x80000000  # a small float knows -0
+        sign = steps.to(tl.uint32, bitcast=True) & 0x80000000  # a minifloat has -0
         number = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return number
 
@@ -173,7 +173,7 @@ def backward_kernel(
                     sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
                 tl.store(tickets_at + group, 0)
         if last:
-            # the scale acts by its size
+            # a learned scale acts by its absolute value
             sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
             sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
             tl.store(of_scale_at + index, sum_of_scale, mask=exists)
@@ -183,7 +183,7 @@ def backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values a code stands for at scale 1: integers, or those of a small float (``number_of``)."""
+    """The quantization grid at scale 1: integers, or the numbers of a minifloat (see ``number_of``)."""
 
     lowest: float
     highest: float
@@ -198,7 +198,7 @@ def forward(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
     reference: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``x`` fake-quantized; for blocks along more than two axes by the ``reference``.
+    """Fake-quantizes ``x``; with blocks along more than two axes by ``reference``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -206,17 +206,17 @@ def forward(
     result = torch.empty_like(x)
     if not x.numel():
         return result
-    found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():
+    tiling = tiling_of(x, block_size) if is_dense(x) else None
+    if tiling is None and x.is_contiguous():
         return reference(x)
-    if found is None:
+    if tiling is None:
         return result.copy_(forward(x.contiguous(), scale, zero_point, block_size, grid, reference))
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
-        forward_kernel[(found.groups * splits,)](
-            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(found), splits,
-            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(found),
+        forward_kernel[(tiling.groups * splits,)](
+            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
+            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(tiling),
         )
     return result
 
@@ -225,7 +225,7 @@ def backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
     wants_scale: bool, wants_zero_point: bool, reference: Callable[[Tensor, Tensor], Gradients],
 ) -> Gradients:
-    """The gradients of ``forward``, an empty tensor for one that is not wanted; ``reference`` as in ``forward``.
+    """The gradients of ``forward``, empty for those not wanted; ``reference`` as in ``forward``.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -236,25 +236,25 @@ def backward(
     of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
     if not x.numel():
         return dx, of_scale.zero_(), of_zero.zero_()
-    found = walk(x, block_size) if is_dense(x) else None
-    if found is None and x.is_contiguous():
+    tiling = tiling_of(x, block_size) if is_dense(x) else None
+    if tiling is None and x.is_contiguous():
         return reference(grad, x)
-    if found is None:
+    if tiling is None:
         flat, of_scale, of_zero = backward(
             grad.contiguous(), x.contiguous(), scale, zero_point, block_size, grid, wants_scale, wants_zero_point,
             reference,
         )
         return dx.copy_(flat), of_scale, of_zero
     upstream = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
-        backward_kernel[(found.groups * splits,)](
+        backward_kernel[(tiling.groups * splits,)](
             x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
-            tickets(x.device, found.groups if sums else 0), scale.numel(), *arguments(found), splits,
+            tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // found.scales_a_tile, **grid.constants(), **shape(found),
+            PARTS=TILE // tiling.scales_a_tile, **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

@@ -1,8 +1,8 @@
 """Range and fake-quantization of a tensor as Triton kernels; formulas of ``qtk.numerics.dynamic``.
 
-Rows with a scale each take one launch that reads an element once: a program holds whole rows, finds their extremes, and
-quantizes them. Of anything else the extremes are found by ``qtk.kernels.gpu.statistics`` first; the second launch makes
-the range of them itself.
+With one scale per row, one launch reads each element once: a program loads whole rows, reduces their minimum and
+maximum, and quantizes them. Otherwise ``qtk.kernels.gpu.statistics`` computes minimum and maximum in a first launch,
+and the second computes scale and zero point and quantizes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from qtk.kernels.gpu.fake_quantize import clamped, code_of, narrowed, rounded
 from qtk.kernels.gpu.launch import on_device_of, programs
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, arguments, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 
 WIDEST = 4 * TILE
-"""Elements of the longest row that a program holds."""
+"""Longest row, in elements, that one program loads as a whole."""
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
@@ -69,7 +69,7 @@ def rows_kernel(
 
 
 @triton.jit
-def within_kernel(
+def given_extremes_kernel(
     x_at, y_at, low_at, high_at, scale_at, zero_at, qmin, qmax, largest, s1, middle, s2, inner, step1, step2, turns,
     splits, SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
@@ -99,11 +99,11 @@ def fake_quantize_dynamic(
     x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``qtk.numerics.dynamic.fake_quantize``."""
-    found = walk(x, block_size) if x.numel() and is_dense(x) else None
-    if found is None and (x.is_contiguous() or not x.numel()):
+    tiling = tiling_of(x, block_size) if x.numel() and is_dense(x) else None
+    if tiling is None and (x.is_contiguous() or not x.numel()):
         return dynamic.fake_quantize(x, block_size, qmin, qmax, symmetric)
     result = torch.empty_like(x)
-    if found is None:
+    if tiling is None:
         flat, scale, zero = fake_quantize_dynamic(x.contiguous(), block_size, qmin, qmax, symmetric)
         return result.copy_(flat), scale, zero
     scale = torch.empty(dynamic.scale_shape(x.shape, block_size), dtype=torch.float32, device=x.device)
@@ -122,9 +122,9 @@ def fake_quantize_dynamic(
             )
         else:
             low, high = min_max(x, block_size, scale.numel())
-            splits = found.splits(programs(x.device))
-            within_kernel[(found.groups * splits,)](
-                x, result, low, high, scale, zero, *codes, *arguments(found), splits, SYMMETRIC=symmetric,
-                **shape(found),
+            splits = tiling.splits(programs(x.device))
+            given_extremes_kernel[(tiling.groups * splits,)](
+                x, result, low, high, scale, zero, *codes, *arguments(tiling), splits, SYMMETRIC=symmetric,
+                **shape(tiling),
             )
     return result, scale, zero

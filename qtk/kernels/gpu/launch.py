@@ -1,4 +1,4 @@
-"""Device, number of programs and counters of a launch of a Triton kernel."""
+"""What a launch of a Triton kernel needs: the current device, the number of programs, zeroed counters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 @functools.cache
 def programs(device: torch.device) -> int:
-    """About how many programs a grid should have."""
+    """Target number of programs of a launch."""
     if device.type != "cuda":  # Triton's interpreter
         return 6
     return torch.cuda.get_device_properties(device).multi_processor_count * WAVES
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """``count`` counters, all 0 before and after a kernel; one set a stream, so that kernels never share them."""
+    """At least ``count`` zeroed counters, one set per CUDA stream; a kernel must reset those it uses."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     kept = _TICKETS.get((device, stream))
     if kept is None or kept.numel() < count:

@@ -1,4 +1,4 @@
-"""Extremes and histograms as Triton kernels; formulas of ``qtk.numerics.statistics``."""
+"""Minimum, maximum and histogram as Triton kernels; formulas of ``qtk.numerics.statistics``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import statistics
 
 MOST_BINS = 4096
-"""Bins that fit into the shared memory of a program; the reference counts more."""
+"""Most bins that fit into the shared memory of a program; larger histograms use the reference."""
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def histogram_kernel(
     x_at, counts_at, first_at, unit_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """Histogram counts; in shared memory where a program has one scale. Integer sums do not depend on their order."""
+    """Counts in shared memory if the tile has one scale, else with atomic adds; integer sums are deterministic."""
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     first_bin = spread(tl.load(first_at + index, mask=exists, other=0.0), COLUMNS)
@@ -88,7 +88,7 @@ def histogram_kernel(
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         place = tl.floor(x * unit)
-        place = tl.where((x < 0) & (place > -1.0), -1.0, place) - first_bin  # just below 0 may come out as 0
+        place = tl.where((x < 0) & (place > -1.0), -1.0, place) - first_bin  # the product may underflow to 0
         counted = mask & (place >= 0) & (place < bins)
         bin = tl.where(counted, place, 0.0).to(tl.int32)
         if SCALES == 1:
@@ -103,21 +103,21 @@ def histogram_kernel(
 
 
 def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
-    """As ``qtk.ops.statistics.min_max``; ``scales`` says how many there are. Raises: SpecError if ``x`` is empty."""
+    """As ``qtk.ops.statistics.min_max``; ``scales`` is their number. Raises: SpecError if ``x`` is empty."""
     if not x.numel():
         raise SpecError(f"a tensor of shape {tuple(x.shape)} has no extremes; observe one that has elements")
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size)
-    if found is None:
+    tiling = tiling_of(x, block_size)
+    if tiling is None:
         return statistics.min_max(x.contiguous(), block_size)
     low = torch.empty(scales, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     parts = low.new_empty(2 * splits * scales if splits > 1 else 0)
     with on_device_of(x):
-        min_max_kernel[(found.groups * splits,)](
-            x, low, high, parts, tickets(x.device, found.groups), scales, *arguments(found), splits,
-            PARTS=TILE // found.scales_a_tile, **shape(found),
+        min_max_kernel[(tiling.groups * splits,)](
+            x, low, high, parts, tickets(x.device, tiling.groups), scales, *arguments(tiling), splits,
+            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
         )
     return low, high
 
@@ -125,15 +125,15 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
 def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
     """As ``qtk.ops.statistics.histogram``."""
     x = x if is_dense(x) else x.contiguous()
-    found = walk(x, block_size) if x.numel() else None
-    if found is None or bins > MOST_BINS:
+    tiling = tiling_of(x, block_size) if x.numel() else None
+    if tiling is None or bins > MOST_BINS:
         return statistics.histogram(x.contiguous(), first, exponent, bins, block_size)
     counts = torch.zeros(first.numel(), bins, dtype=torch.int64, device=x.device)
     units = torch.ldexp(torch.ones_like(first), -exponent)
-    splits = found.splits(programs(x.device))
+    splits = tiling.splits(programs(x.device))
     with on_device_of(x):
-        histogram_kernel[(found.groups * splits,)](
-            x, counts, first.contiguous(), units, bins, *arguments(found), splits,
-            SLOTS=triton.next_power_of_2(bins + 1), **shape(found),
+        histogram_kernel[(tiling.groups * splits,)](
+            x, counts, first.contiguous(), units, bins, *arguments(tiling), splits,
+            SLOTS=triton.next_power_of_2(bins + 1), **shape(tiling),
         )
     return counts

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.walk import Walk
+from qtk.kernels.gpu.tiling import Tiling
 
 WARPS = 8
 
 
 @triton.jit
 def places(group, s2, step1, step2, SCALES: tl.constexpr):
-    """Of a group of scales: its index s1, its indices along s2, their mask, and the indices of the scales."""
+    """For a group of scales: its index along s1, its indices along s2, their mask, and the indices of its scales."""
     tiles = tl.cdiv(s2, SCALES)
     along1 = (group // tiles).to(tl.int64)
     along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
@@ -26,7 +26,7 @@ def tile(
     turn, along1, along2, exists, s1, middle, s2, inner,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Offsets of the elements of one turn, [SCALES, REACH] or by COLUMNS [REACH, SCALES], and their mask."""
+    """Offsets and mask of the elements of one tile: [SCALES, REACH], or [REACH, SCALES] if ``COLUMNS``."""
     if COLUMNS:
         chunks = tl.cdiv(middle, REACH)
         row = (turn % chunks) * REACH + tl.arange(0, REACH)
@@ -45,7 +45,7 @@ def tile(
 
 @triton.jit
 def spread(value, COLUMNS: tl.constexpr):
-    """One value for each scale, broadcast along the tile."""
+    """One value per scale, in a shape that broadcasts against the tile."""
     if COLUMNS:
         return value[None, :]
     else:
@@ -54,21 +54,21 @@ def spread(value, COLUMNS: tl.constexpr):
 
 @triton.jit
 def draws_last_ticket(ticket_at, splits):
-    """Whether this is the last program of a group to finish; then all stores of the group are visible."""
+    """Whether this program is the last of its group to finish; all stores of the group are then visible to it."""
     tl.debug_barrier()  # every thread of the program has stored
     return tl.atomic_add(ticket_at, 1, sem="acq_rel") == splits - 1
 
 
-def arguments(walk: Walk) -> tuple[int, ...]:
-    """The sizes of a walk in the order of the kernels' arguments: s1, middle, s2, inner, step1, step2, turns."""
-    return walk.s1, walk.middle, walk.s2, walk.inner, walk.step1, walk.step2, walk.turns
+def arguments(tiling: Tiling) -> tuple[int, ...]:
+    """The sizes of a tiling in the order of the kernels' arguments: s1, middle, s2, inner, step1, step2, turns."""
+    return tiling.s1, tiling.middle, tiling.s2, tiling.inner, tiling.step1, tiling.step2, tiling.turns
 
 
-def shape(walk: Walk) -> dict[str, int | bool]:
-    """The ``tl.constexpr`` arguments of a walk."""
-    return {"SCALES": walk.scales_a_tile, "REACH": walk.reach, "COLUMNS": walk.columns, "num_warps": WARPS}
+def shape(tiling: Tiling) -> dict[str, int | bool]:
+    """The ``tl.constexpr`` arguments of a tiling."""
+    return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "num_warps": WARPS}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the elements lie without gaps, in any order of the axes."""
+    """Whether the tensor is dense and non-overlapping in memory, in any order of its axes."""
     return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()

@@ -39,7 +39,7 @@ def main() -> None:
         (fake_quantize.backward_kernel,
          {"ASYMMETRIC": False, "SUMS": True, "OF_ZERO": False, "PARTS": 32, **floats, **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
-        (fake_quantize_dynamic.within_kernel, {"SYMMETRIC": False, **many}),
+        (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),

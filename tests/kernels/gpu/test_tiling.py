@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qtk.kernels.gpu.walk import TILE, walk
+from qtk.kernels.gpu.tiling import TILE, tiling_of
 from tests.kernels import conformance
 
 
@@ -13,25 +13,25 @@ def test_every_element_is_visited_with_its_scale(case, layout):
     if not x.is_contiguous() and sorted(x.stride()) != sorted(torch.empty_like(x).stride()):
         x = x.contiguous()
     owners = torch.empty_like(x, dtype=torch.int64).copy_(conformance.owners(shape, block_size))
-    found = walk(x, block_size)
-    if found is None:
+    tiling = tiling_of(x, block_size)
+    if tiling is None:
         assert case == "block_deep"  # three axes of scales in this order of memory
         return
-    lengths = found.outer, found.s1, found.middle, found.s2, found.inner
+    lengths = tiling.outer, tiling.s1, tiling.middle, tiling.s2, tiling.inner
     index = torch.arange(x.numel()).reshape(lengths)
-    s1 = torch.arange(found.s1).reshape(1, -1, 1, 1, 1) * found.step1
-    s2 = torch.arange(found.s2).reshape(1, 1, 1, -1, 1) * found.step2
+    s1 = torch.arange(tiling.s1).reshape(1, -1, 1, 1, 1) * tiling.step1
+    s2 = torch.arange(tiling.s2).reshape(1, 1, 1, -1, 1) * tiling.step2
     in_memory_order = owners.as_strided((x.numel(),), (1,))
     assert torch.equal((s1 + s2 + 0 * index).reshape(-1), in_memory_order)
-    assert found.scales_a_tile * found.reach <= TILE
-    covered = found.groups * found.turns * found.scales_a_tile * found.reach
+    assert tiling.scales_a_tile * tiling.reach <= TILE
+    covered = tiling.groups * tiling.turns * tiling.scales_a_tile * tiling.reach
     assert x.numel() <= covered <= max(8 * x.numel(), TILE)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 1000])
 def test_splits_share_all_turns_and_none_is_idle(programs):
-    found = walk(torch.zeros(3, 5, 7000), (-1, 1, -1))
-    splits = found.splits(programs)
-    each = -(-found.turns // splits)
-    assert 1 <= splits <= max(1, programs // found.groups)
-    assert (splits - 1) * each < found.turns <= splits * each
+    tiling = tiling_of(torch.zeros(3, 5, 7000), (-1, 1, -1))
+    splits = tiling.splits(programs)
+    each = -(-tiling.turns // splits)
+    assert 1 <= splits <= max(1, programs // tiling.groups)
+    assert (splits - 1) * each < tiling.turns <= splits * each

@@ -1,13 +1,13 @@
-"""How a grid of GPU programs walks over a tensor so that each loads the scales it needs once.
+"""How a tensor is divided into tiles for GPU programs, so that each program loads the scales it needs once.
 
-The elements of a dense tensor, in memory order, are seen as ``[outer, s1, middle, s2, inner]``: an element's scale is
-``s1 · step1 + s2 · step2``, whatever its place on the other three axes. Every granularity with at most two block axes
-is of this form: per tensor all is ``inner``; per channel ``s2`` is the channel; blocks of ``(4, 32)`` cut a matrix into
-``s1 = rows / 4``, ``middle = 4``, ``s2 = columns / 32``, ``inner = 32``.
+The elements of a dense tensor, in memory order, are viewed as ``[outer, s1, middle, s2, inner]``: an element's scale
+has index ``s1 · step1 + s2 · step2``, whatever its index on the other three axes. Every granularity with at most two
+block axes has this form: per tensor, all elements are ``inner``; per channel ``s2`` is the channel; blocks of
+``(4, 32)`` cut a matrix into ``s1 = rows / 4``, ``middle = 4``, ``s2 = columns / 32``, ``inner = 32``.
 
-A program takes a tile: some scales along ``s2`` times some elements along ``inner``, or, where there is no ``inner``
-(channels last), along ``middle``. It repeats it along all that shares these scales, or, if that is long, its split of
-it: a reduction then has a second stage.
+A tile is some scales along ``s2`` times some elements along ``inner``, or along ``middle`` where ``inner`` has length 1
+(channels last). A program loops over all tiles with the same scales (its *turns*); if these are many, they are split
+among several programs, and a reduction gets a second stage.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TILE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """A tensor's five axes, and the tile.
+class Tiling:
+    """The lengths of the five axes, the steps between scales, and the size of a tile.
 
-    ``columns`` says that ``inner`` is one element long and a tile reaches along ``middle`` instead. ``scales_a_tile``
-    and ``reach`` are powers of two.
+    A tile has ``scales_a_tile`` scales times ``reach`` elements, both powers of two. If ``columns``, ``inner`` has
+    length 1 and the elements of a tile are along ``middle``.
     """
 
     outer: int
@@ -46,36 +46,36 @@ class Walk:
 
     @property
     def groups(self) -> int:
-        """Tiles that do not share scales."""
+        """Number of tiles with different scales."""
         return self.s1 * -(-self.s2 // self.scales_a_tile)
 
     @property
     def turns(self) -> int:
-        """Tiles with the same scales."""
+        """Number of tiles with the same scales."""
         reached = self.middle if self.columns else self.inner
         return -(-reached // self.reach) * self.outer * (1 if self.columns else self.middle)
 
     def splits(self, programs: int) -> int:
-        """Programs that share the turns of a group, for a grid of about ``programs`` in all."""
+        """Number of programs that share the turns of a group, so that there are about ``programs`` in all."""
         wanted = min(self.turns, max(1, programs // self.groups))
-        return -(-self.turns // -(-self.turns // wanted))  # none without a turn
+        return -(-self.turns // -(-self.turns // wanted))  # no program is without a turn
 
 
-def walk(x: Tensor, block_size: Sequence[int]) -> Walk | None:
-    """The walk over a dense tensor, ``None`` if its blocks do not have this form.
+def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:
+    """The tiling of a dense tensor; ``None`` if its blocks do not have this form.
 
     >>> import torch
-    >>> found = walk(torch.zeros(8, 3, 5, 5), (-1, 1, -1, -1))
-    >>> found.outer, found.s1, found.middle, found.s2, found.inner
+    >>> tiling = tiling_of(torch.zeros(8, 3, 5, 5), (-1, 1, -1, -1))
+    >>> tiling.outer, tiling.s1, tiling.middle, tiling.s2, tiling.inner
     (8, 1, 1, 3, 25)
     """
-    return _walk(tuple(x.shape), x.stride(), tuple(block_size))
+    return _tiling(tuple(x.shape), x.stride(), tuple(block_size))
 
 
 @functools.lru_cache(maxsize=4096)
-def _walk(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[int, ...]) -> Walk | None:
+def _tiling(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[int, ...]) -> Tiling | None:
     axes = _merged(shape, strides, block_size)
-    scaled = [place for place, (_, step) in enumerate(axes) if step]
+    scaled = [axis for axis, (_, step) in enumerate(axes) if step]
     if len(scaled) > 2:
         return None
     if not scaled:
@@ -87,13 +87,13 @@ def _walk(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[in
         s1, step1 = axes[scaled[0]] if len(scaled) == 2 else (1, 0)
         before = math.prod(length for length, _ in axes[: scaled[0]])
         between = math.prod(length for length, _ in axes[scaled[0] + 1 : scaled[-1]])
-        # with one axis of scales, all before it is alike
+        # with one axis of scales, no axis before it has a scale
         outer, middle = (before, between) if len(scaled) == 2 else (1, before)
     columns = inner == 1 and s2 > 1
     if not columns and len(scaled) == 1:
         outer, middle = middle, 1
     scales_a_tile, reach = _tile(s2, middle, inner, columns)
-    return Walk(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
+    return Tiling(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[int]) -> list[tuple[int, int]]:
@@ -108,18 +108,18 @@ def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[i
     axes: list[tuple[int, int]] = []
     for axis in sorted(range(len(shape)), key=lambda axis: strides[axis], reverse=True):
         blocks, step, block = steps[axis]
-        for length, own in ((blocks, step), (block, 0)):
+        for length, scale_step in ((blocks, step), (block, 0)):
             if length == 1:
                 continue
-            if axes and axes[-1][1] == own * length:
-                axes[-1] = (axes[-1][0] * length, own)
+            if axes and axes[-1][1] == scale_step * length:
+                axes[-1] = (axes[-1][0] * length, scale_step)
             else:
-                axes.append((length, own))
+                axes.append((length, scale_step))
     return axes
 
 
 def _tile(s2: int, middle: int, inner: int, columns: bool) -> tuple[int, int]:
-    """Scales and elements of a tile: as long as memory is contiguous, with few lanes beyond its end."""
+    """Scales and elements of a tile: long contiguous runs of memory, with few idle lanes."""
     if columns:
         scales = min(_power_of_two(s2), 128)
         return scales, min(TILE // scales, _power_of_two(middle))
