@@ -67,7 +67,7 @@ class ScaleCandidates:
         return torch.full(self.scales.shape[1:], candidate, dtype=torch.int64, device=self.scales.device)
 
     def rounded(self, candidate: Tensor, blocks: slice = ALL, outputs: slice = ALL) -> Tensor:
-        """Weights rounded with a candidate per scale. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
+        """Weights rounded with one candidate each. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
         weight, index = self.weight[:, blocks, outputs], self.scale_index[:, blocks, outputs].flatten()
         scale = self.scales.gather(0, candidate[None])[0][index]
         zero_point = None if self.zero_points is None else self.zero_points.gather(0, candidate[None])[0][index]
