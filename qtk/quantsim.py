@@ -1,4 +1,4 @@
-"""``QuantSim``: the handle a user holds. Every method calls one verb of ``qtk.workflow``."""
+"""``QuantSim``: the quantization simulation. Every method calls one function of ``qtk.workflow``."""
 
 from __future__ import annotations
 
@@ -192,17 +192,17 @@ class QuantSim:
             num_batches: stop after so many.
             progress: show a bar.
 
-        Raises: CalibrationError naming site and batch for NaN or +inf, for no data; CheckError if anything in the
-            plan is left without a sound encoding.
+        Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
+            CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        chosen = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
-        seen = CalibrationData(data, self.example_inputs, forward, num_batches, progress)
-        self._simulation = calibrate(self._simulation, chosen, seen)
+        to_calibrate = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
+        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress)
+        self._simulation = calibrate(self._simulation, to_calibrate, calibration_data)
         if sites is None:
             self.check()
 
     def set_range(self, sites: str, low: float, high: float) -> None:
-        """Gives a site, or all that a glob names, an encoding that just holds [low, high], and freezes it.
+        """Sets the range of a site, or of all sites that match a glob, to [low, high], and freezes it.
 
         >>> import qtk, torch
         >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
@@ -211,12 +211,13 @@ class QuantSim:
         >>> float(sim.encodings()["1:out"].maximum)
         6.0
 
-        Raises: CalibrationError if there is no such site or low < high does not hold.
+        Raises: CalibrationError if there is no such site, low < high does not hold, a bound is not finite, or a site is
+            quantized dynamically or has several scales whose number is not known yet.
         """
         set_range(self._simulation, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Keeps the encodings of the named sites, or of all, as they are.
+        """Freezes the encodings of the named sites, or of all: they cannot be changed until ``unfreeze``.
 
         >>> import qtk, torch
         >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
@@ -226,15 +227,20 @@ class QuantSim:
         >>> sim.unfreeze("1:out")
         >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
         ['input:input', '0.weight']
+
+        Raises: CalibrationError if there is no such site.
         """
         freeze(self._simulation, sites, frozen=True)
 
     def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Lets encodings change again that ``freeze``, ``set_range`` or a layer-wise method froze."""
+        """Unfreezes encodings that ``freeze``, ``set_range`` or a layer-wise method froze.
+
+        Raises: CalibrationError if there is no such site.
+        """
         freeze(self._simulation, sites, frozen=False)
 
     def forget(self, sites: Iterable[str] | str | None = None) -> None:
-        """Drops encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
+        """Deletes encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
 
         >>> import qtk, torch
         >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
@@ -244,7 +250,7 @@ class QuantSim:
         >>> list(sim.encodings())
         ['input:input', '1:out']
 
-        Raises: EncodingError if one is frozen.
+        Raises: CalibrationError if there is no such site; EncodingError if an encoding is frozen.
         """
         forget(self._simulation, sites)
 
@@ -364,7 +370,7 @@ class QuantSim:
         *,
         in_place: bool = False,
     ) -> QuantSim:
-        """The simulation that ``save`` wrote, made anew from the float ``model`` it belongs to.
+        """Loads a simulation that ``save`` wrote, for the float ``model`` that it was made from.
 
         >>> import pathlib, qtk, tempfile, torch
         >>> x, folder = torch.randn(8, 4), pathlib.Path(tempfile.mkdtemp()) / "saved"
@@ -377,7 +383,7 @@ class QuantSim:
 
         Args:
             directory: what ``save`` wrote.
-            model: the float model, its parameters as they may be: the stored ones are loaded.
+            model: the float model; its parameter values do not matter, the stored ones are loaded.
             example_inputs: as for the constructor.
             in_place: share the parameters of ``model``, and so overwrite them.
 

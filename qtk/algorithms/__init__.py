@@ -1,1 +1,1 @@
-"""Weights from statistics: tensors in, tensors out; no graph, no module."""
+"""Weight algorithms (GPTQ, AdaRound …) on tensors alone, without graphs or modules."""

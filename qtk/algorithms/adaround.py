@@ -47,7 +47,7 @@ def adaround(
         weight: float weights.
         grid: the grid points of every weight.
         error: of the layer's output.
-        activation_error: of the output of the activation function that follows; minimized instead, if given.
+        activation_error: of the output of the activation function that follows; if not ``None``, minimized instead.
         iterations: steps of Adam.
         learning_rate: of Adam.
         regularization: λ; the output error is counted in units of what rounding one weight to nearest costs.
@@ -55,8 +55,8 @@ def adaround(
 
     Shape: ``weight`` [groups, 1, outputs, columns], in the dtype to compute in; ``grid`` and result alike.
 
-    Raises: CalibrationError for float formats, whose grid points are not evenly spaced, and if ``error`` knows only
-    blocks of the Gram matrix.
+    Raises: CalibrationError for float formats, whose grid points are not evenly spaced, and if ``error`` has only the
+        diagonal blocks of the Gram matrix.
     """
     if isinstance(grid.spec.dtype, FloatDtype):
         raise CalibrationError(f"AdaRound needs codes that are integers, not {grid.spec.dtype}")
@@ -98,7 +98,7 @@ def _relaxed_choices(
 
 
 class _Choices:
-    """The two grid points next to each weight; one of them twice where the weight is clipped."""
+    """The grid points below and above each weight; they are equal where the weight is clipped."""
 
     def __init__(self, weight: Tensor, grid: WeightGrid) -> None:
         self.scale = grid.scale.to(weight.dtype)
@@ -112,7 +112,7 @@ class _Choices:
         self.fraction = (unrounded - floor).clamp(1e-4, 1 - 1e-4)
 
     def initial_variable(self) -> Tensor:
-        """V at which the soft weights are the float weights."""
+        """The V for which the relaxed weights equal the float weights."""
         return -((ZETA - GAMMA) / (self.fraction - GAMMA) - 1).log()
 
     def weight(self, choice: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _regularization_gradient(soft: Tensor, progress: float) -> Tensor:
 
 
 def _error_per_weight(change: Tensor, error: OutputError | ActivationError) -> Tensor:
-    """What changes of an output's weights cost, per weight: dᵀ H d / columns. Shape: [..., outputs, 1]."""
+    """The error of a change of the weights, per weight: dᵀ H d / columns. Shape: [..., outputs, 1]."""
     quadratic = OutputError(error.gram) if isinstance(error, OutputError) else error
     per_weight = quadratic.of(change)[..., None] / change.shape[-1]
     return per_weight.clamp(min=torch.finfo(change.dtype).tiny ** 0.5)
@@ -150,7 +150,7 @@ def _coordinate_descent(weight: Tensor, rounded: Tensor, choices: _Choices, erro
     is_up = (rounded - lower) > (upper - rounded)
     half_gradient = error.half_gradient(weight - torch.where(is_up, upper, lower))
     diagonal = error.gram.diagonal(dim1=-2, dim2=-1)[:, :, None]
-    threshold = -1e-6 * _error_per_weight(weight - rounded, error)  # float noise is no gain
+    threshold = -1e-6 * _error_per_weight(weight - rounded, error)  # smaller gains are rounding errors
     groups = torch.arange(len(weight), device=weight.device)[:, None]
     for _ in range(weight.shape[-1]):
         delta = torch.where(is_up, upper - lower, lower - upper)

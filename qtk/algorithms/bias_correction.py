@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def bias_correction(weight: Tensor, rounded: Tensor, mean: Tensor, mean_difference: Tensor | None) -> Tensor:
-    """What to add to the bias: the mean of ``X w - X̂ ŵ`` over rows.
+    """The correction to add to the bias: the mean of ``X w - X̂ ŵ`` over rows.
 
     Shape: ``weight`` w and ``rounded`` ŵ [groups, outputs, columns]; ``mean`` of X̂ and ``mean_difference`` of X - X̂
     [groups, columns], ``None`` for 0; result [groups · outputs].

@@ -80,7 +80,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 def _damped(hessian: Tensor, damping: float) -> Tensor:
-    """Columns that were always zero get a diagonal of 1, so that they can be inverted too."""
+    """Adds the damping; columns whose inputs are all zero get a diagonal of 1, so that the matrix is invertible."""
     diagonal = hessian.diagonal()
     damped = hessian.clone()
     damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * diagonal.mean())

@@ -1,13 +1,13 @@
-"""The error that a change of weights makes in a layer's output, computed from Gram matrices instead of samples.
+"""The error of a layer's output under a change of its weights, computed from Gram matrices instead of samples.
 
 For the weights w of one output, the rounded ŵ and ``d = w - ŵ``, the squared error over all samples is
 
     constant + 2 linear·d + dᵀ H d        linear = wᵀ E, constant = wᵀ D w
 
 with H, E and D as in ``qtk.layerwise.second_moments``; the constant does not depend on ŵ. Weights are laid out by
-blocks of columns: [groups, blocks, outputs, block]. With more than one block, the error is that of each block by
-itself: of its summand of the output where only the diagonal blocks of E are known; of the whole output, with all other
-blocks unrounded, where E is.
+blocks of columns: [groups, blocks, outputs, block]. With several blocks, each has an error of its own: that of its
+summand of the output if only the diagonal blocks of E are known; that of the whole output, with all other blocks
+unrounded, if E is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 DIRECTIONS = 8
 """Eigenvectors of the Gram matrix that an estimate keeps."""
 ITERATIONS = 2
-"""Of the subspace iteration that finds them."""
+"""Iterations of the subspace iteration that finds the eigenvectors."""
 
 
 def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
@@ -77,10 +77,10 @@ class OutputError:
         return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
 
     def estimate(self) -> ErrorEstimate:
-        """A low-rank estimate of the error, for a small fraction of the cost.
+        """A low-rank estimate of the error, which is cheaper to evaluate.
 
         The Gram matrix is approximated by a few of its eigenvectors, found by subspace iteration from random ones, plus
-        what they leave of its diagonal: V Λ Vᵀ + diag(a).
+        the rest of its diagonal: V Λ Vᵀ + diag(a).
         """
         block = self.gram.shape[-1]
         generator = torch.Generator().manual_seed(0)
@@ -119,11 +119,11 @@ class AbsoluteError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogError:
-    """The logarithm of noise over signal of each output, so that a sum over outputs is a sum of their SQNRs.
+    """The logarithm of noise over signal of each output; its sum over outputs is the sum of their negative SQNRs.
 
     Args:
-        error: without the constant.
-        constant: of the error.
+        error: the squared error, without its constant.
+        constant: the constant of ``error``.
         signal: sum of the squares of the float output.
 
     Shape: ``constant`` and ``signal`` [groups, blocks, outputs].
@@ -182,7 +182,7 @@ class ActivationError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ErrorEstimate:
-    """See ``OutputError.estimate``.
+    """A low-rank estimate of ``OutputError``, made by ``OutputError.estimate``.
 
     Shape: ``directions`` V √Λ, [groups, blocks, block, few]; ``diagonal`` a, [groups, blocks, 1, block]; ``linear`` as
     in ``OutputError``.
@@ -206,4 +206,4 @@ class ErrorEstimate:
 
 
 CandidateError: TypeAlias = OutputError | AbsoluteError | LogError
-"""What candidates are compared by."""
+"""An error by which candidates are compared."""

@@ -1,4 +1,4 @@
-"""Sequential MSE on Gram matrices: for each scale the candidate with which the layer's output changes least.
+"""Sequential MSE on Gram matrices: for each scale the candidate with the least error of the layer's output.
 
 ``search_scales`` decides every scale by itself; ``refine_jointly`` then lowers the error of the whole output by
 block-coordinate descent over the blocks of columns. The error of a candidate costs the same however many samples the
@@ -20,11 +20,11 @@ from qtk.errors import SpecError
 from qtk.ops.simulate import simulate
 
 CONTENDERS = 3
-"""Candidates of a scale that estimates pick and whose errors are then computed."""
+"""Number of candidates of a scale that estimates pick and whose errors are then computed."""
 AT_ONCE = 1 << 19
-"""Weights whose errors are computed together: what does not leave the cache between two operations."""
+"""Weights whose errors are computed together, at most: as many as fit the CPU cache."""
 WORTH_ESTIMATING = 256
-"""Columns of a block from which on estimating is cheaper."""
+"""Number of columns of a block from which on estimates are cheaper."""
 
 ALL = slice(None)
 
@@ -34,14 +34,13 @@ class ScaleCandidates:
     """Candidates for every scale of a layer, and the error to compare them by.
 
     Args:
-        error: of the output, by itself for each block of columns with scales of its own.
+        error: of the output, for each block of columns separately.
         target: the weights of the float model.
-        weight: the weights to be rounded; mostly the same.
-        scale_index: the scale of the weights of each output and block; where several share one, it is decided by the
-            sum of their errors.
-        spec: of the weight.
+        weight: the weights to round, which an earlier method may have changed.
+        scale_index: index of the scale of each output and block; a shared scale is chosen by the sum of the errors.
+        spec: spec of the weight.
         scales: the candidates, the present scales last.
-        zero_points: theirs, ``None`` if symmetric.
+        zero_points: zero points of the candidates, ``None`` if symmetric.
 
     Shape: ``target`` and ``weight`` [groups, blocks, outputs, block]; ``scale_index`` int64 [groups, blocks, outputs];
     ``scales`` float32 and ``zero_points`` int32 [candidates, scales].
@@ -64,11 +63,11 @@ class ScaleCandidates:
                             f"there are {blocks}; gather them in blocks as long as those of the scales")
 
     def every(self, candidate: int) -> Tensor:
-        """One candidate for all scales. Shape: int64 [scales]."""
+        """The index ``candidate`` for all scales. Shape: int64 [scales]."""
         return torch.full(self.scales.shape[1:], candidate, dtype=torch.int64, device=self.scales.device)
 
     def rounded(self, candidate: Tensor, blocks: slice = ALL, outputs: slice = ALL) -> Tensor:
-        """Weights with a candidate for each scale. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
+        """Weights rounded with one candidate each. Shape: int64 [scales]; result [groups, blocks, outputs, block]."""
         weight, index = self.weight[:, blocks, outputs], self.scale_index[:, blocks, outputs].flatten()
         scale = self.scales.gather(0, candidate[None])[0][index]
         zero_point = None if self.zero_points is None else self.zero_points.gather(0, candidate[None])[0][index]
@@ -77,7 +76,7 @@ class ScaleCandidates:
         return simulate(rows, spec, scale, zero_point).to(weight.dtype).reshape(weight.shape)
 
     def errors(self, error: CandidateError | ErrorEstimate, candidates: Sequence[Tensor] | Tensor) -> Tensor:
-        """Errors of candidates, summed over what shares a scale. Shape: [candidates, scales], both."""
+        """Errors of candidates, summed over all blocks that share a scale. Shape: both [candidates, scales]."""
         total = self.target.new_zeros(len(candidates), self.scales.shape[1])
         for blocks, outputs in self._pieces():
             target, index = self.target[:, blocks, outputs], self.scale_index[:, blocks, outputs].flatten()
@@ -98,7 +97,7 @@ class ScaleCandidates:
         )
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Some blocks, or some outputs of the only block, at a time."""
+        """Slices of blocks, or of outputs if there is one block, with about ``AT_ONCE`` weights each."""
         groups, blocks, outputs, block = self.weight.shape
         if blocks > 1:
             length = max(1, AT_ONCE // (groups * outputs * block))
@@ -110,7 +109,7 @@ class ScaleCandidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchResult:
-    """The candidate taken for each scale, int64, its error, and that of the present scale, without the constant.
+    """The best candidate of each scale, int64, its error, and that of the present scale, without the constant.
 
     Shape: [scales], each.
     """

@@ -1,4 +1,4 @@
-"""The quantization grid of a layer's weights: for every weight the scale and zero point it is rounded with."""
+"""The quantization grid of a layer's weights: scale and zero point of every weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qtk.ops.fake_quantize_float import fake_quantize_float
 class WeightGrid:
     """Scale and zero point of every weight, laid out like the weights.
 
-    Shape: ``scale`` float32 and ``zero_point`` int32, or ``None``, in the shape of the weights, whatever it is.
+    Shape: ``scale`` float32 and ``zero_point`` int32, or ``None``, in the shape of the weights.
 
     >>> from qtk.core.dtypes import dtype
     >>> grid = WeightGrid(QuantSpec(dtype("int4"), symmetric=True), torch.tensor([0.5, 0.1]))

@@ -1,1 +1,1 @@
-"""From statistics to encodings."""
+"""Calibrators compute encodings from the statistics that observers collect."""

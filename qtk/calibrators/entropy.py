@@ -1,7 +1,7 @@
 """The range of least Kullback-Leibler divergence between values and codes, as in TensorRT and ONNX Runtime.
 
-For a range, P is the histogram with what lies outside added to the outermost occupied bins inside, and Q the histogram
-inside with each code's count spread evenly over its occupied bins; both as shares. ``KL(P ‖ Q) = Σ P · log(P / Q)``,
+For a range, P is the histogram with counts outside added to the outermost occupied bins inside, Q the histogram inside
+with each code's count spread evenly over its occupied bins; both are normalized. ``KL(P ‖ Q) = Σ P · log(P / Q)``,
 less the bias of n samples, 1/2n for every occupied bin of a code but one (Miller and Madow).
 A bin belongs to the code nearest to its middle. Real 0 is exact in every range, so its bin is given at most the
 count of its neighbours: the zeros of a ReLU would otherwise dominate. (S. Migacz, 8-bit inference with
@@ -32,19 +32,21 @@ ELEMENTS_A_BIN = 16
 ROUNDING = 1e-12
 """Divergences closer than this count as equal."""
 AT_ONCE = 1 << 18
-"""Boundaries of codes searched together."""
+"""Boundaries of codes looked up together, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least divergence.
+    """Minimises the divergence over ``i/steps`` times the observed range, i = 1…steps.
 
-    The widest of equal ranges wins. A scale with fewer than 16 elements a bin, or no more bins than codes, keeps its
-    full range: so do the channels of most weights, as in the tools named above. Floating-point formats keep it too.
+    The widest of equal ranges wins. A scale with fewer than 16 elements per bin, or no more bins than codes, keeps its
+    full range, as in the tools named above; so do the channels of most weights. Floating-point formats keep it too.
 
     Args:
-        bins: of the histograms, at least so many over the range.
+        bins: smallest number of histogram bins over the range.
         steps: number of ranges tried.
+
+    Raises: CalibrationError if ``steps`` is below 1.
     """
 
     bins: int = 2048
@@ -73,15 +75,15 @@ class Entropy:
         samples = _without_zeros(samples)
         fractions = torch.arange(self.steps, 0, -1, dtype=torch.float64, device=samples.low.device) / self.steps
         divergences = torch.cat([
-            self._divergences(samples, chosen, spec)
-            for chosen in fractions.split(max(1, AT_ONCE // int(samples.scales * levels)))  # type: ignore[no-untyped-call]
+            self._divergences(samples, some_fractions, spec)
+            for some_fractions in fractions.split(max(1, AT_ONCE // int(samples.scales * levels)))  # type: ignore[no-untyped-call]
         ])
         least = divergences <= divergences.amin(0) + ROUNDING
         fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
         return choose_range(samples.low * fraction, samples.high * fraction, spec)
 
     def _counted(self, samples: WeightedSamples) -> WeightedSamples:
-        """A histogram of single elements."""
+        """Single elements, counted in a histogram."""
         observer = Histogram(PerChannel(0), bins=self.bins)
         values = samples.values
         if samples.counts is not None:
@@ -93,13 +95,13 @@ class Entropy:
         """KL(P ‖ Q) of every range, infinite where nothing lies inside. Shape: [fractions, scales]."""
         counts = torch.as_tensor(samples.counts).to(torch.float64)
         ends = _ends_of_codes(samples.low * fractions[:, None], samples.high * fractions[:, None], spec)
-        found = torch.searchsorted(samples.values, ends.transpose(0, 1).reshape(samples.scales, -1).contiguous())
-        cuts = found.reshape(samples.scales, len(fractions), -1).transpose(0, 1).contiguous()
+        bins = torch.searchsorted(samples.values, ends.transpose(0, 1).reshape(samples.scales, -1).contiguous())
+        cuts = bins.reshape(samples.scales, len(fractions), -1).transpose(0, 1).contiguous()
         mass, occupied, terms = (
-            _sums(of, cuts) for of in (counts, (counts > 0).double(), xlogy(counts, counts))
+            _sums(summand, cuts) for summand in (counts, (counts > 0).double(), xlogy(counts, counts))
         )
         inside, total = mass.sum(-1), counts.sum(1)
-        even = mass / occupied.clamp(min=1)  # what Q has in each occupied bin of a code
+        even = mass / occupied.clamp(min=1)  # count in Q of each occupied bin of a code
         divergence: Tensor = terms.sum(-1) - xlogy(mass, even).sum(-1)
         first, last = cuts[..., 0], cuts[..., -1]
         below = _looked_up(_cumulated(counts), first)
@@ -107,7 +109,7 @@ class Entropy:
         lowest, highest = _outermost(counts, first, last)
 
         def folded(bin: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-            """What the ``outside`` elements add when P counts them in a bin that has ``inside`` elements."""
+            """Change of the divergence when P counts ``outside`` elements in a bin with ``inside`` elements."""
             code = torch.searchsorted(cuts, bin[..., None].contiguous(), right=True) - 1
             spread = even.gather(-1, code.clamp(0, even.shape[-1] - 1))[..., 0]
             both = inside + outside
@@ -124,12 +126,13 @@ class Entropy:
 def _without_zeros(samples: WeightedSamples) -> WeightedSamples:
     """The samples with the count of the bin that holds 0 limited to that of its fuller neighbour."""
     counts = torch.as_tensor(samples.counts)
-    own = (samples.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
-    beside = torch.nn.functional.pad(counts, (1, 1))  # bin i is at i + 1
-    most = torch.maximum(beside.gather(1, own), beside.gather(1, own + 2))
-    found = counts.gather(1, own)
-    holds = ((samples.low <= 0) & (samples.high >= 0))[:, None]
-    return replace(samples, counts=counts.scatter(1, own, torch.where(holds, torch.minimum(found, most), found)))
+    zero_bin = (samples.values < 0).sum(1, keepdim=True).clamp(max=counts.shape[1] - 1)  # 0 is the left edge of a bin
+    padded = torch.nn.functional.pad(counts, (1, 1))  # bin i is at i + 1
+    limit = torch.maximum(padded.gather(1, zero_bin), padded.gather(1, zero_bin + 2))
+    count = counts.gather(1, zero_bin)
+    holds_zero = ((samples.low <= 0) & (samples.high >= 0))[:, None]
+    limited = torch.where(holds_zero, torch.minimum(count, limit), count)
+    return replace(samples, counts=counts.scatter(1, zero_bin, limited))
 
 
 def _ends_of_codes(low: Tensor, high: Tensor, spec: QuantSpec) -> Tensor:
@@ -144,26 +147,29 @@ def _ends_of_codes(low: Tensor, high: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _outermost(counts: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last occupied bin of ``first``…``last - 1``. Shape: ``first``, ``last`` [fractions, scales]; alike."""
+    """First and last occupied bin of ``first``…``last - 1``. Shape: as ``first``; ``counts`` [scales, bins]."""
     end = counts.shape[1] - 1
-    places = torch.arange(end + 1, device=counts.device)
-    following = torch.where(counts > 0, places, end).flip(1).cummin(1).values.flip(1)
-    preceding = torch.where(counts > 0, places, 0).cummax(1).values
+    bins = torch.arange(end + 1, device=counts.device)
+    following = torch.where(counts > 0, bins, end).flip(1).cummin(1).values.flip(1)
+    preceding = torch.where(counts > 0, bins, 0).cummax(1).values
     return _looked_up(following, first.clamp(max=end)), _looked_up(preceding, (last - 1).clamp(min=0))
 
 
-def _looked_up(values: Tensor, places: Tensor) -> Tensor:
-    """Shape: ``values`` [scales, bins], ``places`` [fractions, scales]; result as ``places``."""
-    return values.gather(1, places.t()).t()
+def _looked_up(values: Tensor, bins: Tensor) -> Tensor:
+    """``values`` at ``bins``. Shape: ``values`` [scales, bins], ``bins`` and result [fractions, scales]."""
+    return values.gather(1, bins.t()).t()
 
 
 def _cumulated(values: Tensor) -> Tensor:
-    """Sums of all before each place, and of all. Shape: [scales, bins] → [scales, bins + 1]."""
+    """Sums of the values before each bin, and of all. Shape: [scales, bins] → [scales, bins + 1]."""
     return torch.nn.functional.pad(values.cumsum(1), (1, 0))
 
 
 def _sums(values: Tensor, cuts: Tensor) -> Tensor:
-    """Shape: ``values`` [scales, bins], ``cuts`` [fractions, scales, codes + 1]; result [fractions, scales, codes]."""
+    """Sums of the bins of each code.
+
+    Shape: ``values`` [scales, bins], ``cuts`` [fractions, scales, codes + 1]; result [fractions, scales, codes].
+    """
     fractions, scales, _ = cuts.shape
     taken = _cumulated(values).gather(1, cuts.transpose(0, 1).reshape(scales, -1))
     return torch.diff(taken.reshape(scales, fractions, -1).transpose(0, 1), dim=-1)

@@ -24,12 +24,12 @@ class MinMax:
         return min_max.MinMax(granularity)
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings that just hold what was seen. Raises: CalibrationError if a scale saw nothing."""
+        """The encodings whose ranges are the observed ones. Raises: CalibrationError if a scale saw nothing."""
         return encodings_of_ranges(observers, specs)
 
 
 def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-    """For each observer of a range the encoding that just holds it. Raises: CalibrationError if a scale saw nothing."""
+    """The encoding of the range of each observer. Raises: CalibrationError if a scale saw nothing."""
     encodings = []
     for observer, spec in zip(observers, specs, strict=True):
         assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
@@ -38,7 +38,7 @@ def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec
 
 
 def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:
-    """The encoding that just holds a range.
+    """The encoding of a range.
 
     Shape: ``minimum``, ``maximum`` the qparam shape; ``None`` if nothing was seen, NaN where a scale saw nothing.
 

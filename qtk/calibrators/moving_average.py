@@ -1,4 +1,4 @@
-"""The range is the average of every batch's range."""
+"""The range is an exponential average over the ranges of the batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtk.observers.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Takes the exponential averages of the extremes of each batch as the range, so that single outliers fade.
+    """Takes the exponential averages of each batch's minimum and maximum as the range.
 
     Args:
         momentum: weight of the newest batch, 0 < momentum ≤ 1.
@@ -28,5 +28,5 @@ class MovingAverage:
         return moving_average.MovingAverage(granularity, momentum=self.momentum)
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings that just hold the averaged ranges. Raises: CalibrationError if a scale saw nothing."""
+        """The encodings of the averaged ranges. Raises: CalibrationError if a scale saw nothing."""
         return encodings_of_ranges(observers, specs)

@@ -19,14 +19,16 @@ from qtk.observers.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Mse:
-    """Of the ranges ``i/steps`` times what was seen, i = 1…steps, takes the one of least ``Σ |x - x̂|^norm``.
+    """Minimises ``Σ |x - x̂|^norm`` over ``i/steps`` times the observed range, i = 1…steps.
 
     The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
 
     Args:
         norm: 2, the squared error; other norms (BRECQ's and QDrop's 2.4) take longer.
         steps: number of ranges tried.
-        bins: of the histograms of activations, at least so many over the range.
+        bins: smallest number of histogram bins over the range of an activation.
+
+    Raises: CalibrationError if ``norm`` is not above 0, or ``steps`` below 1.
     """
 
     norm: float = 2.0

@@ -27,8 +27,10 @@ class Percentile:
     end is the outer edge of the bin that holds that value, or the extreme, if that is nearer.
 
     Args:
-        quantile: more than 0.5, at most 1; at 1 the range is everything that was seen.
-        bins: of the histograms of activations, at least so many over the range.
+        quantile: more than 0.5, at most 1; 1 is the full observed range.
+        bins: smallest number of histogram bins over the range of an activation.
+
+    Raises: CalibrationError if ``quantile`` is out of range.
     """
 
     quantile: float = 0.9999
@@ -42,7 +44,7 @@ class Percentile:
         return sampler(granularity, static=static, bins=self.bins)
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings that hold all but the outermost. Raises: CalibrationError if a scale saw nothing."""
+        """The encodings of the ranges between the two quantiles. Raises: CalibrationError if a scale saw nothing."""
         return choose_all(observers, specs, self._choose)
 
     def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
@@ -66,7 +68,7 @@ class Percentile:
         upper = values.gather(1, (below < wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
         lower = values.gather(1, (below <= total - wanted).sum(1, keepdim=True))[:, 0].to(torch.float64)
         width = 2 * samples.reach  # bins begin at multiples of it; 0 for single elements
-        step = width.where(width > 0, 1.0)
-        upper = torch.where(width > 0, ((upper / step).floor() + 1) * step, upper)
-        lower = torch.where(width > 0, (lower / step).floor() * step, lower)
+        divisor = width.where(width > 0, 1.0)
+        upper = torch.where(width > 0, ((upper / divisor).floor() + 1) * divisor, upper)
+        lower = torch.where(width > 0, (lower / divisor).floor() * divisor, lower)
         return lower.clamp(min=samples.low), upper.clamp(max=samples.high)

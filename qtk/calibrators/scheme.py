@@ -1,4 +1,4 @@
-"""Schemes: the names of the ways to find ranges. To add one, add its line here."""
+"""Schemes: the registered names of calibrators. To add one, add its line here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from qtk.registry import Registry, configured, written
 
 
 class Calibrator(Protocol):
-    """Pairs the statistics it needs with the decision it makes from them; a frozen dataclass of plain numbers."""
+    """Creates observers and computes encodings from what they saw; a frozen dataclass of plain numbers."""
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> Observer:
-        """A new observer for one site; ``static``: of a tensor that is observed once."""
+        """A new observer for one site; ``static``: for a tensor that is observed once, such as a weight."""
         ...
 
     def encodings(self, observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
-        """The encodings for what ``observers``, made by this calibrator, saw.
+        """The encodings for the statistics of ``observers``, which this calibrator created.
 
         Raises: CalibrationError if one saw nothing.
         """
@@ -44,23 +44,23 @@ SCHEMES.add("tf_enhanced", TfEnhanced(), aliases=("post_training_tf_enhanced",))
 
 
 def calibrator(scheme: str) -> Calibrator:
-    """The calibrator of a name, with its settings changed where some are given.
+    """The calibrator with a registered name, with the settings in parentheses if there are any.
 
     Raises: ConfigError if the name or a setting is unknown, or a setting is out of range.
 
     >>> calibrator("percentile(quantile=0.999)")
     Percentile(quantile=0.999, bins=1024)
     """
-    chosen = configured(SCHEMES, scheme, "percentile(quantile=0.999)")
+    result = configured(SCHEMES, scheme, "percentile(quantile=0.999)")
     try:
-        chosen.observer(PerTensor())  # it checks its settings
+        result.observer(PerTensor())  # observers check settings too
     except (CalibrationError, TypeError) as error:
         raise ConfigError(f"scheme {scheme!r}: {error}") from None
-    return chosen
+    return result
 
 
 def canonical_scheme(scheme: str) -> str:
-    """``scheme`` under its registered name, with only the settings that differ from the default.
+    """``scheme`` with its registered name in place of an alias, and only the settings that differ from the default.
 
     Raises: ConfigError as ``calibrator``.
 

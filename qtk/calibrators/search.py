@@ -1,4 +1,4 @@
-"""Searches many candidate encodings for the one of least error, for many sites together and in bounded memory."""
+"""Searches candidate encodings for the one of least error, for many sites together and in bounded memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Choose: TypeAlias = Callable[[WeightedSamples, QuantSpec], tuple[Tensor, Tensor 
 
 
 def sampler(granularity: Granularity, *, static: bool, bins: int, growth: float | None = None) -> Sampled:
-    """Keeps raw values of a static tensor, which is observed once, else a histogram.
+    """A new observer: ``RawValues`` for a static tensor, which is observed once, else ``Histogram``.
 
     Raises: CalibrationError if ``bins`` or ``growth`` is out of range.
     """
@@ -53,7 +53,7 @@ def sampler(granularity: Granularity, *, static: bool, bins: int, growth: float 
 
 
 def sampled(observers: Sequence[Observer]) -> list[Sampled]:
-    """The observers, which are of ``sampler``."""
+    """``observers``, all created by ``sampler``, with their type."""
     known = [observer for observer in observers if isinstance(observer, Histogram | RawValues)]
     assert len(known) == len(observers)
     return known
@@ -80,7 +80,7 @@ def least_error(
 
 
 def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose: Choose) -> list[Encoding]:
-    """The encodings that ``choose`` picks; it is given the scales of many sites together.
+    """The encodings that ``choose`` finds; one call gets the scales of many sites.
 
     A scale that saw only zeros takes scale 1. Scales stored in few bits (``scale_format``) take the full range, because
     which values can be stored depends on all scales of a tensor.
@@ -130,17 +130,17 @@ class _Errors:
         rough = self.sums(scales, zero_points, torch.float32)
         digit = torch.maximum(self.samples.high, -self.samples.low) * DIGIT
         lost = self.samples.values.shape[1] * digit**self.norm
-        near = rough <= rough.amin(0) * (1 + ROUGHLY) + lost
+        is_close = rough <= rough.amin(0) * (1 + ROUGHLY) + lost
         rank = torch.arange(len(scales), 0, -1, device=rough.device)[:, None]  # the first is the highest
-        finalists = torch.where(near, rank, 0).topk(FINALISTS, 0).indices.sort(0).values
+        finalists = torch.where(is_close, rank, 0).topk(FINALISTS, 0).indices.sort(0).values
         zeros = None if zero_points is None else zero_points.gather(0, finalists)
         sums = self.sums(scales.gather(0, finalists), zeros, torch.float64)
         best = finalists.gather(0, sums.argmin(0, keepdim=True))
-        close = near.sum(0) > FINALISTS
-        if bool(close.any()):
-            own = replace(self, samples=self.samples.of(close))
-            zeros = None if zero_points is None else zero_points[:, close]
-            best[:, close] = own.sums(scales[:, close], zeros, torch.float64).argmin(0, keepdim=True)
+        has_many = is_close.sum(0) > FINALISTS
+        if bool(has_many.any()):
+            remaining = replace(self, samples=self.samples.of(has_many))
+            zeros = None if zero_points is None else zero_points[:, has_many]
+            best[:, has_many] = remaining.sums(scales[:, has_many], zeros, torch.float64).argmin(0, keepdim=True)
         return best
 
     def sums(self, scales: Tensor, zero_points: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -165,7 +165,7 @@ class _Site:
     samples: WeightedSamples
 
     def full_range(self) -> Encoding:
-        """The encoding that holds every value. Raises: CalibrationError if a scale saw nothing."""
+        """The encoding of the full observed range. Raises: CalibrationError if a scale saw nothing."""
         return encoding_of_range(self.samples.low.reshape(self.shape), self.samples.high.reshape(self.shape), self.spec)
 
 
@@ -177,30 +177,30 @@ def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encod
     zero_point = torch.cat([torch.zeros_like(part[0]) if part[1] is None else part[1] for part in parts])
     begin = 0
     for site, full in zip(sites, full_ranges, strict=True):
-        own = slice(begin, begin + site.samples.scales)
-        begin = own.stop
-        zeros = ((site.samples.low == 0) & (site.samples.high == 0)).reshape(site.shape)
-        chosen = torch.where(zeros, full.scale, scale[own].reshape(site.shape))
-        start = full.zero_point
-        if start is not None:
-            start = torch.where(zeros, start, zero_point[own].reshape(site.shape))
-        yield site.number, Encoding(site.spec, chosen, start)
+        scales_of_site = slice(begin, begin + site.samples.scales)
+        begin = scales_of_site.stop
+        only_zeros = ((site.samples.low == 0) & (site.samples.high == 0)).reshape(site.shape)
+        site_scale = torch.where(only_zeros, full.scale, scale[scales_of_site].reshape(site.shape))
+        site_zero_point = full.zero_point
+        if site_zero_point is not None:
+            site_zero_point = torch.where(only_zeros, site_zero_point, zero_point[scales_of_site].reshape(site.shape))
+        yield site.number, Encoding(site.spec, site_scale, site_zero_point)
 
 
 def _join(samples: Sequence[WeightedSamples]) -> WeightedSamples:
     if len(samples) == 1:
         return samples[0]
-    counts = [own.counts for own in samples if own.counts is not None]
+    counts = [each.counts for each in samples if each.counts is not None]
     return WeightedSamples(
-        torch.cat([own.values for own in samples]),
+        torch.cat([each.values for each in samples]),
         torch.cat(counts) if counts else None,
-        torch.cat([own.low for own in samples]),
-        torch.cat([own.high for own in samples]),
-        torch.cat([own.reach for own in samples]),
+        torch.cat([each.low for each in samples]),
+        torch.cat([each.high for each in samples]),
+        torch.cat([each.reach for each in samples]),
     )
 
 
 def _in_parts(samples: WeightedSamples) -> Iterator[WeightedSamples]:
-    step = max(1, AT_ONCE // max(samples.values.shape[1], 1))
-    for begin in range(0, samples.scales, step):
-        yield samples.of(slice(begin, begin + step))
+    scales_at_once = max(1, AT_ONCE // max(samples.values.shape[1], 1))
+    for begin in range(0, samples.scales, scales_at_once):
+        yield samples.of(slice(begin, begin + scales_at_once))

@@ -39,11 +39,13 @@ class TfEnhanced:
     The error of a weight is summed over its elements, that of an activation over the middles of histogram bins.
 
     Args:
-        bins: of the histograms of activations, at least so many over the range.
+        bins: smallest number of histogram bins over the range of an activation.
         growth: how far later batches may extend the range of the first, see ``Histogram``; ``None``: without limit.
         gamma: weight of the error of a clipped value.
         variant: ``v2`` as in AIMET 2.x; ``v1`` as in AIMET's older C++ library, see ``qtk.calibrators.tf_enhanced_v1``;
             its bins and growth are fixed to 512 and 3.
+
+    Raises: CalibrationError if a setting is out of range, or contradicts ``v1``.
     """
 
     bins: int = 512
@@ -72,7 +74,7 @@ class TfEnhanced:
 
 
 def propose(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """The candidates.
+    """The candidates of AIMET 2.x for every scale.
 
     Shape: ``low``, ``high`` float64 [scales]; scales float32 and zero points int32 or ``None``, [candidates, scales].
     """

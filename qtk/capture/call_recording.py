@@ -1,4 +1,4 @@
-"""Recording of calls while a model runs: those of its submodules, and those that a user's data make of it."""
+"""Records the calls of submodules, or of a whole model, while it runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from qtk.graph.captured_graph import CapturedGraph
 def record_calls(
     model: nn.Module, calls: Sequence[Call], *, of: Collection[nn.Module] | None = None
 ) -> dict[nn.Module, list[Call]]:
-    """Runs ``model`` as ``calls`` did and records the calls of modules below it.
+    """Runs ``model`` with the arguments of ``calls`` and records the calls of its submodules.
 
     Args:
-        model: what is run.
-        calls: how; their outputs do not matter.
-        of: the modules in question; ``None``: all that the code of ``model`` itself calls.
+        model: the model to run.
+        calls: its arguments; their outputs are not used.
+        of: the submodules to record; ``None``: all that the code of ``model`` itself calls.
 
-    Returns: modules in order of their first call. Calls made from inside another recorded one are left out, and those
-        that raise, should ``model`` catch it.
+    Returns: module → its calls, in order of first call. Calls inside another recorded call are left out, and so are
+        calls whose exception ``model`` caught.
     """
     recorded: dict[nn.Module, list[Call]] = {}
     running: list[tuple[tuple[Any, ...], dict[str, Any], BaseException | None]] = []
@@ -59,11 +59,11 @@ def record_calls(
     finally:
         for handle in handles:
             handle.remove()
-    return {module: made for module, made in recorded.items() if made}
+    return {module: its_calls for module, its_calls in recorded.items() if its_calls}
 
 
 class Recorded(BaseException):
-    """Ends a call whose arguments are known; no ``except Exception`` of a user's stops it."""
+    """Aborts a call once its arguments are recorded; a ``BaseException``, so that user code does not catch it."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def recording(model: nn.Module, *, run: bool) -> Iterator[list[Call]]:
 
     Args:
         model: a prepared model.
-        run: let the calls return; otherwise each raises ``Recorded``.
+        run: whether the calls run to their end; otherwise each raises ``Recorded``.
     """
     calls: list[Call] = []
 

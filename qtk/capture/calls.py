@@ -1,4 +1,4 @@
-"""One call of a module: what goes in, what comes out, and what two calls have in common."""
+"""One call of a module: its arguments, its output, and the keys by which calls share a graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of a module and what it returned, on tensors of its own.
+    """One call of a module and its output.
 
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        output: what came back.
+        output: the value returned; ``None`` where it is not known.
     """
 
     args: tuple[Any, ...]
@@ -30,19 +30,19 @@ class Call:
 
     @property
     def structure(self) -> object:
-        """What two calls must have in common to be served by one graph: all but sizes and numbers of tensors."""
+        """Everything but the sizes and elements of tensors: calls of equal structure can share one graph."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         return spec, [(leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
     @property
     def kind(self) -> str:
-        """The same but for the width of floats, which follows the model."""
+        """``structure`` as text, with every float dtype written ``float``, so that it survives ``model.half()``."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         return str((spec, [_kind_of(leaf) for leaf in leaves]))
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors that go in."""
+        """Number of elements of all tensor arguments."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -54,15 +54,15 @@ def _kind_of(leaf: object) -> object:
 
 
 def detached(tree: Tree) -> Tree:
-    """The same with copies of its tensors."""
+    """A copy of ``tree`` whose tensors are detached clones."""
     copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
     return copies
 
 
 def with_rows(model: nn.Module, call: Call) -> Call:
-    """``call`` with two rows of zeros in each tensor that has none, if ``model`` runs on them.
+    """``call`` with two rows of zeros for each tensor whose axis 0 is empty; unchanged if ``model`` fails on them.
 
-    An empty axis 0, of an expert to which no token is routed, is a constant to export.
+    ``torch.export`` takes an axis of length 0 for a constant; an expert that receives no tokens is called with one.
     """
 
     def filled(leaf: object) -> object:
@@ -78,7 +78,7 @@ def with_rows(model: nn.Module, call: Call) -> Call:
 
 
 def raised_in(model: nn.Module, error: BaseException) -> str | None:
-    """The path of the innermost submodule whose code raised ``error``; ``None`` for the model itself, or not known."""
+    """The path of the innermost submodule whose code raised ``error``; ``None`` if the model itself did, or unknown."""
     paths = {module: path for path, module in model.named_modules()}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)

@@ -1,4 +1,4 @@
-"""From an exported program to canonical form: functional ATen ops, and modules for ops that differ in train mode."""
+"""Turns an exported program into canonical form: functional ATen ops, and modules for ops that differ in training."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter
 def canonicalize(
     program: ExportedProgram, original: nn.Module, kind: type[Captured], *, place: str = ""
 ) -> tuple[Captured, tuple[tuple[str, int], ...]]:
-    """The graph of a captured ``original``, and the modules recovered in it by name.
+    """Builds the captured graph of ``original`` from its exported program.
 
-    Gives dropout and batch norm back their train mode, makes recurrent nets and attention modules of their own, drops
-    shape guards and unused reads, and names every site.
+    Restores the train mode of dropout and batch norm, replaces recurrent ops and attention by composites, drops shape
+    guards and unused reads, and names every site.
 
     Args:
-        program: the capture.
-        original: what was captured.
+        program: the exported program, with marker ops.
+        original: the module it was exported from.
         kind: class of the graph.
-        place: module path of ``original`` in the model it is a part of.
+        place: module path of ``original`` in the whole model.
 
-    Raises: CaptureError if a member of the model has a name a prepared model needs for itself.
+    Returns: the graph, and the number of modules recovered of each kind.
+
+    Raises: CaptureError if a member of the model has a name that a prepared model reserves.
     """
     root = hold(original)
     with warnings.catch_warnings():
@@ -68,17 +70,17 @@ def canonicalize(
 
 
 def _takes_all(node: fx.Node) -> bool:
-    """Whether a slice, or a write into one, spans its whole axis, as the first of ``x[:, 1]`` does."""
+    """Whether a slice, or a write into one, covers its whole axis, as ``:`` does in ``x[:, 1]``."""
     if node.target not in (SLICE, SLICE_SCATTER):
         return False
     defaults: tuple[fx.node.Argument, ...] = (0, None, None, 1)
-    given = node.args[1 if node.target is SLICE else 2 :]
-    bounds = (*given, *defaults[len(given) :])[1:]
+    passed = node.args[1 if node.target is SLICE else 2 :]
+    bounds = (*passed, *defaults[len(passed) :])[1:]
     return bounds in ((0, sys.maxsize, 1), (None, None, 1), (0, None, 1), (None, sys.maxsize, 1)) and not node.kwargs
 
 
 def _replace_copy(node: fx.Node) -> None:
-    """``copy(into, value)``, left by functionalizing ``copy_``, has no gradient; it is ``value`` cast and expanded."""
+    """Replaces ``copy(into, value)``, which has no gradient, by ``value`` cast and expanded."""
     into, value = node.args
     assert isinstance(into, fx.Node)
     assert isinstance(value, fx.Node)

@@ -22,13 +22,13 @@ KINDS: dict[str, Kind] = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn_tanh", 
 
 @dataclass(frozen=True, slots=True)
 class CompositeCall:
-    """What takes the place of an op.
+    """The call of a composite that replaces an op.
 
     Args:
-        name: of the module, under its owner.
+        name: attribute name of the composite in the module that calls the op.
         module: the composite.
-        arguments: it is called with.
-        single: it returns a tuple of one where the op returns a tensor.
+        arguments: arguments of the call.
+        single: whether the composite returns a tuple of one where the op returns a tensor.
     """
 
     name: str
@@ -38,18 +38,18 @@ class CompositeCall:
 
 
 def composite_of(node: fx.Node, owner: nn.Module) -> CompositeCall | None:
-    """The composite for the op that ``node`` calls inside ``owner``; ``None`` if it has none."""
+    """The composite that replaces the op ``node`` calls in the forward of ``owner``; ``None`` if there is none."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     name = aten_name(node.target)
     assert name is not None
-    given = schema_arguments(node)
+    args = schema_arguments(node)
     if name == "scaled_dot_product_attention":
-        return _attention(given, owner)
+        return _attention(args, owner)
     if name in KINDS:
-        return _recurrent(KINDS[name], given)
+        return _recurrent(KINDS[name], args)
     if name.removesuffix("_cell") in KINDS:
-        return _cell(KINDS[name.removesuffix("_cell")], given)
+        return _cell(KINDS[name.removesuffix("_cell")], args)
     return None
 
 
@@ -68,26 +68,26 @@ def sequence_composite(module: nn.RNNBase) -> tuple[Recurrent, list[str], list[s
 
 
 def composite_called(node: fx.Node) -> Composite | None:
-    """The composite that ``node`` calls."""
+    """The composite that ``node`` calls, ``None`` if it calls none."""
     module = called_module(node)
     return module if isinstance(module, Composite) else None
 
 
-def _attention(given: dict[str, fx.node.Argument], owner: nn.Module) -> CompositeCall:
-    p = given["dropout_p"]
+def _attention(args: dict[str, fx.node.Argument], owner: nn.Module) -> CompositeCall:
+    p = args["dropout_p"]
     if isinstance(owner, nn.MultiheadAttention):
         p = owner.dropout  # captured in eval mode, where it is 0
     module = Attention(
-        is_causal=given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"], p=p,  # type: ignore[arg-type]
+        is_causal=args["is_causal"], scale=args["scale"], enable_gqa=args["enable_gqa"], p=p,  # type: ignore[arg-type]
     )
-    tensors = (given["query"], given["key"], given["value"])
-    return CompositeCall("attention", module, tensors if given["attn_mask"] is None else (*tensors, given["attn_mask"]))
+    tensors = (args["query"], args["key"], args["value"])
+    return CompositeCall("attention", module, tensors if args["attn_mask"] is None else (*tensors, args["attn_mask"]))
 
 
-def _recurrent(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
-    layers, bidirectional, has_biases = given["num_layers"], given["bidirectional"], given["has_biases"]
+def _recurrent(kind: Kind, args: dict[str, fx.node.Argument]) -> CompositeCall:
+    layers, bidirectional, has_biases = args["num_layers"], args["bidirectional"], args["has_biases"]
     assert isinstance(layers, int)
-    parameters = given["params"]
+    parameters = args["params"]
     assert isinstance(parameters, Sequence)
     per_step = len(parameters) // (layers * (2 if bidirectional else 1))
     first_bias, first_projection = 2, 4 if has_biases else 2
@@ -98,20 +98,20 @@ def _recurrent(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
         weights += [*step[:first_bias], *step[first_projection:]]
         biases += step[first_bias:first_projection]
     module = Recurrent(
-        kind, num_layers=layers, bidirectional=bool(bidirectional), batch_first=bool(given.get("batch_first")),
-        dropout=given["dropout"], has_biases=bool(has_biases), projected=per_step > first_projection,  # type: ignore[arg-type]
+        kind, num_layers=layers, bidirectional=bool(bidirectional), batch_first=bool(args.get("batch_first")),
+        dropout=args["dropout"], has_biases=bool(has_biases), projected=per_step > first_projection,  # type: ignore[arg-type]
     )
-    sizes = (given["batch_sizes"],) if "batch_sizes" in given else ()
-    x = given.get("input", given.get("data"))
-    return CompositeCall("recurrence", module, (x, _states(given), weights, biases, *sizes))
+    sizes = (args["batch_sizes"],) if "batch_sizes" in args else ()
+    x = args.get("input", args.get("data"))
+    return CompositeCall("recurrence", module, (x, _states(args), weights, biases, *sizes))
 
 
-def _cell(kind: Kind, given: dict[str, fx.node.Argument]) -> CompositeCall:
-    biases: list[fx.node.Argument] = [] if given["b_ih"] is None else [given["b_ih"], given["b_hh"]]
-    arguments = (given["input"], _states(given), [given["w_ih"], given["w_hh"]], biases)
+def _cell(kind: Kind, args: dict[str, fx.node.Argument]) -> CompositeCall:
+    biases: list[fx.node.Argument] = [] if args["b_ih"] is None else [args["b_ih"], args["b_hh"]]
+    arguments = (args["input"], _states(args), [args["w_ih"], args["w_hh"]], biases)
     return CompositeCall("recurrence", RecurrentCell(kind, has_biases=bool(biases)), arguments, single=kind != "lstm")
 
 
-def _states(given: dict[str, fx.node.Argument]) -> list[fx.node.Argument]:
-    states = given["hx"]
+def _states(args: dict[str, fx.node.Argument]) -> list[fx.node.Argument]:
+    states = args["hx"]
     return list(states) if isinstance(states, (list, tuple)) else [states]

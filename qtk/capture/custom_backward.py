@@ -1,4 +1,4 @@
-"""Custom backward functions, which capture does not see: a graph has the gradient of the ops in their forward."""
+"""Finds custom backward functions, which capture loses: a graph has the gradient of the ops in their forward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from qtk.torch_private import custom_functions, pytree
 def lost_backwards(
     original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
-    """The names of the ``torch.autograd.Function`` classes, torch's own apart, that ``prepared`` does without.
+    """Names of the custom ``torch.autograd.Function`` classes that ``original`` uses and ``prepared`` does not.
 
-    Runs both in train mode with gradients, if there is such a class at all; both are left as they were.
+    Runs both in train mode with gradients, unless no such class is defined; the state of both is restored.
     """
     if not any(_is_custom(kind) for kind in _subclasses(torch.autograd.Function)):
         return []

@@ -1,4 +1,4 @@
-"""Submodules that the user keeps in float: their names, and the marks on the ops they run."""
+"""Excluded submodules, which stay in float: finds their names and labels the ops they run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qtk.registry import nearest
 
 
 def module_names(model: nn.Module, module: nn.Module | str) -> set[str]:
-    """Every name of a submodule of ``model``.
+    """All names of one submodule of ``model``; a shared submodule has several.
 
-    Raises: CaptureError if it is none, with the nearest name.
+    Raises: CaptureError if ``module`` is no submodule, with the nearest name.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     wanted = module if isinstance(module, nn.Module) else known.get(module)
@@ -29,7 +29,7 @@ def module_names(model: nn.Module, module: nn.Module | str) -> set[str]:
 
 
 def exclude(prepared: PreparedModel, excluded: Collection[set[str]]) -> Iterator[str]:
-    """Marks the ops of excluded modules. Changes ``prepared``. Yields: a label for each module that runs no op.
+    """Labels the ops of excluded modules. Changes ``prepared``. Yields: a note for each module that runs no op.
 
     Args:
         prepared: a prepared model.
@@ -46,7 +46,7 @@ def exclude(prepared: PreparedModel, excluded: Collection[set[str]]) -> Iterator
 
 
 def _modules_around(node: fx.Node) -> Iterator[str]:
-    """The paths of the modules around ``node``; those a symbolic trace has dissolved are prefixes of what is left."""
+    """Paths of the modules that contain ``node``, and their prefixes: a symbolic trace inlines the modules between."""
     for value in (node.meta.get("nn_module_stack") or {}).values():
         parts = join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]).split(".")
         yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))

@@ -20,9 +20,9 @@ from qtk.graph.sites import GRAPH_PATH, join, label
 
 
 def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> str | None:
-    """The first submodule whose output differs in the graph, in the order they finish, and by how much.
+    """Path of the first innermost submodule whose output differs in the graph, with the difference, as text.
 
-    ``None`` if no submodule that returns one tensor shows it.
+    ``None`` if none differs among those that return one tensor.
     """
     children = [module for module in original.modules() if module is not original]
     innermost = [module for module in children if not list(module.children())]
@@ -42,7 +42,7 @@ def first_difference(original: nn.Module, graph: CapturedGraph, call: Call) -> s
 
 
 def _values(graph: CapturedGraph, call: Call) -> dict[str, Any]:
-    """What the last op of every module computes, at its first call."""
+    """The value of the last op of every module, at the module's first call."""
     inputs = input_leaves(graph.graph, call.args, call.kwargs)
     values = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
     of_modules: dict[str, Any] = {}

@@ -10,13 +10,13 @@ from qtk.graph.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 
 RESERVED = {*dir(fx.GraphModule), "meta", "report", *GRAPH_MODULE_NAMES} - {*dir(nn.Module)}
-"""Attributes of a prepared model that a child of the same name would hide, or be hidden by."""
+"""Attributes of a prepared model, whose names no member of the original may have."""
 
 
 def hold(original: nn.Module) -> nn.Module:
-    """Builds a tree with the names, order and tensor objects of ``original``; a module with two names is one holder.
+    """Builds a tree with the names, order and tensor objects of ``original``; a shared module is one holder.
 
-    Raises: CaptureError if a name at the top is one a prepared model needs for itself.
+    Raises: CaptureError if a member of ``original`` itself has a reserved name.
     """
     clash = sorted(RESERVED & {*original._modules, *original._parameters, *original._buffers})
     if clash:
@@ -28,38 +28,38 @@ def hold(original: nn.Module) -> nn.Module:
     holders = {original: root}
     for module in original.modules():
         holders.setdefault(module, nn.Module())
-    for module, own in holders.items():
+    for module, twin in holders.items():
         for name, child in module._modules.items():
-            own.add_module(name, None if child is None else holders[child])
+            twin.add_module(name, None if child is None else holders[child])
         for name, parameter in module._parameters.items():
-            own.register_parameter(name, parameter)
+            twin.register_parameter(name, parameter)
         for name, buffer in module._buffers.items():
-            own.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+            twin.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
     return root
 
 
 def hold_constants(root: nn.Module, captured: fx.GraphModule) -> None:
-    """Adds the tensors that the graph of ``captured`` reads and the original did not register, from its code.
+    """Adds the attributes that the graph of ``captured`` reads and the original did not register.
 
-    They become buffers outside the state_dict. Changes ``root``.
+    Tensors become buffers outside the state_dict. Changes ``root``.
     """
     for node in captured.graph.nodes:
         if node.op != "get_attr":
             continue
         owner, _, leaf = str(node.target).rpartition(".")
-        own = holder(root, owner)
-        if not hasattr(own, leaf):
+        module = holder(root, owner)
+        if not hasattr(module, leaf):
             value = attribute(captured, str(node.target))
             if isinstance(value, nn.Parameter):
-                own.register_parameter(leaf, value)
+                module.register_parameter(leaf, value)
             elif isinstance(value, torch.Tensor):
-                own.register_buffer(leaf, value, persistent=False)
+                module.register_buffer(leaf, value, persistent=False)
             else:
-                setattr(own, leaf, value)
+                setattr(module, leaf, value)
 
 
 def holder(root: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``, made if it is missing."""
+    """The module at ``path`` below ``root``; creates it, and the modules around it, if missing. Changes ``root``."""
     for name in filter(None, path.split(".")):
         child = root._modules.get(name)
         if child is None:
@@ -72,8 +72,8 @@ def holder(root: nn.Module, path: str) -> nn.Module:
 def free_name(root: nn.Module, path: str) -> str:
     """``path``, or the first of ``path_1``, ``path_2``, … that names nothing in ``root``."""
     owner, _, leaf = path.rpartition(".")
-    own, name, ordinal = holder(root, owner), leaf, 0
-    while hasattr(own, name):
+    module, name, ordinal = holder(root, owner), leaf, 0
+    while hasattr(module, name):
         ordinal += 1
         name = f"{leaf}_{ordinal}"
     return f"{owner}.{name}" if owner else name

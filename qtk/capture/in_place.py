@@ -1,4 +1,4 @@
-"""Replaces in-place ops by their out-of-place twins where no other node reads the value that is written.
+"""Replaces in-place ops by their out-of-place variants where no other node reads the value that is overwritten.
 
 Functionalization does the same at several times the cost: it traces such an op as a decomposition and a copy. For
 mobilenet_v2 this saves 2.5 of 4.4 seconds.
@@ -15,7 +15,7 @@ from qtk.torch_private import OpOverload, schema_of
 
 
 def purify(graph: fx.Graph) -> None:
-    """Replaces in-place ops on values without another reader by their out-of-place twins. Changes ``graph``."""
+    """Replaces in-place ops on values without another reader by their out-of-place variants. Changes ``graph``."""
     for node in graph.nodes:
         twin = _twin(node)
         if twin is not None and _is_private(node):
@@ -37,7 +37,7 @@ def _twin(node: fx.Node) -> OpOverload | None:
 
 
 def _is_private(node: fx.Node) -> bool:
-    """Whether only ``node`` reads what it writes over, and its pure twin makes the same dtype and shape."""
+    """Whether only ``node`` reads the value it overwrites, and the out-of-place result has its dtype and shape."""
     written = node.args[0]
     if not isinstance(written, fx.Node) or len(written.users) > 1:
         return False

@@ -20,7 +20,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: of a tensor, a tuple or list, any mapping.
+    """The positional and keyword arguments that a tensor, tuple, list, mapping or ``Call`` is passed as.
 
     Raises: CaptureError for any other type.
     """
@@ -39,13 +39,13 @@ def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def as_captured(
     graph: fx.Graph, signature: inspect.Signature | None, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """A call with just the arguments that ``graph`` was captured with, in its order.
+    """Rebinds the arguments of a call to those that ``graph`` was captured with, in its order.
 
-    Arguments that were left out then may be given their default now, and the other way round.
+    An argument that was omitted at capture may be passed if it is the default, and the other way round.
 
     Args:
         graph: the graph.
-        signature: that of the forward it was captured from.
+        signature: of the ``forward`` it was captured from.
         args: positional arguments.
         kwargs: keyword arguments.
 
@@ -75,10 +75,10 @@ def as_captured(
 def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Compares the arguments of a call with those ``graph`` was captured for.
 
-    A captured graph has sizes and constants written into it; with others it would compute something else, or fail
-    far from the cause. Calls that bind otherwise are left to Python's own error.
+    A captured graph has sizes and constants written into it; with others it would compute a wrong result, or fail
+    far from the cause. Arguments that do not bind to ``forward`` are left to Python's own error.
 
-    Raises: CaptureError naming the input, what it is and what it must be.
+    Raises: CaptureError naming the input, its value and the value at capture.
     """
     leaves = _leaves_by_name(graph, args, kwargs)
     placeholders = graph.find_nodes(op="placeholder")
@@ -109,14 +109,14 @@ def is_free(size: object) -> bool:
 def input_leaves(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments of a call, flat, in the order of the placeholders of ``graph``.
 
-    Raises: CaptureError if they are nested otherwise, or more or fewer than the model was prepared with.
+    Raises: CaptureError if their number or nesting is not that of the inputs the model was prepared with.
     """
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-    given = pytree.tree_leaves((args, dict(kwargs)))
-    leaves = given if call_structure(graph) is None else _leaves_by_name(graph, args, kwargs)
-    if leaves is None or not len(given) == len(leaves) == len(names):
+    passed = pytree.tree_leaves((args, dict(kwargs)))
+    leaves = passed if call_structure(graph) is None else _leaves_by_name(graph, args, kwargs)
+    if leaves is None or not len(passed) == len(leaves) == len(names):
         raise CaptureError(
-            f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(given)}, or nested "
+            f"the model was prepared with {len(names)} inputs ({', '.join(names)}), got {len(passed)}, or nested "
             "otherwise; pass inputs like those"
         )
     return leaves
@@ -147,7 +147,10 @@ def _leaves_by_name(
 
 
 def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
-    """Lists and dicts have the length and the keys they had at capture: a graph reads them one by one."""
+    """Checks that lists and dicts have the length and the keys they had at capture.
+
+    Raises: CaptureError naming the input.
+    """
     if spec.is_leaf():
         return
     if isinstance(value, Mapping) and spec.type is not None and issubclass(spec.type, Mapping):
@@ -170,18 +173,18 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
         kind = getattr(spec.type, "__name__", spec.type)
         raise CaptureError(f"input {name} is a {type(value).__name__}, the model was captured for a {kind}")
     else:
-        return  # a class of the user's, which is its own judge
-    for (path, item), own in zip(children, spec.children(), strict=True):
-        _check_nesting(path, item, own)
+        return  # a class registered by the user: pytree checks it
+    for (path, item), item_spec in zip(children, spec.children(), strict=True):
+        _check_nesting(path, item, item_spec)
 
 
-def _check_shape(name: object, given: torch.Size, captured: torch.Size) -> None:
+def _check_shape(name: object, shape: torch.Size, captured: torch.Size) -> None:
     fixed = [(axis, int(size)) for axis, size in enumerate(captured) if not is_free(size)]
-    if len(given) == len(captured) and all(given[axis] == size for axis, size in fixed):
+    if len(shape) == len(captured) and all(shape[axis] == size for axis, size in fixed):
         return
     needed = ", ".join("any" if is_free(size) else str(int(size)) for size in captured)
     raise CaptureError(
-        f"input {name} has shape {tuple(given)}, the model was captured for ({needed}); prepare it again with such an "
+        f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); prepare it again with such an "
         "input, or name the axes that vary in dynamic_shapes"
     )
 

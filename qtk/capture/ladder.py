@@ -1,10 +1,10 @@
-"""The ladder of captures: one graph, else islands in the model's own Python, else opaque leaves.
+"""Captures a model by the first rung of a ladder that works: one graph, else islands (island search), else opaque.
 
-1. ``export``, 2. ``fx + export``: the module becomes one graph, which is compared with it. The graph of a recurrent net
-   on packed sequences, which cannot be captured, is ``built``.
-3. ``python``: the module keeps its code, and each module it calls is tried from 1 on, with the inputs it was called
-   with (island search). Modules that are not called on the example inputs are left as they are, and listed.
-4. ``opaque``: a module that calls no other is left as it is.
+1. ``export``, 2. ``fx + export``: the module becomes one graph, whose outputs are compared with the module's. The
+   graph of a recurrent net on packed sequences, which cannot be captured, is ``built`` by hand.
+3. ``python``: the module keeps its code, and each module it calls is tried from rung 1 on, with the inputs it was
+   called with. Modules that the example inputs do not call stay as they are and are listed (``not called``).
+4. ``opaque``: a module that calls no other stays as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from qtk.errors import CaptureError, QtkError, VerificationError
 from qtk.graph.unknown_ops import unknown_ops
 
 MAX_KINDS = 4
-"""Most kinds of calls of one module that get a graph each."""
+"""Largest number of kinds of calls for which one module gets a graph each."""
 
 BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
 
@@ -53,15 +53,15 @@ def capture_graph(
 
     Args:
         model: the module.
-        calls: how it is called.
+        calls: the calls that its graph must compute.
         dynamic_shapes: see ``capture``.
-        verify: compare the outputs; if not, the first rung that captures it is taken.
-        place: module path in the whole model, if this is a part.
+        verify: compare the outputs; otherwise the first rung that captures the module is taken.
+        place: module path of ``model`` in the whole model.
         expected: the outcome of the only call, if it is known.
 
     Returns: the graph, with a report of the capture.
 
-    Raises: CaptureError with the reasons of all rungs.
+    Raises: CaptureError with the reason of every rung, or if the calls need several graphs.
     """
     reasons: list[str] = []
     if len({str(call.structure) for call in calls}) > 1:
@@ -87,7 +87,8 @@ def capture_graph(
             graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
             return graph
         except Exception as error:  # whatever a capture does wrong, the next rung may do right
-            where = _where(model, graph, calls)
+            difference = _first_difference(model, graph, calls)
+            where = "" if difference is None else f"; the first module to differ is {difference}"
             reasons.append(f"{rung}: {error if isinstance(error, QtkError) else first_line(error)}{where}")
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
 
@@ -106,12 +107,12 @@ def _on_rung(
     return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 
-def _where(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str:
+def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str | None:
+    """``first_difference`` over all calls; ``None`` also if the graph does not run."""
     try:
-        found = [place for call in calls if (place := first_difference(model, graph, call))]
-    except Exception:  # the graph does not even run
-        return ""
-    return f"; the first module to differ is {found[0]}" if found else ""
+        return next((text for call in calls if (text := first_difference(model, graph, call))), None)
+    except Exception:
+        return None
 
 
 def capture_tree(
@@ -126,10 +127,11 @@ def capture_tree(
 ) -> PreparedTree:
     """Keeps the Python of ``model`` and captures the modules it calls as islands.
 
-    Raises: VerificationError if it does not compute what the model computes whichever islands are left out.
+    Raises: VerificationError if the result differs from the model although no single island does, or the model differs
+        from itself when run twice.
     """
     search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded)
-    with untouched(model):  # all of it: what runs by itself may write to modules around it
+    with untouched(model):  # the whole model: a submodule may write to modules around it
         search.inside(model, "", [Call(args, kwargs, None)], reason)
     search.note_uncalled(model)
     while True:
@@ -149,7 +151,7 @@ def capture_tree(
 
 
 class _IslandSearch:
-    """The islands found so far, and how every module that the Python around them calls was captured."""
+    """The search for islands: those captured so far, and one ``Part`` for every module that was tried."""
 
     def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
         self.dynamic_shapes = dynamic_shapes
@@ -169,7 +171,7 @@ class _IslandSearch:
             self.capture(child)
 
     def capture(self, module: nn.Module) -> None:
-        """Makes ``module`` an island; if it cannot be one graph, searches inside."""
+        """Captures ``module`` as an island; if it cannot be one graph, searches its submodules."""
         path, calls = self.paths[module], self.calls[module]
         if path in self.excluded:
             self._note(module, path, EXCLUDED, None)
@@ -204,19 +206,19 @@ class _IslandSearch:
         return islands[0]
 
     def replace(self, module: nn.Module, error: Exception) -> None:
-        """Replaces the island of ``module``, with which the model differs, by islands inside."""
+        """Drops the island of ``module``, which makes the model fail or differ, and searches its submodules instead."""
         del self.islands[module]
         self.inside(module, self.paths[module], self.calls[module], error)
 
     def leave(self, modules: Collection[nn.Module]) -> None:
-        """Drops the islands of modules that the Python around them still calls."""
+        """Drops islands that the copy of the model does not call, and records their modules as opaque."""
         for module in modules:
             del self.islands[module]
             reason = CaptureError("the model calls it by a reference that a copy of the model cannot follow")
             self._note(module, self.paths[module], OPAQUE, reason)
 
     def note_uncalled(self, model: nn.Module) -> None:
-        """Lists modules with parameters that the example inputs do not run; they stay in float."""
+        """Records modules with parameters that the example inputs do not run; they stay in float."""
         noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
         for module in model.modules():
             if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
@@ -242,15 +244,15 @@ class _IslandSearch:
         )
 
     def _note(self, module: nn.Module, path: str, rung: str, reason: Exception | None) -> None:
-        own = sum(parameter.numel() for parameter in module.parameters())
+        parameters = sum(parameter.numel() for parameter in module.parameters())
         text = str(reason) if isinstance(reason, QtkError) else None if reason is None else first_line(reason)
         first = None if text is None else text.partition("\n")[0]
-        self.parts[module] = Part(path, type(module).__name__, rung, own, first)
+        self.parts[module] = Part(path, type(module).__name__, rung, parameters, first)
 
 
 @contextmanager
 def _uncalled(islands: Mapping[nn.Module, PreparedGraph]) -> Iterator[set[nn.Module]]:
-    """The modules whose islands have not been called when the context ends."""
+    """Yields a set that, when the context ends, holds the modules whose islands were not called."""
     missing = set(islands)
     handles = [
         island.register_forward_pre_hook(lambda _, args, module=module: missing.discard(module))
@@ -270,7 +272,10 @@ def _culprit(
     kwargs: dict[str, Any],
     error: Exception,
 ) -> nn.Module:
-    """The first module whose island alone makes the model fail or differ."""
+    """The first module whose island alone makes the model fail or differ.
+
+    Raises: VerificationError if none does.
+    """
     for module, island in islands.items():
         try:
             eval_difference(model, PreparedTree(with_islands(model, {module: island})), args, kwargs)
@@ -278,9 +283,9 @@ def _culprit(
             return module
     try:
         eval_difference(model, model, args, kwargs)
-    except VerificationError as own:
+    except VerificationError as difference:
         raise VerificationError(
             f"{type(model).__name__} does not repeat itself: run twice on the same inputs with the same seed, in eval "
-            f"mode, its {own}; nothing can be compared with it"
+            f"mode, its {difference}; nothing can be compared with it"
         ) from error
     raise VerificationError(f"the parts of the model do not add up to it: {first_line(error)}") from error

@@ -1,8 +1,8 @@
 """Marker ops that protect dropout, batch norm, instance norm and no-grad regions from functionalization.
 
 Functionalization removes eval-mode dropout, splits batch norm into a native form that cannot train, fixes instance norm
-to its running statistics, and drops the bounds of regions without gradients. Before it runs, such nodes call marker
-ops, which it leaves as they are; ``recover`` replaces them by modules afterwards.
+to its running statistics, and drops the bounds of regions without gradients. ``mark`` makes such nodes call marker ops,
+which functionalization does not change; ``recover`` replaces these by modules afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEAN = 3
 
 
 def mark(module: fx.GraphModule) -> None:
-    """Replaces the targets of such nodes by marker ops, in nested graphs too; node names, used by signatures, stay."""
+    """Makes protected nodes call marker ops, in nested graphs too. Changes ``module``; node names stay."""
     purify(module.graph)
     for node in list(module.graph.nodes):
         name = (aten_name(node.target) or "").removesuffix("_")
@@ -84,7 +84,7 @@ def mark(module: fx.GraphModule) -> None:
 
 
 def _detach_outputs(module: fx.GraphModule) -> None:
-    """Detaches the outputs of a region without gradients, which becomes part of the graph around it."""
+    """Detaches the outputs of a no-grad region, which functionalization inlines into the graph around it."""
     output = module.graph.output_node()
 
     def detached(value: fx.Node) -> fx.Node:

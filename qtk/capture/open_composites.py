@@ -1,7 +1,7 @@
-"""Captures the parts of composites: the cell of an LSTM, the core of attention.
+"""Captures the parts of composites (the cell of an LSTM, the core of attention) as graphs.
 
 A composite runs torch's fused kernel while every quantizer inside it is bypassed. Its parts are captured like models,
-so that later steps treat their ops like any others.
+so that planning and insertion treat their ops like any others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qtk.graph.sites import name_sites, value_site
 def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
     """Captures the parts of every composite that ``model`` calls. Changes the composites.
 
-    Composites that are built alike and called alike share the work, not the graphs.
+    Composites with equal settings and equal inputs are captured once and get copies of the graphs.
 
-    Returns: those that stay closed, each with the reason.
+    Returns: the site of each composite whose parts could not be captured, with the reason.
     """
     known: dict[object, dict[str, CapturedGraph] | CaptureError] = {}
     closed = []
@@ -54,7 +54,7 @@ def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _parts(module: Composite, node: fx.Node) -> dict[str, tuple[nn.Module, tuple[Any, ...], Any]]:
-    """Path → a part of ``module``, its example arguments, and which of their sizes may vary."""
+    """Path → a part of ``module``, its example arguments, and their dynamic shapes."""
     arguments: Any = fx.node.map_arg(node.args, _example)
     free = {_hint(size) for value in _values(node) for size in value.shape if is_free(size)}
     parts = {}

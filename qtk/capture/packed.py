@@ -1,4 +1,4 @@
-"""Graphs of recurrent nets that are called with packed sequences, built by hand.
+"""Builds the graphs of recurrent nets that are called with packed sequences.
 
 ``torch.export`` cannot capture them: the number of sequences at each time step is in ``PackedSequence.batch_sizes``, a
 tensor, so shapes depend on data.
@@ -22,15 +22,15 @@ from qtk.torch_private import FakeTensorMode
 
 
 def takes_packed(module: nn.Module, call: Call) -> bool:
-    """Whether ``call`` gives a recurrent net a packed sequence."""
-    return isinstance(module, nn.RNNBase) and any(isinstance(arg, PackedSequence) for arg in _given(call))
+    """Whether ``module`` is a recurrent net and ``call`` passes it a packed sequence."""
+    return isinstance(module, nn.RNNBase) and any(isinstance(arg, PackedSequence) for arg in _arguments(call))
 
 
 class PackedRecurrent(PreparedGraph):
     """The graph of a recurrent net over (data, batch_sizes, *states), called like the net itself."""
 
     def __call__(self, input: PackedSequence, hx: Any = None) -> tuple[PackedSequence, Any]:
-        """Returns: the outputs, packed as ``input``, and the last states, as torch's net returns them."""
+        """Returns: the outputs, packed like ``input``, and the last states, as ``nn.RNNBase`` returns them."""
         data, sizes, order, back = input
         states = self._start(data, int(sizes[0])) if hx is None else hx if isinstance(hx, tuple) else (hx,)
         if hx is not None and order is not None:
@@ -46,9 +46,9 @@ class PackedRecurrent(PreparedGraph):
 
 
 def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
-    """The graph of ``module`` over the packed sequence of ``call``."""
+    """Builds the graph of ``module`` for the packed sequence of ``call``."""
     assert isinstance(module, nn.RNNBase)
-    packed, *_ = (arg for arg in _given(call) if isinstance(arg, PackedSequence))
+    packed, *_ = (arg for arg in _arguments(call) if isinstance(arg, PackedSequence))
     composite, weights, biases = sequence_composite(module)
     root = hold(module)
     root.add_module("recurrence", composite)
@@ -80,7 +80,7 @@ def build_packed(module: nn.Module, call: Call, place: str) -> PreparedGraph:
     return built
 
 
-def _given(call: Call) -> list[object]:
+def _arguments(call: Call) -> list[object]:
     return [*call.args, *call.kwargs.values()]
 
 

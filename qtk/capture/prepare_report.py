@@ -10,8 +10,8 @@ class Part:
     """How a submodule was captured by itself.
 
     Args:
-        path: in the model; empty for the model itself.
-        type_name: its class.
+        path: module path; empty for the model itself.
+        type_name: name of its class.
         rung: ``export``, ``fx + export``, ``built``, ``python``, ``opaque``, ``excluded`` or ``not called``.
         parameters: number of elements of all its parameters.
         reason: why no better rung was reached, ``None`` if none is better.
@@ -26,23 +26,23 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """What ``prepare_model`` did; print it.
+    """How ``prepare_model`` captured a model, and how far the result is from it; printable.
 
     Args:
         rung: how the model was captured: ``export``, ``fx + export``, ``python`` (islands in the model's own code), or
             ``fx`` (no inputs yet).
         reasons: why a better rung or a dynamic batch was not reached.
-        complete: the graph is in ATen; ``QuantSim`` finishes it otherwise.
-        dynamic: the batch dimension may vary.
+        complete: whether the graph is in ATen; if not, ``QuantSim`` captures it when it has inputs.
+        dynamic: whether some input size, such as the batch, may vary.
         swaps: modules recovered from the graph, by kind.
-        unknown_ops: ops the op table does not know.
-        opaque_parts: parts whose inside the graph does not show.
+        unknown_ops: ops without a row in the op table.
+        opaque_parts: composites and nested ops whose inside is not captured, with the reason where it is known.
         eval_difference: max |prepared - original| on the example inputs in eval mode; ``None``: not compared.
         train_difference: likewise in train mode with dropout off.
         covered: share of all parameter elements that are in graphs, 0 to 1.
         parts: how the model and its submodules were captured, if it is not one graph.
         notes: warnings for the user.
-        elapsed_s: seconds it took.
+        elapsed_s: duration of ``prepare_model`` in seconds.
     """
 
     rung: str

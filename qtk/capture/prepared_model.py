@@ -1,4 +1,4 @@
-"""What ``prepare_model`` returns: one captured graph, or the model's own Python around several."""
+"""``PreparedModel``, the result of ``prepare_model``: one captured graph, or the model's Python around several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT, SIGNATURE = "report", "qtk_signature"
 
 
 class PreparedModel(nn.Module):
-    """Called, trained, moved and copied like the model it was made from, and shows what may be quantized in it.
+    """A captured model: called, trained, moved and copied like the original, with every quantizable value in a graph.
 
     Parameters and buffers are the original's own objects, under their names.
     """
@@ -29,14 +29,14 @@ class PreparedModel(nn.Module):
 
     @property
     def report(self) -> PrepareReport:
-        """How it was captured."""
+        """The report of its capture."""
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report
 
 
 def parameters_outside(model: PreparedModel) -> dict[str, str]:
-    """Parameters that no captured graph holds, each with what became of their module."""
+    """Name → reason of every parameter that no captured graph holds."""
     held = {parameter for graph in roots(model).values() for parameter in graph.parameters()}
     parts = {part.path: part for part in model.report.parts}
     outside = {}
@@ -51,7 +51,7 @@ def parameters_outside(model: PreparedModel) -> dict[str, str]:
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):
-    """A model, or one island of it, as a single graph.
+    """A model, or one island of a model, as a single graph.
 
     Raises: CaptureError when called with sizes or constants other than those it was captured for.
     """
@@ -68,18 +68,19 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
 
 class PreparedTree(PreparedModel):
-    """A model that stays Python, with captured graphs in place of some of its submodules.
+    """A model that keeps its own Python, with captured graphs in place of some of its submodules.
+
+    Reading or setting an attribute of the tree reads or sets that of its parent.
 
     Args:
-        parent: a copy of the model, its members the graphs and what stays Python too. Attributes and methods that are
-            asked of the tree, or set on it, are those of the parent.
+        parent: a copy of the model whose submodules are graphs or stay Python.
     """
 
     def __init__(self, parent: nn.Module) -> None:
         super().__init__()
         self.meta = {}
         self.training = parent.training
-        self.__dict__["_parent"] = parent  # no member: it is this module, as its own code sees it
+        self.__dict__["_parent"] = parent  # not a submodule: its members are those of this module
         if isinstance(parent, torch.jit.ScriptModule):  # its tables are no dicts
             self._modules = dict(parent.named_children())
             self._parameters = dict(parent.named_parameters(recurse=False))
@@ -88,11 +89,11 @@ class PreparedTree(PreparedModel):
             self.__dict__.update({name: parent.__dict__[name] for name in MODULE_TABLES})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own."""
+        """Runs the model's own ``forward``."""
         self._parent.training = self.training
         if torch.compiler.is_dynamo_compiling():
             return self._parent(*args, **kwargs)
-        with fast_path_off():  # it would pass islands by
+        with fast_path_off():  # it would skip the islands
             return self._parent(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,8 +105,8 @@ class PreparedTree(PreparedModel):
             return getattr(self.__dict__["_parent"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        mine = "_parent" not in self.__dict__ or name in self.__dict__
-        super().__setattr__(name, value) if mine else setattr(self._parent, name, value)
+        is_own = "_parent" not in self.__dict__ or name in self.__dict__
+        super().__setattr__(name, value) if is_own else setattr(self._parent, name, value)
 
     def __repr__(self) -> str:
         return repr(self._parent)

@@ -19,7 +19,7 @@ from qtk.torch_private import BatchNormBase
 
 
 def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Replaces every marker op, recurrent op and attention op in ``graph``; the modules become members of ``root``.
+    """Replaces every marker op, recurrent op and attention op in ``graph`` by a module, added to ``root``.
 
     Returns: how many modules were recovered, by kind.
     """
@@ -67,7 +67,7 @@ def _instance_norm(node: fx.Node) -> tuple[nn.Module, Sequence[fx.node.Argument]
 
 
 def _batches_tracked(root: nn.Module, mean: fx.node.Argument) -> fx.Node | None:
-    """The counter that belongs to running statistics: the buffer beside the running mean."""
+    """A new node that reads ``num_batches_tracked`` of the batch norm with this running mean, ``None`` without one."""
     if not isinstance(mean, fx.Node) or mean.op != "get_attr":
         return None
     owner = str(mean.target).rpartition(".")[0]
@@ -82,7 +82,7 @@ def _batches_tracked(root: nn.Module, mean: fx.node.Argument) -> fx.Node | None:
 
 
 def _element_of(node: fx.Node) -> fx.Node:
-    """A node for a tuple of one, whose element takes the place of ``node``."""
+    """Makes ``node`` a tuple of one and lets its users read the element. Returns: ``node``."""
     with node.graph.inserting_after(node):
         element = node.graph.call_function(operator.getitem, (node, 0))
     element.meta = dict(node.meta)
@@ -92,7 +92,7 @@ def _element_of(node: fx.Node) -> fx.Node:
 
 
 def _owner(node: fx.Node, original: nn.Module) -> nn.Module:
-    """The module whose forward made ``node``."""
+    """The module whose forward calls the op of ``node``; ``original`` if it has no such submodule."""
     try:
         return original.get_submodule(_owner_path(node))
     except AttributeError:

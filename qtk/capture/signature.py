@@ -8,14 +8,14 @@ from qtk.torch_private import call_structure, pytree
 
 
 def input_names(model: fx.GraphModule) -> list[str]:
-    """The names of the inputs, those that are no tensors included."""
+    """Names of all inputs, tensors or not."""
     return [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
 
 
 def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
-    """The tensors the model returns, by path: ``logits``, ``hidden.0``; ``output_0`` in a tuple, ``output`` if alone.
+    """Name → node of every returned tensor: ``logits``, ``hidden.0``; ``output_0`` in a tuple, ``output`` alone.
 
-    Equal paths (of the keys ``"a.b"`` and ``"a"`` with ``"b"`` inside) are told apart by ``_1``.
+    The second of two equal names (of the key ``"a.b"``, and ``"b"`` inside ``"a"``) gets the suffix ``_1``.
     """
     structure = call_structure(model.graph)
     values = model.graph.output_node().args[0]

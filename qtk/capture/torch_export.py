@@ -21,12 +21,13 @@ from qtk.errors import CaptureError
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
 Shapes: TypeAlias = "Mapping[str, Shapes] | Mapping[int, object] | tuple[Shapes, ...] | list[Shapes] | None"
-"""Nested as the inputs; for a tensor, axis → ``Dim``, ``Dim.AUTO``, a size, or ``None`` for the size of the example."""
+"""Dynamic shapes, nested like the inputs; a tensor has axis → ``Dim``, ``Dim.AUTO``, a size, or ``None``: fixed."""
 
 DynamicShapes: TypeAlias = (
     Literal["batch", "all"] | Mapping[str, Shapes] | tuple[Shapes, ...] | list[Shapes] | ShapesCollection | None
 )
-"""``"batch"``: axis 0 of every tensor may vary; ``"all"``: every axis; ``None``: none; or as ``torch.export`` takes."""
+"""Which sizes may vary. ``"batch"``: axis 0 of every tensor; ``"all"``: every axis; ``None``: none; else as in
+``torch.export``."""
 
 GIVEN = "the given dynamic_shapes"
 RUNGS = ("export", "fx + export")
@@ -35,14 +36,14 @@ RUNGS = ("export", "fx + export")
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """An exported program and how it was reached.
+    """An exported program and how it was captured.
 
     Args:
         program: the program, in eval mode, functional, with marker ops.
         rung: one of ``RUNGS``.
-        dynamic: some input's sizes may vary.
+        dynamic: whether some size of an input may vary.
         reasons: why a better rung, or a dynamic batch, was not reached.
-        args: positional arguments it was captured on; a batch of one has become two.
+        args: positional arguments of the capture, where a batch of one may be doubled.
         kwargs: keyword arguments likewise.
     """
 
@@ -55,7 +56,7 @@ class Capture:
 
 
 def check_dynamic_shapes(dynamic_shapes: DynamicShapes) -> None:
-    """Raises: CaptureError if it is none of what ``DynamicShapes`` says."""
+    """Checks the type of ``dynamic_shapes``. Raises: CaptureError if it is none of those in ``DynamicShapes``."""
     if isinstance(dynamic_shapes, str):
         known = dynamic_shapes in ("batch", "all")
     else:
@@ -75,7 +76,7 @@ def capture(
     *,
     rungs: Sequence[str] = RUNGS,
 ) -> Capture:
-    """Exports and functionalizes ``model``, which must be in eval mode; the first of ``rungs`` that holds wins.
+    """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
     With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
     shapes; with ``"batch"`` from the second on.
@@ -115,7 +116,7 @@ def capture(
 def _attempts(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]]:
-    """What each rung is tried with, in order: a label, arguments, and which of their sizes may vary."""
+    """The attempts of each rung, in order: label, arguments, dynamic shapes."""
     if dynamic_shapes is None:
         return [("static shapes", args, kwargs, None)]
     if dynamic_shapes not in ("all", "batch"):
@@ -146,7 +147,7 @@ def _export(
 
 @contextlib.contextmanager
 def silent_torch() -> Iterator[None]:
-    """Silences the warnings, logs and stderr of torch's exporters; what fails is reported as a reason."""
+    """Silences the warnings, logs and stderr of torch's exporters; exceptions pass."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -158,7 +159,7 @@ def silent_torch() -> Iterator[None]:
 
 
 def _is_functional(program: ExportedProgram) -> bool:
-    """Whether no op writes into its input and no region is nested, so that functionalizing, which is slow, can rest."""
+    """Whether no op writes into its input and no region is nested, so that functionalization can be skipped."""
     ops = [node.target for node in program.graph.nodes if node.op == "call_function"]
     return not any(
         isinstance(op, HigherOrderOperator) or ((schema := schema_of(op)) is not None and schema.is_mutable)
@@ -167,21 +168,21 @@ def _is_functional(program: ExportedProgram) -> bool:
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    """A symbolic trace of the path that is taken with the defaults of all arguments not given.
+    """A symbolic trace of ``model`` with the defaults of all omitted arguments as constants.
 
-    With keyword arguments the defaults stay symbols: fx would mix up the order of what is left.
+    With keyword arguments the defaults stay symbolic: fx would mix up the order of the remaining arguments.
     """
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    given = set(bound.arguments)
+    passed = set(bound.arguments)
     bound.apply_defaults()
-    defaults = {name: value for name, value in bound.arguments.items() if name not in given and value not in ((), {})}
+    defaults = {name: value for name, value in bound.arguments.items() if name not in passed and value not in ((), {})}
     return fx.symbolic_trace(model, concrete_args=defaults if defaults and not kwargs else None)
 
 
 def with_batch_of_two(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch of 1 is a constant to export: doubles it, if the model runs on two."""
+    """Doubles a batch of 1, which ``torch.export`` takes for a constant, if the model runs on two samples."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     if all(tensor.shape[0] != 1 for tensor in tensors):
         return args, kwargs
@@ -200,7 +201,7 @@ def with_batch_of_two(
 def free_shapes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
 ) -> DynamicShapes:
-    """Axis 0 of every tensor, or each axis, may vary; by name of the argument, ``*args`` nested as they bind."""
+    """Dynamic shapes by argument name in which axis 0 of every tensor may vary, or every axis."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
 
     def free(leaf: object) -> dict[int, Any] | None:
@@ -213,7 +214,7 @@ def free_shapes(
 
 
 def _tied_sizes(inputs: Mapping[str, Tensor]) -> str | None:
-    """How a size of one input follows from others, if the code of the model made one do: ``x.shape[0] = 10 - s80``."""
+    """A free size that the model's code derives from others, ``x.shape[0] = 10 - s80``; ``None`` if there is none."""
     for name, value in inputs.items():
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and is_free(size) and not size.node.expr.is_Symbol:
@@ -222,7 +223,7 @@ def _tied_sizes(inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _tensor_inputs(program: ExportedProgram) -> dict[str, Tensor]:
-    """The tensors a program takes, by name, as they were captured."""
+    """Name → fake tensor of every tensor input of a program."""
     names = set(program.graph_signature.user_inputs)
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     return {name: value for name, value in values.items() if name in names and isinstance(value, Tensor)}

@@ -19,9 +19,9 @@ TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 def with_islands(model: nn.Module, islands: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of ``model`` that calls ``islands[module]`` where the original calls ``module``.
 
-    Only the tree is copied: parameters, buffers and plain attributes are the original's own objects. A module with
-    two names has one copy. Attributes and hooks that refer to modules of the tree, by lists or dicts of them or by
-    their bound methods, refer to those of the copy.
+    Only the module objects are copied; parameters, buffers and plain attributes are shared. A shared module has one
+    copy. Attributes and hooks that hold modules of the tree, directly, in lists or dicts, or as bound methods, hold
+    their copies.
     """
     copies: dict[nn.Module, nn.Module] = dict(islands)
 
@@ -42,27 +42,27 @@ def with_islands(model: nn.Module, islands: Mapping[nn.Module, nn.Module]) -> nn
         if module not in islands and twin is not module:
             for name, value in twin.__dict__.items():
                 if name not in TABLES:
-                    twin.__dict__[name] = _placed(value, copies)
+                    twin.__dict__[name] = _replaced(value, copies)
                 elif isinstance(value, dict):
-                    value.update({key: _placed(item, copies) for key, item in value.items()})
+                    value.update({key: _replaced(item, copies) for key, item in value.items()})
     return root
 
 
-def _placed(value: Any, copies: Mapping[nn.Module, nn.Module], around: tuple[object, ...] = ()) -> Any:
-    """``value`` with copies in place of modules; itself if it refers to none. ``around``: the containers it is in."""
+def _replaced(value: Any, copies: Mapping[nn.Module, nn.Module], around: tuple[object, ...] = ()) -> Any:
+    """``value`` with modules replaced by their copies; itself if it holds none. ``around``: the containers it is in."""
     if isinstance(value, nn.Module):
         return copies.get(value, value)
     if isinstance(value, MethodType):
-        owner = _placed(value.__self__, copies, around)
+        owner = _replaced(value.__self__, copies, around)
         return value if owner is value.__self__ else MethodType(value.__func__, owner)
     if isinstance(value, partial):
         held = (value.func, value.args, value.keywords)
-        placed = tuple(_placed(item, copies, around) for item in held)
-        return value if all(map(operator.is_, placed, held)) else partial(placed[0], *placed[1], **placed[2])
+        func, args, keywords = replaced = tuple(_replaced(item, copies, around) for item in held)
+        return value if all(map(operator.is_, replaced, held)) else partial(func, *args, **keywords)
     if type(value) not in (list, tuple, dict, OrderedDict) or any(value is other for other in around):
         return value
-    old = list(value.values() if isinstance(value, dict) else value)
-    new = [_placed(item, copies, (*around, value)) for item in old]
-    if all(map(operator.is_, new, old)):
+    items = list(value.values() if isinstance(value, dict) else value)
+    new_items = [_replaced(item, copies, (*around, value)) for item in items]
+    if all(map(operator.is_, new_items, items)):
         return value
-    return type(value)(zip(value, new, strict=True) if isinstance(value, dict) else new)
+    return type(value)(zip(value, new_items, strict=True) if isinstance(value, dict) else new_items)

@@ -30,7 +30,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _flags(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Restores training flags, all that can be set of a scripted module."""
+    """Restores training flags, the only state of a scripted module that can be set."""
     flags = {module: module.training for module in modules}
 
     def restore() -> None:
@@ -56,7 +56,7 @@ def _containers(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def _attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Restores the attributes themselves and the tables of parameters, buffers and children."""
+    """Restores attributes, and the tables of parameters, buffers and children."""
     attributes = {module: dict(vars(module)) for module in modules}
     tables = [(module, name, dict(vars(module)[name])) for module in modules for name in TABLES]
 

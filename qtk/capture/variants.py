@@ -1,4 +1,4 @@
-"""Several graphs of one module, one for each kind of call: rank, dtype, with or without a mask."""
+"""Joins several graphs of one module, one for each kind of call: rank, dtype, with or without a mask."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qtk.graph.captured_graph import VARIANTS, CapturedGraph
 
 
 def add_variant(main: CapturedGraph, kind: str, other: CapturedGraph) -> None:
-    """Lets ``main`` hand calls of ``kind`` on to ``other``, a graph of the same module. Changes both.
+    """Makes ``main`` pass calls of ``kind`` to ``other``, another graph of the same module. Changes both.
 
-    From now on they have one set of members: parameters, buffers, modules and, later on, quantizers.
+    Afterwards both share one set of parameters, buffers, submodules and, once inserted, quantizers.
 
-    Raises: CaptureError if both have a member of one name that is not the same; then nothing has changed.
+    Raises: CaptureError if they have different members of the same name; nothing has changed then.
     """
     clash = _clash(main, other, "")
     if clash is not None:
@@ -25,7 +25,7 @@ def add_variant(main: CapturedGraph, kind: str, other: CapturedGraph) -> None:
 
 
 def _clash(main: nn.Module, other: nn.Module, path: str) -> str | None:
-    """The first member of one name that is not the same in both."""
+    """The path of the first member that has the same name in both but differs; ``None`` if there is none."""
     for table in ("_parameters", "_buffers"):
         mine, theirs = main.__dict__[table], other.__dict__[table]
         for name in mine.keys() & theirs.keys():

@@ -1,4 +1,4 @@
-"""Comparison of a prepared model with its original, in eval mode and in train mode."""
+"""Compares a prepared model with its original, in eval mode and in train mode."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from qtk.nn.instance_norm import InstanceNorm
 from qtk.torch_private import pytree
 
 TOLERANCE = 1e-5
-"""Largest difference, relative to the largest output, that reordered float32 sums may make."""
+"""Largest difference accepted, relative to the largest output: float32 sums in another order make smaller ones."""
 
 
 Outcome: TypeAlias = tuple[object, dict[str, Tensor]]
-"""What a run returns, and the buffers it leaves behind, without those that got another shape or dtype: caches."""
+"""The output of a run, and the buffers after it, without those that changed shape or dtype (caches)."""
 
 
 def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    """A run in eval mode with a fixed seed, on the very tensors given; the model is left as it was."""
+    """Runs ``model`` in eval mode with a fixed seed, on ``args`` themselves, not copies; restores the model's state."""
     with untouched(model), torch.no_grad():
         return _outcome(model.eval(), args, kwargs)
 
@@ -43,14 +43,14 @@ def eval_difference(
     *,
     expected: Outcome | None = None,
 ) -> float:
-    """Largest absolute difference over all outputs and buffers after a run in eval mode; both are left as they were.
+    """Largest absolute difference of outputs and buffers after a run in eval mode; restores the state of both models.
 
     Args:
-        original: the model.
-        prepared: what shall be equal to it.
+        original: the reference.
+        prepared: the model to compare with it.
         args: positional arguments.
         kwargs: keyword arguments.
-        expected: what ``eval_outcome(original, args, kwargs)`` gave, if it is known.
+        expected: the result of ``eval_outcome(original, args, kwargs)``, if it is known.
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
@@ -66,20 +66,19 @@ def train_difference(
     *,
     in_eval: Outcome | None = None,
 ) -> tuple[float, list[str]]:
-    """Largest absolute difference of outputs and updated buffers after one step in train mode, dropout off.
+    """Largest absolute difference of outputs and buffers after one forward pass in train mode without dropout.
 
-    Both are left as they were.
+    Restores the state of both models.
 
     Args:
-        original: the model.
-        prepared: what shall be equal to it.
+        original: the reference.
+        prepared: the model to compare with it.
         args: positional arguments.
         kwargs: keyword arguments.
-        in_eval: what ``eval_outcome(prepared, args, kwargs)`` gave, if it is known; a graph that does the same in both
-            modes is not run again.
+        in_eval: the result of ``eval_outcome(prepared, args, kwargs)``, if it is known; a graph without batch or
+            instance norm is not run again.
 
-    Returns: the difference, and notes about what drops at random in train mode but leaves no trace in eval mode, which
-        is captured.
+    Returns: the difference, and notes on dropout and custom backward functions that the capture has lost.
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
@@ -111,13 +110,13 @@ def train_difference(
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
-    """But for dropout."""
+    """Whether train mode computes what eval mode does, apart from dropout."""
     modules = prepared.modules()
     return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
 
 
 def _both_differences(expected: Outcome, actual: Outcome) -> float:
-    """Of outputs, and of the buffers that the original keeps; a prepared model has constants besides."""
+    """Largest difference of outputs, and of the buffers of ``expected``; a prepared model has constants besides."""
     buffers = {name: buffer for name, buffer in actual[1].items() if name in expected[1]}
     return max(_difference(expected[0], actual[0]), _difference(expected[1], buffers, what="buffer "))
 
@@ -157,7 +156,7 @@ def _members(kind: type) -> set[str]:
 
 
 def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
-    """Largest |a - b|, where both are NaN or the same infinity 0.
+    """Largest |a - b|, counted as 0 where both are NaN or the same infinity.
 
     Raises: VerificationError if it is more than ``TOLERANCE`` of the largest finite |a|, or shape or dtype differ.
     """
@@ -180,7 +179,7 @@ def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
 
 
 def failure(error: Exception) -> str:
-    """A train-mode mismatch as a line for the report."""
+    """The line of the report for a mismatch in train mode."""
     return (
         "train mode is not the original's (its forward may branch on self.training, which capture decides in eval "
         f"mode): {first_line(error)}"

@@ -1,4 +1,4 @@
-"""A run in train mode in which nothing is dropped at random, so that two models can be compared."""
+"""Runs a model in train mode with dropout off, so that it can be compared with another."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from qtk.torch_private import version_of
 
 
 class WithoutDropout(TorchFunctionMode):
-    """While it is entered, dropout functions return their input and attention keeps all of its weights.
+    """A mode in which dropout functions return their input and attention drops no weights.
 
-    So do modules that return their input in eval mode and something else in train mode: stochastic depth, DropBlock.
-    What would have dropped is counted in ``calls``, by the name of the function, and held in ``modules``.
+    Modules that return their input in eval mode and something else in train mode (stochastic depth, DropBlock) return
+    it too. ``calls`` counts the function calls that would have dropped, by name; ``modules`` holds such modules.
 
     Args:
-        model: what is run, in train mode. Changed: probabilities become 0, forwards of modules are replaced.
+        model: the model to run, in train mode. Changes it: probabilities become 0, some ``forward``s are replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,8 +64,8 @@ class WithoutDropout(TorchFunctionMode):
             random, calls = torch.get_rng_state(), self.calls.copy()
             probe_args, probe_kwargs = detached((args, kwargs))
             output = forward(*args, **kwargs)
-            given = [*args, *kwargs.values()]
-            if not module.training or any(output is value for value in given):
+            inputs = [*args, *kwargs.values()]
+            if not module.training or any(output is value for value in inputs):
                 return output
             after, calls_after = torch.get_rng_state(), self.calls
             self.calls = calls
@@ -76,25 +76,25 @@ class WithoutDropout(TorchFunctionMode):
                 return output
             torch.set_rng_state(random)
             self.modules.add(module)
-            return given[index]
+            return inputs[index]
 
         return kept
 
 
 def attentions_that_drop(model: nn.Module) -> int:
-    """Attention modules, torch's and those of captured graphs, with a dropout probability above 0."""
+    """Number of attention modules, torch's and those of captured graphs, with a dropout probability above 0."""
     return sum(isinstance(module, (nn.MultiheadAttention, Attention)) for module, _ in _probabilities(model))
 
 
 def calls_that_drop(graph: CapturedGraph) -> Counter[str]:
-    """What ``WithoutDropout.calls`` is after a run of a captured graph, where each call has a module of its own."""
+    """``WithoutDropout.calls`` after a run of a captured graph, found without running it."""
     names = {Dropout: "dropout", Attention: "scaled_dot_product_attention"}
     droppers = [module for module in graph.modules() if isinstance(module, (Dropout, Attention)) and module.p > 0]
     return Counter(names[type(module)] for module in droppers)
 
 
 def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules that drop inside one op, each with the attribute that holds its probability, if that is above 0."""
+    """The modules that drop inside one op with a probability above 0, each with the name of that attribute."""
     for module in model.modules():
         match module:
             case nn.MultiheadAttention() | nn.RNNBase() | Recurrent():
@@ -108,7 +108,7 @@ def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether a module holds nothing, as those that only drop do."""
+    """Whether a module has no children, parameters or buffers, as modules that only drop do."""
     members = (module.children(), module.parameters(), module.buffers())
     return not isinstance(module, torch.jit.ScriptModule) and not any(True for table in members for _ in table)
 
@@ -116,15 +116,15 @@ def _may_drop(module: nn.Module) -> bool:
 def _returned_in_eval(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Which of its arguments ``module`` returns in eval mode, unchanged; ``None`` if it returns something else."""
-    given = [*args, *kwargs.values()]
-    versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in given]
+    """Index of the argument that ``module`` returns unchanged in eval mode; ``None`` if it returns none."""
+    inputs = [*args, *kwargs.values()]
+    versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in inputs]
     module.training = False
     try:
         output = forward(*args, **kwargs)
-    except Exception:  # of a module that runs in train mode only
+    except Exception:  # a module may run in train mode only
         return None
     finally:
         module.training = True
-    returned = (i for i, value in enumerate(given) if output is value and isinstance(value, Tensor))
-    return next((i for i in returned if version_of(given[i]) == versions[i]), None)
+    returned = (i for i, value in enumerate(inputs) if output is value and isinstance(value, Tensor))
+    return next((i for i in returned if version_of(inputs[i]) == versions[i]), None)

@@ -1,4 +1,4 @@
-"""A module as one ATen graph whose parameters are edges and keep their names."""
+"""A module captured as one ATen graph, whose parameters are edges and keep their names."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from qtk.errors import CaptureError
 from qtk.torch_private import MODULE_TABLES
 
 HOME, LENT, VARIANTS = "qtk_home", "qtk_lent", "qtk_variants"
-"""Keys of ``meta``: where and in which dtype a module without tensors of its own is; attributes taken over; graphs of
-the same module for calls of other kinds, by kind."""
+"""Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
+kind of call → graph of the same module for such calls."""
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 class CapturedGraph(fx.GraphModule):
-    """Called, trained, moved and copied like the module it was captured from.
+    """A graph module that is called, trained, moved and copied like the module it was captured from.
 
-    Parameters and buffers are the original's own objects: training or moving one moves the other; ``copy.deepcopy`` to
-    part them. Tensors that the captured code creates (``torch.arange`` and the like) follow ``.to()``: their device
-    always, their dtype if it is the floating dtype of the model.
+    Parameters and buffers are the original's own objects: training or moving one changes the other;
+    ``copy.deepcopy`` separates them. Tensors that the captured code creates (``torch.arange`` and the like) follow
+    ``.to()``: their device always, their dtype if it is the floating dtype of the model.
 
     Args:
-        root: holds every parameter and buffer, read by the graph or not.
+        root: holds every parameter and buffer, whether the graph reads it or not.
         graph: the captured code.
 
     Raises: CaptureError when pickled.
@@ -53,12 +53,12 @@ class CapturedGraph(fx.GraphModule):
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:
-        """Graphs of the same module, with the same members, for calls of other kinds."""
+        """Kind of call → another graph of the same module, with the same members, for such calls."""
         variants: dict[str, CapturedGraph] = self.meta.get(VARIANTS, {})
         return variants
 
     def lend_attributes(self, original: nn.Module) -> None:
-        """Takes over the plain attributes of ``original`` and its parts, which code around this graph may ask for."""
+        """Takes over the plain attributes of ``original`` and its submodules, which outside code may read."""
         for path, module in original.named_modules():
             holder = self.get_submodule(path)
             lent = {
@@ -70,13 +70,13 @@ class CapturedGraph(fx.GraphModule):
                 self.meta[LENT] = tuple(lent)
 
     def adopt(self, registries: Mapping[str, object]) -> None:
-        """A graph module keeps what its graph reads, under one name; a model keeps all of its members."""
+        """Uses the tables of another module; ``fx.GraphModule`` keeps only members that its graph reads."""
         self.__dict__.update({name: registries[name] for name in MODULE_TABLES})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         before = self._home()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._anchor() is None:  # nothing of its own shows what fn does
+        if self._anchor() is None:  # no tensor shows what fn does
             moved = fn(torch.empty(0, device=before[0], dtype=before[1]))
             self.meta[HOME] = (moved.device, moved.dtype)
         if self._home() != before:
@@ -96,7 +96,7 @@ class CapturedGraph(fx.GraphModule):
         return next((tensor for tensor in tensors if tensor.is_floating_point()), next(iter(tensors), None))
 
     def _retarget(self, before: Home, after: Home) -> None:
-        """Rewrites device and dtype arguments baked into the graph."""
+        """Rewrites the device and dtype arguments of the graph's ops."""
         (_, old_dtype), (device, dtype) = before, after
         changed = False
         for node in self.graph.nodes:

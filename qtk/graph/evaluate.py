@@ -16,8 +16,8 @@ def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quant
 
     Args:
         node: a node of a graph that a module owns.
-        read: the value of a node that is an argument.
-        bypass_quantizer: a quantizer that is called returns its input.
+        read: returns the value of an argument node.
+        bypass_quantizer: return the input of a quantizer instead of calling it.
     """
     owner = node.graph.owning_module
     assert owner is not None
@@ -34,12 +34,12 @@ def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quant
 
 
 def evaluate(node: fx.Node, values: dict[fx.Node, Any], *, bypass_quantizers: bool = False) -> Any:
-    """Evaluates ``node`` and what it depends on, but for the nodes whose values are known.
+    """Evaluates ``node`` and every node it depends on whose value is not known yet.
 
     Args:
         node: a node.
-        values: the known values, those of the inputs among them; every value that is computed is added.
-        bypass_quantizers: all quantizers return their input.
+        values: the known values, including those of the inputs. Changed: every computed value is added.
+        bypass_quantizers: return the inputs of quantizers instead of calling them.
     """
     pending = [node]
     while pending:

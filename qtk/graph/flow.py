@@ -1,4 +1,4 @@
-"""Value flow through a graph: the op that makes a value, its readers, its axes, looking through data movement."""
+"""The value flow of a graph through data movement: which op computes a value, which ops read it, where its axes go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 
 
 class Flow:
-    """The value flow of one captured graph; a snapshot, stale after an edit."""
+    """The value flow of one captured graph, as it was at construction: make a new one after an edit."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._static: dict[fx.Node, bool] = {}
@@ -27,15 +27,15 @@ class Flow:
             self._rows[node] = None if label(node, EXCLUDED) else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
-        """The row of the op that makes the value of ``node``; ``None`` for ops unknown or excluded."""
+        """The row of the op that makes the value of ``node``; ``None`` if the op is unknown or excluded."""
         return self._rows[node]
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether the value is made from parameters and buffers alone."""
+        """Whether the value is computed from parameters, buffers and constants alone."""
         return self._static[node]
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether the value is a number rather than data: one static element, filled by an op, or merged of such."""
+        """Whether the value is a number, not data: one static element, a created constant, or a merge of such."""
         if node not in self._constant:
             row, carried = self._rows[node], self.carried(node)
             if row is not None and row.role is Role.CREATE:
@@ -50,7 +50,7 @@ class Flow:
         return self._constant[node]
 
     def data_ports(self, node: fx.Node) -> list[Port]:
-        """The ports of an op that bring in values: floats, neither weights, biases nor lone numbers."""
+        """The ports of an op at which it reads data: floats that are no weights, biases or numbers."""
         row = self._rows[node]
         if row is None or maker(node) is not node:
             return []
@@ -77,7 +77,7 @@ class Flow:
         return [port for port in ports(node) if port.arg == row.bias and is_float(port.value)]
 
     def carried(self, node: fx.Node) -> fx.Node | None:
-        """The value whose elements ``node`` merely moves, ``None`` if it computes new ones."""
+        """The value whose elements ``node`` moves unchanged, ``None`` if ``node`` computes new ones."""
         if node not in self._carried:
             self._carried[node] = self._find_carried(node)
         return self._carried[node]

@@ -9,7 +9,7 @@ from qtk.graph.targets import called_module
 
 
 def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
-    """Every captured graph by its module path, those around others first; its variants as ``path@1`` and so on."""
+    """Module path → captured graph, outer graphs before nested ones; variants as ``path@1`` and so on."""
     by_path = {}
     for path, module in model.named_modules():
         if isinstance(module, CapturedGraph):
@@ -19,18 +19,18 @@ def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
 
 
 def roots(model: nn.Module) -> dict[str, CapturedGraph]:
-    """The graphs that lie in no other: the model itself, or its islands."""
+    """The graphs that are nested in no other: the model itself, or its islands."""
     by_path = graphs(model)
     return {path: graph for path, graph in by_path.items() if not any(_is_below(path, other) for other in by_path)}
 
 
 def with_nested(graph: nn.Module) -> list[CapturedGraph]:
-    """``graph`` and those inside of it, without its variants."""
+    """``graph`` and the graphs nested in it, without variants."""
     return [module for module in graph.modules() if isinstance(module, CapturedGraph)]
 
 
 def nested_graphs(node: fx.Node) -> dict[str, CapturedGraph]:
-    """The graphs inside the module that ``node`` calls, by their path in it, in order."""
+    """Path → graph for every graph inside the module that ``node`` calls; empty if it calls none."""
     module = called_module(node)
     return {} if module is None else graphs(module)
 

@@ -26,7 +26,7 @@ def quantizer_target(site: Site) -> str:
 
 
 def insert(model: nn.Module, plan: QuantPlan) -> dict[Site, Quantizer]:
-    """Adds one quantizer for every leader of ``plan`` and calls it at the leader and its followers.
+    """Adds one quantizer for every leader of ``plan``, called at the leader and at every follower.
 
     Changes ``model``, a prepared one. Returns: site → quantizer, in plan order; followers map to their leader's.
 
@@ -64,7 +64,7 @@ def _leader(plan: QuantPlan, site: Site) -> Site:
 
 
 def remove(model: nn.Module) -> None:
-    """Takes every quantizer out again. Changes ``model``, back to what it was before ``insert``."""
+    """Removes every quantizer. Changes ``model`` back to its state before ``insert``."""
     for module in graphs(model).values():
         for node in quantizer_nodes(module):
             (value,) = node.args
@@ -78,13 +78,13 @@ def remove(model: nn.Module) -> None:
 
 
 def quantizer_called(node: fx.Node) -> Quantizer | None:
-    """The quantizer that ``node`` calls."""
+    """The quantizer that ``node`` calls, ``None`` if it calls none."""
     module = called_module(node)
     return module if isinstance(module, Quantizer) else None
 
 
 def quantizer_nodes(model: fx.GraphModule) -> dict[fx.Node, Quantizer]:
-    """The calls of quantizers in one graph, in order, each with the quantizer."""
+    """Node → quantizer for every call of a quantizer in one graph, in order."""
     return {node: called for node in model.graph.nodes if (called := quantizer_called(node)) is not None}
 
 
@@ -136,7 +136,7 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
     """
     model, plan = simulation.model, simulation.plan
     leaders = {_leader(plan, site): reason for site, reason in reasons.items()}
-    gone = {site: leaders[leader] for site in plan if (leader := _leader(plan, site)) in leaders}
+    dropped = {site: leaders[leader] for site in plan if (leader := _leader(plan, site)) in leaders}
     targets = {quantizer_target(leader) for leader in leaders}
     for module in graphs(model).values():
         for node in quantizer_nodes(module):
@@ -148,9 +148,9 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
         for target in targets:
             if _has(module, target):
                 module.delete_submodule(target)
-    kept = {site: decided for site, decided in plan.items() if site not in gone}
-    smaller = replace(plan, sites=kept, unquantized={**plan.unquantized, **gone})
-    return Simulation(model, smaller, {site: simulation.quantizers[site] for site in kept})
+    kept = {site: decided for site, decided in plan.items() if site not in dropped}
+    smaller_plan = replace(plan, sites=kept, unquantized={**plan.unquantized, **dropped})
+    return Simulation(model, smaller_plan, {site: simulation.quantizers[site] for site in kept})
 
 
 def _has(module: nn.Module, path: str) -> bool:

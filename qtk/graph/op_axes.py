@@ -1,4 +1,4 @@
-"""Which axes of an operator's tensors belong together: the functions that rows of the op table name."""
+"""Functions for the op table that relate axes: the channel axes of a weight, an axis before and after data movement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
 
 
 def one_per_channel(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
-    """A vector of one number a channel: its only axis is both."""
+    """A vector with one number per channel: its only axis is both."""
     return (0, 0) if weight.meta["val"].ndim == 1 else None
 
 
@@ -56,7 +56,7 @@ def same_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
 
 
 def permuted_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """The op is run on a tensor whose axes have different lengths."""
+    """The axis before a permutation, found by running the op on a tensor whose axes have different lengths."""
     lengths = torch.empty(tuple(range(2, 2 + source.meta["val"].ndim)), device="meta")
     permuted = moved.target(lengths, *moved.args[1:], **moved.kwargs)  # type: ignore[operator]
     return int(permuted.shape[axis]) - 2
@@ -68,7 +68,7 @@ def same_axis_of_equal_rank(moved: fx.Node, source: fx.Node, axis: int) -> int |
 
 
 def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """An axis that was repeated is none of the source's."""
+    """Axes keep their order; a repeated axis has none in the source."""
     old, new = source.meta["val"].shape, moved.meta["val"].shape
     return axis if len(old) == len(new) and old[axis] == new[axis] else None
 
@@ -80,7 +80,7 @@ def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
 
 
 def axis_before_reshape(old: list[int], new: list[int], axis: int) -> int | None:
-    """The input axis with the same length and the same number of elements before it.
+    """The axis of ``old`` with the same length and as many elements before it; ``None`` if there is none.
 
     >>> axis_before_reshape([6, 3, 3], [6, 9], 0), axis_before_reshape([6, 3, 3], [18, 3], 0)
     (0, None)

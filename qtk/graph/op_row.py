@@ -1,4 +1,4 @@
-"""What the op table says about one operator."""
+"""A row of the op table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 
 class Role(enum.Enum):
-    """What an op does with values."""
+    """What an op does with values: computes new ones, moves, merges or creates them."""
 
     COMPUTE = "compute"
     MOVEMENT = "movement"
@@ -20,7 +20,7 @@ class Role(enum.Enum):
 
 
 class Product(enum.Enum):
-    """How the output of a weighted op is a matrix product of its input x and its weight W."""
+    """The matrix product that a weighted op computes of its input x and its weight W."""
 
     OUT_IN = "x Wᵀ, W [out, in]"
     IN_OUT = "x W, W [in, out]"
@@ -46,17 +46,17 @@ class OpRow:
         inputs: argument positions that carry values; ``None``: every tensor argument.
         weights: argument positions that hold a weight when their value is made from parameters alone.
         weight_axes: finds the channel axes of such a weight; ``None``: it has no output channels and gets one scale.
-        product: how the weight meets its input; ``None``: the output is not one matrix product, and layer-wise
-            methods pass the op by.
-        data_arg: position of the input that the weight is multiplied with; ``None``: no argument alone is.
+        product: the matrix product of input and weight; ``None``: the output is not one matrix product, and layer-wise
+            methods skip the op.
+        data_arg: position of the argument that the weight is multiplied with; ``None``: no single one is.
         bias: argument position of the bias.
         divisors: argument positions at which a 0 makes the result infinite.
-        input_axis: of a movement op, follows an axis of the output back to the input; ``None``: no axis survives.
+        input_axis: of a movement op, maps an axis of the output to that of the input; ``None``: no axis can be mapped.
         activation: it is an elementwise activation function of one value, which layer-wise methods may apply to the
             output of a layer.
-        arithmetic: with numbers in place of tensors it makes a number, which spelled-out formulas then contain.
+        arithmetic: applied to numbers it gives a number, which the pattern matcher computes (constant folding).
         fresh: its result never shares memory with an input.
-        mask: it masks values, so a supergroup may name it even where it merely moves them.
+        mask: it masks values; a supergroup may name it although its role is movement.
         inside: of a composite, the name by which config rules match all ops inside it (``lstm_cell``).
     """
 

@@ -1,4 +1,4 @@
-"""What each operator does to the values that pass through it: one row says all of it. To add an operator, add a row.
+"""The op table: one row for each operator, with all that qtk knows about it. To add an operator, add a row.
 
 The op's *role* decides where quantizers go (DESIGN §2.3): compute ops make new values, movement ops carry the
 encoding of their input through, merges share one encoding over inputs and output, creations make constants.
@@ -24,6 +24,7 @@ from qtk.graph.op_axes import (
     unexpanded_axis,
 )
 from qtk.graph.op_row import InputAxis, OpRow, Product, Role
+from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
@@ -155,7 +156,7 @@ _add("zeros ones empty arange linspace eye zeros_like ones_like full_like empty_
      "new_empty fill zero tril_indices triu_indices", OpRow("constant", CREATE, inputs=()))
 
 IDENTITY, SPLIT, DROPOUT = ROWS["clone"], ROWS["split"], ROWS["dropout"]
-"""Rows that are asked for by themselves: copies, cutting an axis into several results, dropout of any kind."""
+"""Rows that other modules compare with: copies, ops that split an axis into several results, dropout of any kind."""
 
 # Modules with graphs inside, called as qtk.nn defines them: (x, states, weights, biases).
 RECURRENT = {
@@ -173,14 +174,14 @@ OP_NAMES = frozenset(
 def op_name(node: fx.Node) -> str:
     """The op a node calls, for reports: ``aten.lstm.input``, or the module's class for a call_module."""
     if node.op == "call_module":
-        return type(_module(node)).__name__
+        return type(called_module(node)).__name__
     return str(node.target)
 
 
 def row_of(node: fx.Node) -> OpRow | None:
-    """The row of the op that a node calls, ``None`` if the table does not know it or it is no op."""
+    """The row of the op that a node calls; ``None`` if the op has no row, or the node calls no op."""
     if node.op == "call_module":
-        match _module(node):
+        match called_module(node):
             case BatchNorm():
                 return ROWS["batch_norm"]
             case Dropout():
@@ -206,7 +207,7 @@ def row_of(node: fx.Node) -> OpRow | None:
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
 PAD_WITH_VALUE = OpRow("pad", COMPUTE, inputs=(0,))
-"""Padding with a number other than 0 brings a value in that the input's encoding may not hold."""
+"""Padding with a number other than 0: a value that the input's encoding may not represent."""
 
 
 def _fill_value(node: fx.Node) -> object:
@@ -214,9 +215,3 @@ def _fill_value(node: fx.Node) -> object:
     if "constant_pad_nd" in str(node.target):
         return node.args[2] if len(node.args) > 2 else 0
     return node.args[3] if len(node.args) > 3 and node.args[2] == "constant" else 0
-
-
-def _module(node: fx.Node) -> object:
-    owner = node.graph.owning_module
-    assert owner is not None
-    return owner.get_submodule(str(node.target))

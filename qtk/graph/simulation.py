@@ -1,4 +1,4 @@
-"""A model with quantizers on the sites of its plan: the one value that every verb takes."""
+"""``Simulation``: a model with quantizers on the sites of its plan, the argument of every workflow function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtk.quantizers.quantizer import Quantizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """What ``insert`` makes of a model and a plan.
+    """A prepared model with its plan and the quantizers that ``insert`` added.
 
     Args:
         model: a prepared model with its quantizers inserted.
@@ -29,7 +29,7 @@ class Simulation:
 
 
 class HasSimulation(Protocol):
-    """A handle of a simulation: a ``QuantSim``."""
+    """Anything that holds a simulation, as ``QuantSim`` does."""
 
     @property
     def simulation(self) -> Simulation: ...

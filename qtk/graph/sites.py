@@ -20,7 +20,7 @@ from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 
 OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
-"""Label keys: the module that owns an op, the op's name in it, the site of a quantizer call, ops the user excluded."""
+"""Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call, exclusion."""
 
 GRAPH_PATH, COMPOSITE = "qtk_place", "qtk_within"
 """Label keys of every node of a nested graph: the module path of the graph; the name by which config rules match all
@@ -33,7 +33,7 @@ def add_labels(node: fx.Node, **labels: str) -> None:
 
 
 def label(node: fx.Node, key: str) -> str | None:
-    """The string that ``add_labels`` stored under ``key``."""
+    """The string that ``add_labels`` stored under ``key``, ``None`` if there is none."""
     value = (node.meta.get("custom") or {}).get(key)
     return value if isinstance(value, str) else None
 
@@ -41,13 +41,13 @@ def label(node: fx.Node, key: str) -> str | None:
 def name_sites(graph: fx.Graph, graph_path: str = "", composite: str = "") -> None:
     """Labels every op node with its owner and op name, from the module stack recorded at capture.
 
-    A module that is a single op goes by its path alone; other ops are numbered inside their owner: ``add``,
-    ``add_1``. The second call of a module is owned by ``path@1``.
+    The only op of a module gets an empty op name, so that its site is the module's path; others are numbered inside
+    their owner: ``add``, ``add_1``. The owner of the second call of a module is ``path@1``.
 
     Args:
-        graph: of the model, or a nested graph.
+        graph: the graph of a model, or a nested graph.
         graph_path: module path of a nested graph.
-        composite: name for config rules of the composite that the graph is nested in.
+        composite: the name by which config rules match the composite around a nested graph.
     """
     owners = {node: join(graph_path, owner) for node, owner in _owners(graph).items()}
     labels = {key: text for key, text in ((GRAPH_PATH, graph_path), (COMPOSITE, composite)) if text}
@@ -105,7 +105,7 @@ class Port:
 
 
 def ports(node: fx.Node) -> Iterator[Port]:
-    """The tensor arguments of ``node`` in order, numbered as their edge sites are."""
+    """The tensor arguments of ``node`` in order, with the index of their edge site."""
     index = 0
     for arg, value in enumerate(node.args):
         listed = isinstance(value, (list, tuple))

@@ -1,4 +1,4 @@
-"""Values that depend on parameters and buffers alone, computed without inputs."""
+"""Computes the values that depend on parameters and buffers alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from qtk.graph.sites import edge_site, ports, value_site
 
 
 def static_values(model: nn.Module, sites: Collection[Site]) -> Iterator[tuple[Site, Tensor]]:
-    """The float value at each static site of ``sites``, in graph order, one at a time.
+    """Yields each static site of ``sites`` with its float value, in graph order.
 
-    Quantizers are bypassed: a weight is observed as it is, not as another site rounds it.
+    Quantizers are bypassed, so that no value contains the rounding of another site.
     """
     for module in graphs(model).values():
         yield from _values(module, sites)

@@ -1,4 +1,4 @@
-"""What the target of a node names in the module that owns its graph."""
+"""Looks up the attribute or module that the target of a node names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import fx, nn
 
 
 def attribute(root: nn.Module, path: str) -> Any:
-    """The tensor, module or plain value at ``path``, ``encoder.0.weight``.
+    """The attribute of ``root`` at a dotted path such as ``encoder.0.weight``.
 
-    Raises: AttributeError if there is none.
+    Raises: AttributeError if it does not exist.
     """
     owner, _, leaf = path.rpartition(".")
     return getattr(root.get_submodule(owner), leaf)

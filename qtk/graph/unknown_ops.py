@@ -13,7 +13,7 @@ from qtk.graph.sites import EXCLUDED, label
 
 
 def unknown_ops(model: nn.Module) -> tuple[str, ...]:
-    """Ops with a real-valued result that the op table does not know, by name, in order of appearance."""
+    """Names of the ops with a real-valued result and no row in the op table, in order of appearance."""
     names: dict[str, None] = {}
     for module in graphs(model).values():
         flow = Flow(module.graph)

@@ -19,7 +19,7 @@ SAMPLE_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class AdaRound:
-    """Rounds the weights with the present encoding (arXiv 2004.10568).
+    """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.
 
     Args:
         iterations: steps of Adam.

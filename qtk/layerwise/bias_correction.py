@@ -1,4 +1,4 @@
-"""Bias correction on a layer: the mean of every output stays what it is in the float model."""
+"""Bias correction on a layer: gives every output the mean it has in the float model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtk.layerwise.second_moments import RequiredStatistics
 
 @dataclass(frozen=True, slots=True)
 class BiasCorrection:
-    """Adds the mean error of each output to the bias (arXiv 1906.04721, section 4.2); layers without a bias stay."""
+    """Adds the mean error of each output to the bias (arXiv 1906.04721, section 4.2), if the layer has one."""
 
     needs_bias: ClassVar[bool] = True
     searches_scale: ClassVar[bool] = False
@@ -38,6 +38,6 @@ class BiasCorrection:
             state.moments.mean_difference,
         )
         before, now = (state.current_error(),) * 2 if state.loss is None else state.loss
-        gain = state.moments.rows * float(shift.square().sum())  # a sum of squares less that of its mean
+        gain = state.moments.rows * float(shift.square().sum())  # rows · (mean error)², which the shift removes
         bias = (state.bias + shift.to(state.bias.device)).to(state.bias.dtype)
         return replace(state, bias=bias, loss=(before, now - gain))

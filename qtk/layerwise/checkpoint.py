@@ -34,9 +34,9 @@ class Checkpoint:
     Args:
         directory: is created if it is missing.
         layers: names of the layers, in order.
-        settings: whatever else the result depends on.
-        model: with its weights and encodings as they are before the run.
-        calls: the data.
+        settings: name → value of everything else that the result depends on.
+        model: the model before the run; its weights and encodings are digested.
+        calls: the data, digested too.
 
     Raises: CalibrationError if the directory belongs to another run, or cannot be written.
     """
@@ -112,7 +112,7 @@ class Checkpoint:
 
 
 def _digest(values: Iterable[object]) -> str:
-    """Digest of all leaves of some trees of values; of tensors with dtype and shape."""
+    """Digest of all leaves of pytrees; that of a tensor includes dtype and shape."""
     digest = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(list(values)):
         if isinstance(leaf, Tensor):

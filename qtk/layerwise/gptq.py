@@ -16,10 +16,10 @@ from qtk.layerwise.second_moments import RequiredStatistics
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """Rounds the weights with the present encoding (arXiv 2210.17323).
+    """GPTQ (arXiv 2210.17323) with the present encoding.
 
-    Where the quantized model's input X̂ differs from the float model's X, it does not round w but the weights that come
-    closest to the float output on X̂: ``w + H⁻¹ Eᵀ w``, with the damped H, the least squares of arXiv 2504.02692.
+    Where the quantized model's input X̂ differs from the float model's X, it rounds the least-squares weights
+    ``w + H⁻¹ Eᵀ w`` (damped H), whose output on X̂ is closest to the float output, not w (arXiv 2504.02692).
 
     Args:
         damping: added to the diagonal of the Hessian, as a multiple of its mean.

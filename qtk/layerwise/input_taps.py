@@ -17,7 +17,7 @@ TAPS = "qtk_taps"
 """The submodule of a graph that holds its taps."""
 
 Listener: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Is called with input and weight of an op, at every call of it."""
+"""A function called with input and weight at every call of a tapped op."""
 
 
 @contextmanager

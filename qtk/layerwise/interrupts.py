@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers an interrupt that arrives while the body runs until it has ended."""
+    """Defers Ctrl-C until the body has ended; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread is ever interrupted
         yield
         return
     deferred: list[int] = []
     previous = signal.getsignal(signal.SIGINT)
-    if previous is None:  # not Python's to put back
+    if previous is None:  # installed outside Python, which could not restore it
         yield
         return
     signal.signal(signal.SIGINT, lambda number, frame: deferred.append(number))

@@ -1,4 +1,4 @@
-"""Which layers of a simulation the given layer-wise methods improve."""
+"""Selects the layers of a simulation that layer-wise methods can improve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qtk.planning.selection import leaders
 def select_layers(
     simulation: Simulation, methods: Sequence[LayerwiseMethod], sites: Iterable[str] | str | None
 ) -> tuple[list[WeightedLayer], dict[str, str]]:
-    """The layers that the methods can improve, and the named weights that are left, each with the reason.
+    """The selected layers that all methods can work on, and the reason for every other selected weight.
 
     Raises: CalibrationError if there is no such layer, or for a name of no site.
     """

@@ -1,4 +1,4 @@
-"""A layer while layer-wise methods work on it: weight, encoding and bias so far, and the statistics of its input."""
+"""The state of a layer between layer-wise methods: weight, encoding and bias so far, and statistics of its input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qtk.ops.simulate import simulate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerState:
-    """What a layer-wise method is given, and returns with some fields replaced.
+    """The argument of a layer-wise method, which returns it with some fields replaced.
 
     Args:
         name: of the weight's site.
@@ -34,8 +34,8 @@ class LayerState:
         moments: statistics of the layer's input.
         error: of the output, as a function of the change of the weight.
         activation: the function that alone reads the output, if there is one.
-        dtype: to compute in.
-        loss: the output's error before and after, without its constant, where a method knows them.
+        dtype: in which methods compute.
+        loss: the output's error before the first and after the last method, without its constant; ``None`` if unknown.
     """
 
     name: str
@@ -95,7 +95,7 @@ class LayerState:
         )
 
     def scale_index(self) -> Tensor:
-        """Which scale each weight is quantized with, counted flat. Shape: int64, as ``to_gemm``."""
+        """Index of each weight's scale in the flattened scales. Shape: int64, as ``to_gemm``."""
         return scale_index_of(self.weight.shape, self.encoding, self.geometry)
 
     def current_error(self) -> float:
@@ -106,7 +106,7 @@ class LayerState:
     def updated(
         self, *, weight: Tensor | None = None, encoding: Encoding | None = None, loss: tuple[float, float] | None = None
     ) -> LayerState:
-        """The state with another weight or encoding, and the loss that gives.
+        """The state with another weight or encoding, and the resulting loss.
 
         Args:
             weight: in GEMM layout.
@@ -134,7 +134,7 @@ def expand_scales(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometr
 
 
 def scale_index_of(shape: Sequence[int], encoding: Encoding, geometry: Geometry) -> Tensor:
-    """Which scale each weight is quantized with, counted flat. Shape: int64 [groups, outputs, columns]."""
+    """Index of each weight's scale in the flattened scales. Shape: int64 [groups, outputs, columns]."""
     scale = encoding.scale
     count = torch.arange(scale.numel(), device=scale.device).reshape(scale.shape)
     high, low = (  # in two halves, for float32 holds no larger integers

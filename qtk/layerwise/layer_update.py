@@ -1,4 +1,4 @@
-"""What layer-wise methods change of one layer: encoding, weight, bias."""
+"""``LayerUpdate``: the new encoding, weight and bias that layer-wise methods compute for one layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerUpdate:
-    """A layer's new values, and the error of its output with and without them.
+    """New values of a layer, and the error of its output before and after.
 
     Args:
-        encoding: of the weight.
-        weight: ``None`` if it stays.
-        bias: likewise.
+        encoding: the weight's encoding, new or as before.
+        weight: the new weight, ``None`` if it does not change.
+        bias: the new bias, ``None`` if it does not change.
         before: squared error of the output, summed over outputs and samples, without the part no weight can change.
         after: the same with the new values.
     """
@@ -38,7 +38,7 @@ class LayerUpdate:
 
     @torch.no_grad()
     def write(self, layer: WeightedLayer) -> None:
-        """Writes the values into the layer, and freezes the encoding if it or the weight is new."""
+        """Writes the values into ``layer``, and freezes the encoding if it or the weight has changed."""
         quantizer, present = layer.quantizer, layer.quantizer.encoding
         is_new = present is None or not present.equals(self.encoding.to(present.scale.device))
         if is_new:
@@ -53,7 +53,7 @@ class LayerUpdate:
 
 
 def compute_update(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], moments: SecondMoments) -> LayerUpdate:
-    """Applies all methods in order; the result is on the CPU and the layer itself does not change.
+    """The update of a layer by all methods in order, on the CPU; the layer itself does not change.
 
     Raises: CalibrationError, naming the layer, if a method fails.
     """

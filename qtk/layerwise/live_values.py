@@ -1,4 +1,4 @@
-"""The values of all batches between two layers: on their device, in host memory, or on disk."""
+"""Stores the values of all batches between two layers: on their device, in host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Offload: TypeAlias = Literal["none", "cpu", "disk"]
 """Where values are kept: on their device, in host memory, or in files of a temporary directory."""
 
 Values: TypeAlias = dict[fx.Node, tuple[Any, ...]]
-"""The values of nodes for one batch, one for each path; one object where the paths agree."""
+"""Node → its values for one batch, one for each path; the same object where the paths agree."""
 
 
 class LiveValues:
-    """Keeps the values of every batch until that batch is run on.
+    """Stores the values of every batch until the walk continues with that batch.
 
     Args:
-        offload: where they are kept.
+        offload: where to store them.
     """
 
     def __init__(self, offload: Offload = "none") -> None:
@@ -35,7 +35,7 @@ class LiveValues:
         self._folder = tempfile.TemporaryDirectory(prefix="qtk-") if offload == "disk" else None
 
     def put(self, batch: int, values: Values) -> None:
-        """Keeps the values of a batch."""
+        """Stores the values of a batch."""
         if self.offload == "none":
             self._on_device[batch] = values
             return
@@ -46,14 +46,14 @@ class LiveValues:
         self._packed[batch] = packed
 
     def take(self, batch: int) -> Values:
-        """The values of a batch, on their device; they are no longer kept."""
+        """Removes and returns the values of a batch, on their device."""
         if self.offload == "none":
             return self._on_device.pop(batch)
         packed = self._packed.pop(batch)
         return packed.values(packed.tensors if self._folder is None else load_file(self._file(batch)))
 
     def close(self) -> None:
-        """Drops all values, and their files."""
+        """Deletes all values, and their files."""
         self._on_device.clear()
         self._packed.clear()
         if self._folder is not None:
@@ -81,7 +81,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Stands for a tensor that is stored by name."""
+    """A reference to a tensor stored by name."""
 
     name: str
     device: torch.device

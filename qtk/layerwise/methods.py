@@ -1,4 +1,4 @@
-"""Layer-wise methods: what one is, and the names users give to them. To add one, add its line here."""
+"""The protocol and the registered names of layer-wise methods. To add one, add its line here."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class LayerwiseMethod(Protocol):
 
     @property
     def searches_scale(self) -> bool:
-        """Whether it replaces the encoding of the weight, so that a frozen one rules it out."""
+        """Whether it replaces the encoding of the weight; layers with a frozen encoding are skipped then."""
         ...
 
     def min_rows(self, columns: int) -> int:
-        """Rows of input below which its result fits noise, for a layer of so many columns."""
+        """Number of input rows below which it overfits a layer with ``columns`` columns."""
         ...
 
     def refuses(self, spec: QuantSpec) -> str | None:
-        """Why it cannot work on weights of a spec; ``None`` if it can."""
+        """Why it cannot work on weights with a spec; ``None`` if it can."""
         ...
 
     def required_statistics(self, block: int | None) -> RequiredStatistics:
-        """What it must know of the input of a layer with scales for blocks of so many columns, ``None``: all."""
+        """The statistics it needs of a layer's input, with one scale per ``block`` columns (``None``: for all)."""
         ...
 
     def apply(self, state: LayerState) -> LayerState:
-        """The state with a better weight, encoding or bias. Raises: CalibrationError if it finds none."""
+        """The state with a better weight, encoding or bias. Raises: CalibrationError if it cannot compute one."""
         ...
 
 
@@ -52,7 +52,7 @@ METHODS.add("bias_correction", BiasCorrection())
 
 
 def method(text: str) -> LayerwiseMethod:
-    """The method of a name, with its settings changed where some are given.
+    """The method with a registered name, with the settings in parentheses if there are any.
 
     Raises: ConfigError if the name, or a setting, is unknown or makes no sense.
 

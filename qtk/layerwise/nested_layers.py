@@ -1,4 +1,4 @@
-"""Statistics of the layers inside a module that is run as a whole: a loop over time, a model's own Python."""
+"""Collects statistics of the layers inside a module that runs as a whole: a loop over time, a model's own Python."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from qtk.quantizers.quantizer import Mode
 class NestedLayers:
     """Collects the statistics of all layers inside a module, over all calls of each.
 
-    The layers are updated together afterwards, so their inputs on the quantized path are still to change. In
-    experiments it was better not to correct for those (docs/decisions.md): statistics are of one path alone.
+    The layers are updated together afterwards, which changes their inputs on the quantized path. In experiments it was
+    better not to correct for that change (docs/decisions.md): statistics are of one path only.
 
     The weight of a call is recognized by identity: it is the parameter, or the output of its quantizer.
 
     Args:
-        module: what is run.
-        required: the layers, with the statistics to collect; those with ``None`` are left out.
-        quantized: whether quantizers act.
+        module: the module to run.
+        required: layer → statistics to collect; layers with ``None`` are skipped.
+        quantized: whether quantizers act while it runs.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NestedLayers:
 
 
 def _joined(layer: WeightedLayer, calls: list[Tensor]) -> list[Tensor]:
-    """The inputs of a linear layer's calls as one: a loop over time makes many small ones."""
+    """The inputs of a linear layer's calls, concatenated: a loop over time makes many small ones."""
     if layer.geometry.kernel:
         return calls
     return [torch.cat([x.reshape(-1, x.shape[-1]) for x in calls])]

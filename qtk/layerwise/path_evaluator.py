@@ -19,8 +19,8 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 class PathEvaluator:
     """Evaluates nodes on every path; once where the paths read the same objects and no quantizer acts.
 
-    Parameters, bare or quantized, are read anew at each use, since their layer may have been updated in between. The
-    float path goes on with copies of the parameters as they were.
+    Parameters, quantized or not, are read anew at each use, since their layer may have been updated in between. The
+    float path uses copies of the parameters before the update.
 
     Args:
         graph: with quantizers inserted.
@@ -49,11 +49,11 @@ class PathEvaluator:
                     self._last_reads[name] = attribute(graph, name), index
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter, bare or quantized."""
+        """Whether a node is a parameter, quantized or not."""
         return node in self._parameter_nodes
 
     def value(self, node: fx.Node, values: Values, path: int) -> Any:
-        """What a node is worth on a path, from the values of the nodes before it."""
+        """The value of a node on a path: from ``values``, or read anew for a parameter."""
         if not self.is_parameter(node):
             return values[node][path]
         copy = None if self.quantized[path] else self._float_copies.get(str(node.target))
@@ -70,7 +70,7 @@ class PathEvaluator:
             return evaluate_node(node, read, bypass_quantizer=True)
 
     def run(self, node: fx.Node, values: Values) -> None:
-        """Runs a node on all paths and adds what it is worth to ``values``; inputs and parameters are there already."""
+        """Runs a node on all paths and adds its values to ``values``; does nothing for inputs and parameters."""
         if node.op in ("placeholder", "output") or self.is_parameter(node):
             return
         first = self.evaluate(node, values, 0)
@@ -80,7 +80,7 @@ class PathEvaluator:
             values[node] = (first, *(self.evaluate(node, values, path) for path in range(1, len(self.quantized))))
 
     def keep_float(self, parameters: Sequence[Tensor | None]) -> None:
-        """Copies what the float path is still to read of parameters about to change."""
+        """Copies those of ``parameters``, which are about to change, that the float path reads."""
         for name, (tensor, _) in self._last_reads.items():
             if False in self.quantized and any(tensor is parameter for parameter in parameters):
                 self._float_copies[name] = tensor.detach().clone()

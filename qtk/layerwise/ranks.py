@@ -18,7 +18,7 @@ from qtk.observers.ranks import exchanged, several_ranks
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What one rank's sums are, so that a rank without data can add zeros."""
+    """The layout of one rank's sums, so that a rank without data can add zeros of the same shapes."""
 
     geometry: Geometry
     required: RequiredStatistics
@@ -36,10 +36,10 @@ def sum_over_ranks(
 
     Args:
         moments: those of this rank.
-        device: where the result shall be.
+        device: device of the result.
         problem: an exception of this rank, to be raised on all.
 
-    Raises: the problem; CalibrationError for those of other ranks, and if the ranks collect different statistics.
+    Raises: ``problem``; CalibrationError for problems of other ranks, and if the ranks collect different statistics.
     """
     if not several_ranks():
         if problem is not None:

@@ -10,15 +10,15 @@ from qtk.numerics.error import decibels
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What became of one layer.
+    """The result of layer-wise methods on one layer.
 
     Args:
         name: of its weight.
-        before: squared error of the output before, summed, without the part that no weight can change.
+        before: squared error of the output before, summed, without its constant.
         after: the same afterwards.
-        signal: sum of the squares of the float output; ``None`` if it was not seen.
-        noise: squared error of the output afterwards, all of it; ``None`` likewise.
-        reason: why nothing was done; ``None`` if something was.
+        signal: sum of the squares of the float output; ``None`` if not measured.
+        noise: squared error of the output afterwards, with its constant; ``None`` if not measured.
+        reason: why the layer was not updated; ``None`` if it was.
     """
 
     name: str
@@ -35,7 +35,7 @@ class LayerResult:
 
     @property
     def sqnr_before_db(self) -> float | None:
-        """SQNR of the output before; for weights in blocks without the products of different blocks."""
+        """SQNR of the output before; an approximation without cross terms of blocks for weights in blocks."""
         if self.signal is None or self.noise is None:
             return None
         return decibels(self.signal, self.noise + self.before - self.after)

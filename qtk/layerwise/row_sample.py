@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class RowSample:
-    """Keeps at most ``size`` rows: every n-th of all, where n doubles when they become too many.
+    """Keeps every n-th row, at most ``size`` rows; n doubles when there are more.
 
     Args:
-        size: rows at most.
+        size: largest number of rows.
 
     >>> sample = RowSample(4)
     >>> sample.add(torch.arange(10.0)[None, :, None])

@@ -30,10 +30,10 @@ class LayerwiseRun:
     """Walks through the model once and updates layer after layer; every rank takes part.
 
     Args:
-        model: with quantizers; its layers are changed.
+        model: a model with quantizers. Changed: its layers.
         methods: applied to each layer in order.
         layers: those to improve, each with an encoding.
-        calls: how the model is called; one for each batch.
+        calls: the calls of the model, one for each batch.
         inputs: see ``qtk.layerwise.walk.Inputs``.
         offload: where values are kept between layers.
         checkpoint_dir: where finished layers are saved, and looked for.
@@ -113,7 +113,7 @@ class LayerwiseRun:
 
 
 def _required_statistics(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) -> RequiredStatistics:
-    """Enough for all methods."""
+    """Statistics that are enough for all methods."""
     encoding = layer.quantizer.encoding
     assert encoding is not None
     scale_index = scale_index_of(layer.weight.shape, encoding, layer.geometry)

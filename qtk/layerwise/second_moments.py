@@ -5,8 +5,8 @@ the squared error of that output over all samples is
 
     |X w - X̂ ŵ|² = wᵀ D w + 2 wᵀ E d + dᵀ H d        H = X̂ᵀX̂, E = (X - X̂)ᵀX̂, D = (X - X̂)ᵀ(X - X̂)
 
-so that no sample need be kept. H is the Hessian of the layer's error (up to a factor 2) that GPTQ and AdaRound speak
-of. For a convolution, X is its input in im2col layout, ``qtk.numerics.im2col``.
+so that no sample need be kept. H is, up to a factor 2, the Hessian of GPTQ and AdaRound. For a convolution,
+X is its input in im2col layout, ``qtk.numerics.im2col``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from qtk.numerics.im2col import Geometry, im2col
 NO_DATA = "no data was observed; calibrate with data that reaches this layer"
 
 PANEL = 256
-"""Columns of a Gram matrix computed together; what lies left of them is copied from the other side."""
+"""Columns of a Gram matrix computed together; blocks below the diagonal are copied from above it."""
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Elements of a convolution's input in im2col layout held at a time, at most; one sample at least."""
+"""Largest number of elements in im2col layout held at a time, but at least one sample."""
 
 CARRIED = 16
-"""Batches summed in the dtype of their products before the sum is added in float64."""
+"""Number of batches summed in the dtype of their products before the sum is added in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RequiredStatistics:
 
     @staticmethod
     def union(each: Sequence[RequiredStatistics]) -> RequiredStatistics:
-        """Enough for all: over all columns where the blocks differ.
+        """Statistics that are enough for all of ``each``: over all columns if the blocks differ.
 
         >>> RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
         RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32)
@@ -71,7 +71,7 @@ GRAM_OF_ALL_COLUMNS = RequiredStatistics()
 
 
 class SecondMoments:
-    """Sums H, and where both inputs are given E, over batches: a few in float32, these in float64.
+    """Sums H, and E if both inputs are passed, over batches: a few batches in float32, their sums in float64.
 
     Args:
         geometry: of the layer.
@@ -104,7 +104,7 @@ class SecondMoments:
     def of_sums(
         cls, geometry: Geometry, required: RequiredStatistics, rows: int, sums: Mapping[str, Tensor], sample: RowSample
     ) -> SecondMoments:
-        """The statistics whose ``sums`` are given, over so many rows."""
+        """The statistics with these ``sums`` over ``rows`` rows."""
         moments = cls(geometry, required)
         moments.rows, moments._sums, moments._sample = rows, dict(sums), sample
         return moments
@@ -151,7 +151,10 @@ class SecondMoments:
         return product.transpose(1, 2).reshape(weight.shape)
 
     def gram_as(self, dtype: torch.dtype) -> Tensor:
-        """``gram`` in another dtype, without the way over float64 where that is not needed."""
+        """``gram`` in another dtype; in that of the products without converting to float64, if possible.
+
+        Raises: CalibrationError as ``gram``.
+        """
         gram = self._sum("gram", dtype)
         if not bool(gram.diagonal(dim1=-2, dim2=-1).isfinite().all()):  # it bounds the rest
             raise CalibrationError("the squares of a layer's input are beyond float32; scale the data down")
@@ -182,7 +185,7 @@ class SecondMoments:
 
     @property
     def columns(self) -> int:
-        """Of one group's rows."""
+        """Number of columns of one group; 0 before the first batch."""
         total = self._sums.get("sum")
         return 0 if total is None else total.shape[1] * total.shape[2]
 
@@ -240,7 +243,7 @@ class SecondMoments:
                 self._multiply("difference", input_error)
 
     def merge(self, other: SecondMoments) -> None:
-        """Adds what ``other`` has seen.
+        """Adds the statistics of ``other``.
 
         Raises: CalibrationError if it is of another layer.
         """
@@ -292,7 +295,7 @@ class SecondMoments:
 
 
 class _Products:
-    """A sum of products of a few batches; of symmetric ones only the panels of the diagonal and what is right of them.
+    """A sum of products of a few batches; symmetric ones are computed only on and above the diagonal panels.
 
     Args:
         left: the first left factor.
@@ -319,7 +322,7 @@ class _Products:
 
 
 def _mirrored(upper: Tensor) -> Tensor:
-    """Fills in what lies left of the diagonal's panels, from the other side. Changes ``upper``."""
+    """Copies the panels above the diagonal to below it. Changes ``upper``."""
     for begin in range(PANEL, upper.shape[-1], PANEL):
         upper[..., begin : begin + PANEL, :begin] = upper[..., :begin, begin : begin + PANEL].mT
     return upper

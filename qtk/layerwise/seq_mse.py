@@ -1,4 +1,4 @@
-"""Sequential MSE on a layer: the scales of its weight with which its output changes least."""
+"""Sequential MSE on a layer: searches the scales of its weight with the least error of its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SeqMse:
-    """For each scale the range, of ``i / num_candidates`` times the present one, with the least error of the output.
+    """Minimises the output error of a layer over ``i / num_candidates`` times the present range of each scale.
 
     Scales stored in few bits (MX, NVFP4, LPBQ) are searched among those that can be stored.
 
@@ -38,7 +38,7 @@ class SeqMse:
         loss: ``mse``; ``sqnr``, which differs where several outputs share a scale: each counts by its own power; or
             ``l1``, absolute errors on a sample of rows.
 
-    Raises: CalibrationError if a setting is out of range, or if ``joint`` meets a loss other than ``mse``.
+    Raises: CalibrationError if a setting is out of range, or ``joint`` is set with a loss other than ``mse``.
     """
 
     needs_bias: ClassVar[bool] = False
@@ -85,7 +85,7 @@ class SeqMse:
             best = search.best(fractions, exact=self.exact)
         if self.joint and search.has_cross_blocks:
             return state.updated(encoding=search.refined_jointly(fractions, best.candidate))
-        # errors of blocks add up to that of the output only if the blocks' own products are all that is known
+        # errors of blocks add up to the error measured only if there are no cross terms of blocks
         is_output_error = self.loss == "mse" and not search.has_cross_blocks
         return state.updated(
             encoding=best.encoding, loss=(coarse_best.present_error, best.error) if is_output_error else None

@@ -1,11 +1,11 @@
 """One walk through a model for methods that improve one layer after the other.
 
-All batches go through the graph together, on two paths: that of the float model and that of the quantized one. Where
-they reach a layer, the statistics of its input are handed out; the walk goes on with the updated weight. So the cost is
-two forward passes, however many layers there are, and only values still to be read are held.
+All batches go through the graph together, on two paths: the float model's and the quantized model's. At each layer the
+walk yields the statistics of its input, and continues with the updated weight. So the cost is two forward passes,
+however many layers there are, and only values that are still to be read are kept.
 
-A module that is run as a whole (a loop over time, a model's own Python) is run once more, before the walk goes on
-behind it, to collect the inputs of the layers inside; these are handed out together (``qtk.layerwise.nested_layers``).
+A module that runs as a whole (a loop over time, a model's own Python) is run once more before the walk continues, to
+collect the inputs of the layers inside, which are yielded one after the other (``qtk.layerwise.nested_layers``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
 model's for the quantized weight (asym); for both weights the float model's (symfp) or the quantized model's (symqt)."""
 
 QUANTIZED_PATHS: dict[Inputs, tuple[bool, ...]] = {"asym": (False, True), "symfp": (False,), "symqt": (True,)}
-"""For every path that is walked, whether quantizers act on it."""
+"""For every path of the walk, whether quantizers act on it."""
 
 
 @dataclass(slots=True)
@@ -57,12 +57,12 @@ class OutputPower:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInput:
-    """A layer that all batches have reached.
+    """The input of a layer that all batches have reached.
 
     Args:
-        layer: which.
-        moments: statistics of its input; ``None`` if none were required, or no data came there.
-        output: power of its output; stays 0 where that is not seen: on one path, and inside of modules.
+        layer: the layer.
+        moments: statistics of its input; ``None`` if none were required, or no data reached it.
+        output: power of its output; stays 0 where it is not measured: with one path, and in nested layers.
     """
 
     layer: WeightedLayer
@@ -78,16 +78,16 @@ def walk(
     inputs: Inputs = "asym",
     offload: Offload = "none",
 ) -> Iterator[LayerInput]:
-    """Every layer of ``required`` once, at its last use; change its weight and bias before asking for the next.
+    """Yields every layer of ``required`` at its last use; update its weight and bias before the next iteration.
 
-    Quantizers act as their modes say, but for those on the float path.
+    Quantizers act in their modes, except on the float path, where they are bypassed.
 
     Args:
         model: a prepared model with quantizers, in eval mode.
-        calls: how it is called; one for each batch.
+        calls: its calls, one for each batch.
         required: the layers, with the statistics to collect; ``None`` for one that needs none.
         inputs: see ``Inputs``.
-        offload: where values wait.
+        offload: where values are stored between layers.
 
     Raises: CalibrationError if an input holds NaN or ±inf.
     """
@@ -105,7 +105,7 @@ def walk(
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A value that some layers multiply in the same way; they share its statistics."""
+    """A value that several layers may read with the same geometry; they share its statistics."""
 
     value: fx.Node
     geometry: Geometry
@@ -198,7 +198,7 @@ class _GraphWalk:
             self._outputs[node].add(*values[node])
 
     def _observe(self, node: fx.Node, values: Values) -> None:
-        """Adds to the statistics of what ``node`` is the first to read, and of the layers inside of it."""
+        """Adds to the statistics of the inputs that ``node`` reads first, and of the layers nested in it."""
         for layer_input in self._inputs.get(node, ()):
             moments = self._moments.get(layer_input)
             if moments is None:
@@ -215,7 +215,7 @@ class _GraphWalk:
                 self._nested[node].observe(lambda: self._paths.evaluate(node, values, 0))
 
     def _collected(self, layer: WeightedLayer) -> SecondMoments | None:
-        """The statistics of all uses of a layer, which are dropped once no other layer waits for them."""
+        """The summed statistics of all uses of a layer; those that no other layer needs are dropped."""
         uses: list[SecondMoments] = []
         for node in self._uses[layer]:
             if node in self._nested:

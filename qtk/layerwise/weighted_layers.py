@@ -42,7 +42,7 @@ class WeightedLayer:
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
-    """The layers of a model with quantizers, in graph order, and the weights of no layer, each with the reason."""
+    """The layers of a model with quantizers, in graph order, and the reason for every weight that is of no layer."""
     layers: dict[str, WeightedLayer] = {}
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
@@ -66,10 +66,8 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
     return [layer for name, layer in layers.items() if name not in skipped], skipped
 
 
-
-
 class _NotALayer(Exception):  # noqa: N818 - it is a reason
-    """Why a weight is not that of a layer."""
+    """The reason why a weight does not belong to a ``WeightedLayer``."""
 
 
 def _check_readers(flow: Flow, port: Port) -> None:
@@ -96,7 +94,7 @@ def _layer(
 
 
 def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
-    """What alone reads the output of an op, past quantizers."""
+    """The activation function that is the only reader of an op's output, through quantizers; ``None`` if none is."""
     node = op
     while len(node.users) == 1:
         (node,) = node.users

@@ -1,10 +1,9 @@
-"""Errors of a value against its reference: SQNR in dB, and the maximum in units of scale."""
+"""The error of a value against its reference: SQNR in dB."""
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 
@@ -26,14 +25,3 @@ def decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
-
-
-def max_error_in_scales(reference: Tensor, value: Tensor, scale: Tensor) -> float:
-    """Maximal absolute error divided by the smallest scale; 0 for empty tensors.
-
-    >>> max_error_in_scales(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.5]), torch.tensor([0.5, 0.25]))
-    2.0
-    """
-    if reference.numel() == 0:
-        return 0.0
-    return float((value.to(torch.float64) - reference.to(torch.float64)).abs().max()) / float(scale.min())

@@ -1,1 +1,1 @@
-"""Streaming statistics of tensors; what to make of them is a calibrator's business."""
+"""Streaming statistics of tensors, from which calibrators compute encodings."""

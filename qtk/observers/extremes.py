@@ -1,4 +1,4 @@
-"""Minimum and maximum of one tensor for each scale, attention-mask sentinels left out."""
+"""Minimum and maximum of one tensor for each scale, without attention-mask sentinels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SENTINEL = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """What one tensor adds to the statistics of each scale.
+    """Minimum and maximum of one tensor for each scale, and how many elements were counted.
 
-    ``count`` elements entered, ``sentinels`` were left out. Where ``seen`` is false a scale has only sentinels, and its
+    ``count`` elements were counted, ``sentinels`` skipped. Where ``seen`` is false a scale has only sentinels, and its
     ``low`` and ``high`` are meaningless; ``seen`` is ``None`` if every scale has a value. On an accelerator the counts
-    stay tensors, and ``broken`` says whether the tensor held NaN or +inf.
+    stay tensors, and ``broken`` is whether the tensor held NaN or +inf.
 
     Shape: ``low``, ``high`` float32, ``seen`` bool, in the qparam shape.
     """
@@ -37,12 +37,12 @@ class Extremes:
 
     @property
     def nothing(self) -> bool:
-        """Whether all elements were left out; false where that is not known without a synchronization."""
+        """Whether all elements are sentinels; false where that is not known without a synchronization."""
         return isinstance(self.count, int) and self.count == 0
 
 
 class Counted:
-    """What every observer counts; on an accelerator the counts are read only when asked for."""
+    """Base of the observers: counts elements and sentinels; on an accelerator the counts are read only on demand."""
 
     def __init__(self) -> None:
         self._count: int | Tensor = 0
@@ -64,8 +64,8 @@ class Counted:
         if self._broken is not None and bool(self._broken):
             raise CalibrationError(f"NaN or +inf among the {self.count} elements seen; {ADVICE}")
 
-    def _add(self, found: Extremes) -> None:
-        self._join(found.count, found.sentinels, found.broken)
+    def _add(self, batch: Extremes) -> None:
+        self._join(batch.count, batch.sentinels, batch.broken)
 
     def _add_all(self, other: Counted) -> None:
         self._join(other._count, other._sentinels, other._broken)
@@ -83,7 +83,7 @@ def _on_one(value: int | Tensor, other: int | Tensor) -> int | Tensor:
 
 
 def sentinel_bound(dtype: torch.dtype) -> float:
-    """Values ≤ this are sentinels; in float16 that is its own smallest number.
+    """Values ≤ this are sentinels; in float16, which cannot hold −1e30, its smallest number.
 
     >>> sentinel_bound(torch.float32), sentinel_bound(torch.float16)
     (-1e+30, -65504.0)
@@ -92,7 +92,7 @@ def sentinel_bound(dtype: torch.dtype) -> float:
 
 
 def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
-    """The extremes of ``x`` for each scale, ``None`` if it is empty.
+    """Minimum and maximum of ``x`` for each scale, ``None`` if ``x`` is empty.
 
     Raises: CalibrationError if ``x`` is on the CPU and holds NaN or +inf; SpecError if the granularity does not fit it.
     """

@@ -1,4 +1,4 @@
-"""The histogram of AIMET's C++ library: its grid is fixed by the first batch, and every batch weighs the same."""
+"""The histogram of AIMET's C++ library: its bins are fixed by the first batch, and every batch has the same weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 1 << 22
 
 
 class FirstBatchHistogram(Counted):
-    """512 bins over three times the range of the first batch that is not all zero; what lies outside is dropped.
+    """512 bins over three times the range of the first batch that is not all zero; values outside are dropped.
 
     An element is in the bin ``round(x / width - first / width)``, ties away from zero. Each batch adds its shares, and
     the shares are the mean over batches.
@@ -32,25 +32,25 @@ class FirstBatchHistogram(Counted):
         self._width: Tensor | None = None
         self._shares: Tensor | None = None  # float64 [scales, BINS], summed over batches
         self._batches = 0
-        self.device = torch.device("cpu")  # of what was seen
+        self.device = torch.device("cpu")  # of the observed tensors
         self._seen: Tensor | None = None  # bool [scales]: saw anything but sentinels
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        found = extremes(x, self.granularity)
-        if found is None:
+        batch = extremes(x, self.granularity)
+        if batch is None:
             return
-        if found.nothing:
-            self._add(found)
+        if batch.nothing:
+            self._add(batch)
             return
         if self._seen is not None:
-            same_shape(self._seen.reshape(self.shape), found.low)
-        self.shape, self.device = tuple(found.low.shape), x.device
-        seen = torch.ones_like(found.low, dtype=torch.bool) if found.seen is None else found.seen
+            same_shape(self._seen.reshape(self.shape), batch.low)
+        self.shape, self.device = tuple(batch.low.shape), x.device
+        seen = torch.ones_like(batch.low, dtype=torch.bool) if batch.seen is None else batch.seen
         self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)
-        low, high = (bound.reshape(-1).to(torch.float64) for bound in (found.low, found.high))
-        self._add(found)
+        low, high = (bound.reshape(-1).to(torch.float64) for bound in (batch.low, batch.high))
+        self._add(batch)
         if self._width is None:
             if bool(((low == 0) & (high == 0)).all()):
                 return

@@ -25,11 +25,11 @@ DIGITS = 24
 
 
 class Histogram(Counted):
-    """Counts what each scale saw in at least ``bins`` and at most twice as many bins between its extremes.
+    """A histogram for each scale, with ``bins`` to ``2 · bins`` bins between its minimum and maximum.
 
     Args:
-        bins: the resolution.
-        growth: if given, the range of the first batch, [low, high], is extended by at most
+        bins: smallest number of bins over the range.
+        growth: if not ``None``, the range of the first batch, [low, high], is extended by at most
             ``growth · (high - low) / 2`` on either side; values beyond count in the outermost bins. Then the
             result depends on which batch comes first.
 
@@ -49,7 +49,7 @@ class Histogram(Counted):
         self.granularity = granularity
         self.bins = bins
         self.growth = growth
-        # [scales] each, and [scales, 2 · bins]; inf and -inf for a scale that saw none
+        # [scales] each, counts [scales, 2 · bins]; low is inf and high -inf for a scale that saw no value
         self._low: Tensor | None = None
         self._high: Tensor | None = None
         self._limits: tuple[Tensor, Tensor] | None = None
@@ -92,13 +92,13 @@ class Histogram(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        found = extremes(x, self.granularity)
-        if found is None:
+        batch = extremes(x, self.granularity)
+        if batch is None:
             return
-        if not found.nothing:
-            low, high = found.low, found.high
-            if found.seen is not None:
-                low, high = low.where(found.seen, torch.inf), high.where(found.seen, -torch.inf)
+        if not batch.nothing:
+            low, high = batch.low, batch.high
+            if batch.seen is not None:
+                low, high = low.where(batch.seen, torch.inf), high.where(batch.seen, -torch.inf)
             if self._low is not None:
                 same_shape(self._low.reshape(self._shape or ()), low)
             self._shape = low.shape
@@ -109,7 +109,7 @@ class Histogram(Counted):
             assert self._counts is not None
             inside = self._clamped(x, block_size, low.reshape(-1), high.reshape(-1))
             self._counts += histogram(inside, self._first, self._exponent, 2 * self.bins, block_size)
-        self._add(found)
+        self._add(batch)
 
     def merge(self, other: Histogram) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if granularity, bins or growth differ."""
@@ -144,7 +144,7 @@ class Histogram(Counted):
         return bound.reshape(self._shape or ())
 
     def _widen(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None = None) -> None:
-        """Extends the grid to hold [low, high], within the limits."""
+        """Extends the bin grid so that it covers [low, high] clamped to the limits."""
         if self.growth is not None:
             self._limit(low, high, limits)
         if self._low is None or self._high is None:
@@ -170,12 +170,12 @@ class Histogram(Counted):
         self._counts = self._rebinned(*old)
 
     def _limit(self, low: Tensor, high: Tensor, limits: tuple[Tensor, Tensor] | None) -> None:
-        """Sets the limits of scales that see their first values: those given, or by the range."""
+        """Sets the limits of scales that see their first values: ``limits``, or the range extended by ``growth``."""
         assert self.growth is not None
         if limits is None:
-            room = torch.where(high > low, high - low, 1.0)
-            alone = torch.where(high > low, 0.0, 0.5)  # a constant is taken for a range of 1 around it
-            reach = room * (self.growth / 2) + alone
+            width = torch.where(high > low, high - low, 1.0)
+            half_width = torch.where(high > low, 0.0, 0.5)  # a constant counts as a range of width 1 around it
+            reach = width * (self.growth / 2) + half_width
             limits = low - reach, high + reach
         if self._limits is None or self._low is None or self._high is None:
             self._limits = torch.full_like(low, -torch.inf), torch.full_like(high, torch.inf)
@@ -183,15 +183,15 @@ class Histogram(Counted):
         else:
             fresh = (low <= high) & (self._low > self._high).to(low.device)
         lower, upper = (
-            given.to(low.device).where(fresh, own.to(low.device))
-            for given, own in zip(limits, self._limits, strict=True)
+            new.to(low.device).where(fresh, present.to(low.device))
+            for new, present in zip(limits, self._limits, strict=True)
         )
         self._limits = lower, upper
 
     def _rebinned(self, counts: Tensor, first: Tensor, exponent: Tensor) -> Tensor:
-        """Counts on another grid as counts on this one; values beyond count in the outermost bins.
+        """Converts counts on another bin grid to this one; values outside it count in the outermost bins.
 
-        With limited growth this grid may be the finer one: then whole bins are moved by their middles.
+        With limited growth this grid may be the finer one; then a whole bin is counted at its middle.
         """
         assert self._first is not None
         assert self._exponent is not None
@@ -199,7 +199,7 @@ class Histogram(Counted):
         device = counts.device
         own_first, own_exponent = self._first.to(device), self._exponent.to(device)
         place = torch.arange(counts.shape[1], dtype=torch.float64, device=device) + first.to(torch.float64)[:, None]
-        place = torch.ldexp(place + 0.5, (exponent - own_exponent)[:, None]).floor()  # as wide as ours, or narrower
+        place = torch.ldexp(place + 0.5, (exponent - own_exponent)[:, None]).floor()  # in bins of this grid
         last = torch.ldexp(self._high.to(device, torch.float64), -own_exponent).floor() - own_first
         last = last.nan_to_num(neginf=0).clamp(0, counts.shape[1] - 1)[:, None]
         slot = torch.minimum((place - own_first[:, None]).clamp(min=0), last)
@@ -218,14 +218,14 @@ class Histogram(Counted):
         if on_cpu(x) and not bool(((low < lower) | (high > upper)).any()):
             return x
         split, inside = split_shape(x.shape, block_size)
-        lined = [1 if axis in inside else length for axis, length in enumerate(split)]
+        scale_shape = [1 if axis in inside else length for axis, length in enumerate(split)]
         wide = x.to(torch.float32).reshape(split)
-        moved = torch.minimum(torch.maximum(wide, lower.reshape(lined)), upper.reshape(lined))
-        return moved.where(wide > sentinel_bound(x.dtype), -torch.inf).reshape(x.shape)
+        clamped = torch.minimum(torch.maximum(wide, lower.reshape(scale_shape)), upper.reshape(scale_shape))
+        return clamped.where(wide > sentinel_bound(x.dtype), -torch.inf).reshape(x.shape)
 
 
 def _grid(low: Tensor, high: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """First bin and exponent of the finest grid on which [low, high] touches at most ``capacity`` bins."""
+    """First bin and exponent of the finest grid on which [low, high] takes at most ``capacity`` bins."""
     lower = torch.where(low <= high, low, 0.0).to(torch.float64)
     upper = torch.where(low <= high, high, 0.0).to(torch.float64)
     exponent = torch.frexp((upper - lower) / (capacity - 1)).exponent.to(torch.int32)

@@ -42,12 +42,12 @@ class MinMax(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        found = extremes(x, self.granularity)
-        if found is None:
+        batch = extremes(x, self.granularity)
+        if batch is None:
             return
-        if not found.nothing:
-            self._take(found)
-        self._add(found)
+        if not batch.nothing:
+            self._take(batch)
+        self._add(batch)
 
     def merge(self, other: MinMax) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if its granularity or shape differs."""
@@ -57,10 +57,10 @@ class MinMax(Counted):
             self._take(Extremes(other._low, other._high, other.count, other.sentinels))
         self._add_all(other)
 
-    def _take(self, found: Extremes) -> None:
-        low, high = found.low, found.high
-        if found.seen is not None:
-            low, high = low.where(found.seen, torch.inf), high.where(found.seen, -torch.inf)
+    def _take(self, batch: Extremes) -> None:
+        low, high = batch.low, batch.high
+        if batch.seen is not None:
+            low, high = low.where(batch.seen, torch.inf), high.where(batch.seen, -torch.inf)
         if self._low is None or self._high is None:
             self._low, self._high = low, high
             return

@@ -63,7 +63,7 @@ class MovingAverage(Counted):
         self._add(found)
 
     def merge(self, other: MovingAverage) -> None:
-        """Adds the statistics of ``other``, as if its batches had followed.
+        """Adds the statistics of ``other``, as if its batches had been observed next.
 
         Raises: CalibrationError if its granularity or momentum differs.
         """
@@ -80,14 +80,14 @@ class MovingAverage(Counted):
         """Appends batches whose own average is ``state``.
 
         Their first batch initialized that average; after earlier batches it has weight ``momentum`` instead, and the
-        earlier average the rest of its weight: ``state + decay · (before - first)``.
+        earlier average the rest of its weight: ``state + decay · (earlier - first)``.
         """
         if self._first is None or self._state is None or self._decay is None:
             self._first, self._state, self._decay = first, state, decay
             return
         same_shape(self._decay, decay)
-        own_first, own_state = self._first.to(first.device), self._state.to(first.device)
-        joined = state + decay * (own_state - first)
-        self._state = torch.where(own_state.isnan(), state, torch.where(state.isnan(), own_state, joined))
-        self._first = torch.where(own_first.isnan(), first, own_first)
+        earlier_first, earlier_state = self._first.to(first.device), self._state.to(first.device)
+        joined = state + decay * (earlier_state - first)
+        self._state = torch.where(earlier_state.isnan(), state, torch.where(state.isnan(), earlier_state, joined))
+        self._first = torch.where(earlier_first.isnan(), first, earlier_first)
         self._decay = self._decay.to(first.device) * decay

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
-from typing_extensions import Self
+
+Self = TypeVar("Self", bound="Observer")
 
 
 class Observer(Protocol):
@@ -21,17 +22,17 @@ class Observer(Protocol):
     def sentinels(self) -> int: ...
 
     def check(self) -> None:
-        """Raises: CalibrationError if NaN or +inf was observed on an accelerator, where ``observe`` does not wait."""
+        """Raises: CalibrationError if NaN or +inf was observed on an accelerator, where ``observe`` does not sync."""
 
     def observe(self, x: Tensor) -> None:
         """Observes one tensor, without grad.
 
-        Raises: CalibrationError if it holds NaN or +inf; the statistics are as before then. On an accelerator
-            ``check`` raises it later.
+        Raises: CalibrationError if it holds NaN or +inf, the statistics unchanged; on an accelerator ``check`` raises
+            it later.
         """
 
-    def merge(self, other: Self) -> None:
-        """Adds the statistics of ``other``, as if it had been observed here next.
+    def merge(self: Self, other: Self) -> None:
+        """Adds the statistics of ``other``, as if its tensors had been observed next.
 
-        Raises: CalibrationError if ``other`` observes another way.
+        Raises: CalibrationError if ``other`` has other settings.
         """

@@ -20,12 +20,12 @@ T = TypeVar("T")
 def joined(
     observers: Mapping[Site, Observer], device: torch.device, problem: Exception | None = None
 ) -> Mapping[Site, Observer]:
-    """The observers of all ranks, merged in the order of the ranks; those given, if there is one rank.
+    """Merges the observers of all ranks, in the order of the ranks; returns ``observers`` if there is one rank.
 
     Every rank of the default process group must call it; it exchanges data once.
 
     Args:
-        observers: those of this rank, by site.
+        observers: site → observer of this rank.
         device: of the result.
         problem: an error of this rank, to be raised on every rank.
 
@@ -35,14 +35,13 @@ def joined(
         if problem is not None:
             raise problem
         return observers
-    own = {site: _moved(observer, torch.device("cpu")) for site, observer in observers.items()}
-    shares = exchanged(own, problem)
-    merged = shares[0]
-    for rank, share in enumerate(shares[1:], start=1):
-        if share.keys() != merged.keys():
+    on_cpu = {site: _moved(observer, torch.device("cpu")) for site, observer in observers.items()}
+    merged, *others = exchanged(on_cpu, problem)
+    for rank, other in enumerate(others, start=1):
+        if other.keys() != merged.keys():
             raise CalibrationError(f"rank 0 and rank {rank} calibrate different sites; quantize the same model alike")
         for site, observer in merged.items():
-            observer.merge(share[site])
+            observer.merge(other[site])
     return {site: _moved(observer, device) for site, observer in merged.items()}
 
 
@@ -62,16 +61,16 @@ def from_first(make: Callable[[], T]) -> T:
     if not several_ranks():
         return make()
     problem: Exception | None = None
-    made: list[tuple[str | None, T | None]] = [(None, None)]
+    outcome: list[tuple[str | None, T | None]] = [(None, None)]  # message of an error, or the result
     if distributed.get_rank() == 0:
         try:
-            made = [(None, make())]
+            outcome = [(None, make())]
         except Exception as error:  # the other ranks are waiting
-            problem, made = error, [(f"rank 0: {type(error).__name__}: {error}", None)]
-    distributed.broadcast_object_list(made, src=0)
+            problem, outcome = error, [(f"rank 0: {type(error).__name__}: {error}", None)]
+    distributed.broadcast_object_list(outcome, src=0)
     if problem is not None:
         raise problem
-    (text, result), = made
+    (text, result), = outcome
     if text is not None:
         raise CalibrationError(text)
     return result  # type: ignore[return-value]
@@ -95,7 +94,7 @@ def exchanged(value: T, problem: Exception | None) -> list[T]:
 
 
 def _moved(observer: Observer, device: torch.device) -> Observer:
-    """A copy whose tensors are on a device."""
+    """A copy of ``observer`` with its tensors on ``device``."""
     moved = copy.copy(observer)
     moved.__dict__.update(pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), vars(observer)))
     return moved

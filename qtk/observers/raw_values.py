@@ -24,20 +24,20 @@ class RawValues(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        found = extremes(x, self.granularity)
-        if found is None:
+        batch = extremes(x, self.granularity)
+        if batch is None:
             return
-        if self._seen and self._shape != tuple(found.low.shape):
+        if self._seen and self._shape != tuple(batch.low.shape):
             raise CalibrationError(f"the scales of this site have shape {self._shape}, those of the next tensor "
-                                   f"{tuple(found.low.shape)}; every tensor must have the same channels")
-        self._shape = tuple(found.low.shape)
+                                   f"{tuple(batch.low.shape)}; every tensor must have the same channels")
+        self._shape = tuple(batch.low.shape)
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
-        rows = x.detach().reshape(split).permute(*outside, *inside).reshape(found.low.numel(), -1)
-        if found.sentinels:
+        rows = x.detach().reshape(split).permute(*outside, *inside).reshape(batch.low.numel(), -1)
+        if batch.sentinels:
             rows = torch.where(rows <= sentinel_bound(x.dtype), torch.nan, rows)
         self._seen.append(rows)
-        self._add(found)
+        self._add(batch)
 
     def merge(self, other: RawValues) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if its granularity or shape differs."""

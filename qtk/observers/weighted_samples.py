@@ -1,4 +1,4 @@
-"""The values seen by each scale with their counts: single elements, or the middles of histogram bins."""
+"""``WeightedSamples``: values seen by each scale, with counts: single elements, or middles of histogram bins."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightedSamples:
-    """What a search over ranges is given of every scale.
+    """The sampled distribution of every scale, over which calibrators search.
 
-    ``counts`` elements lie within ``reach`` of each of the ``values``, all of them in [low, high].
+    Each of ``values`` represents ``counts`` elements, which differ from it by at most ``reach`` (half a bin) and are in
+    [low, high].
 
     Shape: ``values``, of a floating dtype, and ``counts`` int64 [scales, samples]; ``counts`` is ``None`` where each
     value is one element; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw nothing. Middles of
@@ -30,7 +31,7 @@ class WeightedSamples:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Samples of one kind can be concatenated along the scales."""
+        """Key of equal samples: those with the same key can be concatenated along the scales."""
         return self.values.shape[1], self.counts is None, self.values.dtype, self.values.device
 
     def of(self, scales: slice | Tensor) -> WeightedSamples:

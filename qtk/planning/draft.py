@@ -1,4 +1,4 @@
-"""The plan of one graph in the making: what the passes of the planner read and write."""
+"""The unfinished plan of one graph, which the passes of the planner read and write."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from qtk.planning.rules import Decision, Rules, to_spec
 
 
 class Draft:
-    """What is decided so far about the values of one graph, which is only read.
+    """The decisions made so far about the values of one graph; the graph itself does not change.
 
-    ``values`` maps nodes to the plan of their value, ``edges`` sites on the edge into one reader to theirs, ``floats``
-    nodes whose value stays in float to the reason. ``nested`` has the drafts of the graphs inside a composite, by its
-    call; ``misfits`` a line for every tensor whose granularity does not fit its shape. ``formulas`` maps every op of a
-    formula spelled out in small ops to the formula.
+    ``values``: node → plan of its value. ``edges``: site of an edge → its plan. ``floats``: node whose value stays in
+    float → reason. ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a line for every
+    tensor whose shape does not fit its granularity. ``formulas``: op → the match of the formula that it is part of.
 
     Args:
         graph: the graph.
         rules: the configuration.
-        scheme: where no rule names one.
-        io: what happens at the graph's inputs and outputs; ``None`` for a graph inside a composite: its inputs are
-            quantized outside, and each of its values is a site, even where it looks like a part of a formula.
+        scheme: the default scheme.
+        io: whether the graph's inputs and outputs are quantized; ``None`` for a graph inside a composite: its inputs
+            are quantized outside, and no formulas are matched in it.
     """
 
     def __init__(self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None) -> None:
@@ -47,7 +46,7 @@ class Draft:
         self.misfits: list[str] = []
 
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
-        """Quantizes the value of ``node`` as an activation, or leaves it in float, as ``decision`` says."""
+        """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""
         if decision.enabled:
             spec = to_spec(decision.setting, None, node.meta["val"].ndim)
             self.values[node] = self.site_plan(spec, decision, why)
@@ -55,7 +54,7 @@ class Draft:
             self.floats[node] = f"float by {decision.reason}"
 
     def site_plan(self, spec: QuantSpec, decision: Decision, why: str, *, static: bool = False) -> SitePlan:
-        """``spec`` with what else ``decision`` says; a known range is that of activations, not of parameters."""
+        """The plan of a site: ``spec`` and the other settings of ``decision``; parameters have no fixed range."""
         known = None if static else decision.setting.range
         return SitePlan(
             spec,
@@ -79,7 +78,7 @@ class Draft:
         return any(other.index == port.index for other in self.flow.data_ports(port.user))
 
     def unknown_readers(self, readers: list[Port]) -> str | None:
-        """The reason of a value that ops without a row read, ``None`` if there are none."""
+        """Why a value with these readers stays in float: ops without a row read it; ``None`` if none does."""
         names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
         return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
 

@@ -1,13 +1,13 @@
-"""One normal form for what torch code computes, with fewer ways to say it than ATen has.
+"""The normal form of a graph, in which equal formulas are written alike, for the pattern matcher.
 
-1. Copies, casts between floats and products with 1 vanish.
+1. Copies, casts between floats and products with 1 are removed.
 2. Constants of one element that are no parameters, and what is computed from them alone, are numbers.
-3. ``a / b`` is ``a · (1/b)`` and ``1/sqrt(a)`` is ``rsqrt(a)``; the powers ½, −½, −1, 2 and 3 are the ops they stand
-   for, ``a · a`` is ``square(a)``, ``a − number`` is ``a + −number``.
+3. ``a / b`` is ``a · (1/b)`` and ``1/sqrt(a)`` is ``rsqrt(a)``; the powers ½, −½, −1, 2 and 3 become the ops they
+   equal, ``a · a`` is ``square(a)``, ``a − number`` is ``a + −number``.
 4. The number of a sum or product is its second operand.
 5. ``relu6``, ``hardtanh``, a ``maximum`` with a number and the like are ``clamp``.
 6. A standard deviation is the root of a variance, a norm the root of a sum of squares; axes count from the front.
-7. The halves of an axis are one op each, however they are cut out; so are its even and its odd entries.
+7. Each half of an axis is one op, whichever ops cut it out; so are its even and its odd entries.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from qtk.graph.sites import is_float
 ATEN = torch.ops.aten
 
 Value: TypeAlias = fx.Node | float
-"""What an op of the normal form reads: a node or a number."""
+"""An operand of the normal form: a node or a number."""
 
 Sizes: TypeAlias = tuple[int | None, ...]
-"""Of the axes of a tensor; ``None``: not fixed."""
+"""The sizes of a tensor's axes; ``None`` for one that may vary."""
 
 Arguments: TypeAlias = dict[str, Any]
 """The arguments of an op by name, defaults filled in."""
@@ -64,16 +64,16 @@ def unpairs(x: Tensor) -> Tensor:
 
 
 Rule: TypeAlias = "Callable[[NormalForm, Arguments], Value | None]"
-"""How an op reads in normal form; ``None``: as it is."""
+"""Rewrites an op in normal form; returns ``None`` to copy it unchanged."""
 
 HALVES, INTERLEAVED = (first_half, second_half), (evens, odds)
 
 
 class NormalForm:
-    """The normal form of a graph, as a graph of its own that computes the same.
+    """The normal form of a graph: another graph that computes the same.
 
-    ``made_by`` has the original ops behind each of its nodes, the one that made the value last; ``removed`` are the
-    originals that rule 1 took out; ``static`` the nodes made from parameters alone.
+    ``made_by``: node of the normal form → original ops that it replaces, the one that produces its value last.
+    ``removed``: original ops that rule 1 removed. ``static``: nodes computed from parameters alone.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -90,15 +90,15 @@ class NormalForm:
 
     @property
     def sizes(self) -> Sizes:
-        """Those of the value that is being made."""
+        """Sizes of the value that is being rewritten."""
         return sizes_of(self._node.meta["val"])
 
     def original(self, value: Value | None) -> fx.Node | None:
-        """The op of the original graph that makes a value of the normal form."""
+        """The original op that produces a value of the normal form; ``None`` for a number."""
         return self.made_by[value][-1] if isinstance(value, fx.Node) else None
 
     def emit(self, target: Callable[..., Any], *args: Any, also: tuple[fx.Node, ...] = (), **kwargs: Any) -> fx.Node:
-        """A new op; ``also`` are the originals it stands for besides the present one."""
+        """Adds an op that replaces the present original op, and the originals in ``also``."""
         return self._create("call_function", target, args, kwargs, also)
 
     def product(self, a: Value, b: Value) -> Value:
@@ -129,7 +129,7 @@ class NormalForm:
         return self.emit(target, x, tuple(sorted(axis % rank for axis in dims)), also=also, **kwargs)
 
     def interleaved(self, x: fx.Node, axis: int, index: int, *also: fx.Node) -> fx.Node | None:
-        """The even or the odd entries of an axis that was cut into pairs."""
+        """The even or odd entries of an axis that was reshaped into pairs; ``None`` if ``x`` is no such reshape."""
         if x.target is not pairs or axis % rank_of(x) != rank_of(x) - 1 or index not in (0, 1):
             return None
         return self.emit(INTERLEAVED[index], x.args[0], rank_of(x) - 2, also=(*self.made_by[x], *also))
@@ -193,7 +193,7 @@ class NormalForm:
         return float(node.target(*args, **kwargs))  # type: ignore[operator]
 
     def _element(self, maker: fx.Node, index: int) -> Value | None:
-        """One of the results of an op that has several."""
+        """One result of an op with several, in normal form; ``None``: as it is."""
         source, name, results = self._values[maker], _name(maker), maker.meta.get("val")
         if not isinstance(source, fx.Node) or source.op != "call_function":
             return None
@@ -274,7 +274,7 @@ def _norm(form: NormalForm, arguments: Arguments) -> Value | None:
 
 
 def _linalg_norm(form: NormalForm, arguments: Arguments) -> Value | None:
-    """With an order and two axes it is a norm of matrices."""
+    """Only a vector norm is rewritten: with an order and two axes, ``linalg_norm`` is a matrix norm."""
     of_vector = arguments["ord"] is None or (arguments["dim"] is not None and len(arguments["dim"]) == 1)
     return _norm(form, arguments) if of_vector else None
 
@@ -353,8 +353,7 @@ RULES: dict[str, Rule] = {
     "select": _select,
     "stack": _stack,
 }
-"""Name of an op → how it reads in normal form; ``None`` from a rule: as it is. Not in the op table: the normal form is
-the pattern matcher's own language."""
+"""Name of an op → the rule that rewrites it. Not in the op table, for only the pattern matcher uses the normal form."""
 
 
 def _name(node: fx.Node) -> str:

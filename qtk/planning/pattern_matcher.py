@@ -1,6 +1,6 @@
-"""Finds the places in a graph that compute what a piece of torch code computes, whichever ops spell it.
+"""Finds the subgraphs that compute the same as a piece of torch code, in whatever ops they are written.
 
-Both are compared in their normal form. The arguments of the code say by their names what they may stand for.
+Graph and code are compared in normal form. The name of an argument of the code determines which values it matches.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from qtk.planning.normal_form import HALVES, INTERLEAVED, NormalForm, Value
 ATEN = torch.ops.aten
 
 PARAMETERS = ("weight", "bias")
-"""Names of a pattern's arguments that stand for what is made from parameters alone."""
+"""Names of arguments that match values computed from parameters alone."""
 
 NUMBERS = ("eps", "factor")
-"""Names that stand for any number."""
+"""Names of arguments that match any number."""
 
 TABLES = ("cos", "sin")
-"""Names that stand for data or parameters; all other names stand for data."""
+"""Names of arguments that match data and parameters; all other names match data."""
 
 TOLERANCE = 1e-3
-"""How far, relatively, a number may be from that of the pattern."""
+"""Largest relative difference of a number from that of the pattern."""
 
 
 Pair: TypeAlias = tuple[Value | None, Value | None, bool]
-"""What the pattern has, what the graph has, and whether an elementwise op reads it."""
+"""A value of the pattern, the value of the graph to match it with, and whether an elementwise op reads it."""
 
 # Not in the op table: these say how the normal form writes the few ops it uses, not what the ops do.
 
@@ -49,18 +49,18 @@ OVER_AXES = (ATEN.sum, ATEN.mean, ATEN.amax, ATEN.var, ATEN.logsumexp, ATEN.cat,
 
 @dataclass
 class SpellingMatch:
-    """A match, perhaps incomplete: what the placeholders stand for, and the ops of the normal form in it."""
+    """A match, possibly incomplete: placeholder name → matched value, and the matched ops of the normal form."""
 
     arguments: dict[str, Value] = field(default_factory=dict)
     ops: list[fx.Node] = field(default_factory=list)
 
 
 class PatternMatcher:
-    """One spelling, to be looked for at one op after the other.
+    """Matches one spelling against graphs.
 
     The operands of sums and products match in either order, with backtracking; numbers match within ``TOLERANCE``; a
-    placeholder takes what its name allows; a value that is read twice may be computed twice; all ops of a match that
-    work on axes work on the same. (Torch's own ``SubgraphMatcher`` knows one order, exact literals and one reader.)
+    placeholder matches the values that its name allows; a value with two readers may be computed twice; all reductions
+    of a match use the same axes. (Torch's ``SubgraphMatcher`` allows one order, exact literals and one reader.)
 
     Args:
         code: normal form of the spelling.
@@ -83,7 +83,7 @@ class PatternMatcher:
                 yield match
 
     def _match_all(self, todo: tuple[Pair, ...], match: SpellingMatch, form: NormalForm) -> bool:
-        """Whether all pairs match, and the match they complete is one; ``match`` is unchanged if not."""
+        """Whether all pairs match and complete a valid match. Extends ``match``; leaves it unchanged if not."""
         if not todo:
             return _has_one_set_of_axes(match) and inner_ops(match, form) is not None
         (pattern, value, elementwise), *others = todo
@@ -122,7 +122,7 @@ class PatternMatcher:
 
 
 def inner_ops(match: SpellingMatch, form: NormalForm) -> list[fx.Node] | None:
-    """The original ops of a match, the last value's among them; ``None`` if an inner value is read outside."""
+    """All original ops of a match; ``None`` if an op outside reads an inner value."""
     last = form.made_by[match.ops[0]][-1]
     inside = {node for op in match.ops for node in form.made_by[op]}
     unseen = [node for node in inside if node is not last]
@@ -138,7 +138,7 @@ def inner_ops(match: SpellingMatch, form: NormalForm) -> list[fx.Node] | None:
 
 
 def _takes(name: str, value: Value, form: NormalForm) -> bool:
-    """Whether a placeholder of this name may stand for ``value``."""
+    """Whether a placeholder called ``name`` matches ``value``."""
     if name in NUMBERS or not isinstance(value, fx.Node):
         return name in NUMBERS and not isinstance(value, fx.Node)
     return is_float(value) and (name in TABLES or (value in form.static) == (name in PARAMETERS))
@@ -158,7 +158,7 @@ def _through_broadcasts(value: fx.Node) -> list[fx.Node]:
 
 
 def _orders(pattern: fx.Node, value: fx.Node) -> Iterator[list[Pair]]:
-    """How the operands of two calls of one op may belong together; what says most about the match goes first."""
+    """The possible pairings of the operands of two calls of one op; in each, placeholders come last."""
     wanted, present = _operands(pattern), _operands(value)
     if len(wanted) != len(present):
         return
@@ -169,7 +169,7 @@ def _orders(pattern: fx.Node, value: fx.Node) -> Iterator[list[Pair]]:
 
 
 def _operands(node: fx.Node) -> list[Value | None]:
-    """What ``node`` computes with: its tensors, and its numbers if they are operands."""
+    """The operands of ``node``: its tensors, and its numbers if they are no axes or shapes."""
     if node.target in NUMERIC:
         return list(node.args)  # type: ignore[arg-type]
     first = node.args[0]

@@ -1,9 +1,9 @@
-"""Formulas that models spell out in small ops and a quantizer treats as one op. To add a pattern, add a row.
+"""Formulas that models write in small ops and the planner treats as one op. To add a pattern, add a row.
 
-A spelling is plain torch code. Its arguments called ``weight`` and ``bias`` are parameters of the op, ``eps`` and
-``factor`` any number, ``cos`` and ``sin`` what the model likes; every other name is data. Numbers in the code are part
-of what it computes, its axes are not: any will do, if they are the same everywhere in one match. ``pattern_matcher``
-says which spellings are the same; only what it tells apart needs one of its own.
+A spelling is plain torch code. Its arguments called ``weight`` and ``bias`` match parameters, ``eps`` and ``factor``
+any number, ``cos`` and ``sin`` data or parameters, all others data. Numbers in the code must be those of the model; its
+axes need not be, if they are the same everywhere in one match. Spellings with the same normal form need one row only
+(``normal_form``, ``pattern_matcher``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from qtk.torch_private import TorchDispatchMode, pytree
 Spelling: TypeAlias = Callable[..., Tensor]
 
 Core: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(x, eps) → two factors of a norm: what is scaled, and by what."""
+"""(x, eps) → the two factors of a norm: the value to scale, and its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One op and how it is written.
+    """One op and the ways to write it.
 
     Args:
-        kind: of the op table, ``l2_normalize``, ``rotary`` or ``gate``.
-        spellings: see above.
+        kind: a kind of the op table, ``l2_normalize``, ``rotary`` or ``gate``.
+        spellings: the torch codes that compute it.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class PatternMatch:
-    """A spelled-out op in a graph.
+    """A formula in a graph that matches a pattern.
 
     Args:
-        kind: which.
-        nodes: its ops in graph order; the last makes the value.
-        weight: what the spelling's ``weight`` is, perhaps behind reshapes; ``None`` if it has none.
+        kind: kind of the pattern.
+        nodes: its ops in graph order; the last produces the result.
+        weight: the node matched with ``weight``, which may be a reshape of a parameter; ``None`` if there is none.
         bias: likewise.
     """
 
@@ -137,7 +137,7 @@ def _biased(weighted: Spelling) -> Spelling:
 
 
 def _length_weighted(inverse: Spelling) -> tuple[Spelling, ...]:
-    """RMS norms by way of the norm, which a number makes a mean."""
+    """RMS norms computed from the L2 norm, with a number as the root of the length."""
     return (
         lambda x, eps, factor, weight: x * inverse(_square_sum(x), eps) * factor * weight,
         lambda x, eps, factor, weight: x * inverse(_square_sum(x), eps) * weight * factor,
@@ -279,7 +279,7 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
-    """The spelled-out ops of a captured graph: disjoint, the larger pattern first, in graph order.
+    """The formulas in a captured graph, disjoint and in graph order; larger patterns are matched first.
 
     No op outside a match reads its inner values; constants and parameters may be shared. A formula computed from
     parameters alone, or with an excluded op in it, is no match. The graph is only read.

@@ -1,4 +1,4 @@
-"""Rule 10 of the planner: graphs inside composites."""
+"""Rule 10 of the planner: quantizes the graphs inside composites."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
 
 
 def _share_result(leading: Draft, following: Draft) -> None:
-    """The first results of two graphs are joined outside: if both are quantized, they share one encoding."""
+    """Gives the first outputs of two graphs, which the composite concatenates, one encoding if both are quantized."""
     leader, follower = (draft.flow.root(draft.graph.output_node().all_input_nodes[0]) for draft in (leading, following))
     if follower in following.values and leader in leading.values and not leading.values[leader].spec.dynamic:
         site = value_site(leader)

@@ -1,4 +1,4 @@
-"""Rule 7 of the planner: readers that ask for another spec than the producer has."""
+"""Rule 7 of the planner: a quantizer on the edge into an op whose rule asks for another spec than the producer's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def plan_edges(draft: Draft) -> None:
     """Puts a quantizer on the edge into a compute op whose ``input`` setting differs from the value it reads.
 
     Requires: values, parameters and merges are decided.
-    Ensures: every input that a rule speaks of has the spec it asks for, at its producer or in ``edges``.
+    Ensures: every data input whose ``input`` setting a rule enables has its spec, at the producer or in ``edges``.
     """
     for node in draft.graph.nodes:
         row = draft.flow.row(node)
         if row is None or row.role is not Role.COMPUTE or node in draft.formulas:
             continue
         decision = draft.rules.decisions(node, draft.flow).input
-        if decision.enabled and decision is not draft.rules.activation:  # some rule speaks of its inputs
+        if decision.enabled and decision is not draft.rules.activation:  # a rule sets its inputs
             _plan_inputs(draft, node, row, decision)
 
 

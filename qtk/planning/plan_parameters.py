@@ -1,4 +1,4 @@
-"""Rule 4 of the planner: parameters, where ops read them."""
+"""Rule 4 of the planner: quantizes parameters, as the ops that read them require."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def plan_parameters(draft: Draft) -> None:
     """Decides weights, biases and constant operands of every compute op.
 
     Requires: values at their producers are decided.
-    Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; where a second
-    reader asks for another spec of a weight, its edge is in ``edges``; a block size that does not divide is a line
-    of ``misfits``.
+    Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; the edge to a
+    second reader that needs another spec of a weight is in ``edges``; a spec that does not fit the shape is a line of
+    ``misfits``.
     """
     for node in draft.graph.nodes:
         row = draft.flow.row(node)
@@ -31,7 +31,7 @@ def plan_parameters(draft: Draft) -> None:
 
 
 def explain_unread_parameters(draft: Draft) -> None:
-    """Says why parameters stay in float that only ops without a row read.
+    """Records the reason for parameters that stay in float because only ops without a row read them.
 
     Requires: all other passes have run.
     Ensures: every such parameter is in ``floats``.
@@ -59,7 +59,7 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
 
 
 def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
-    """The parameters of a formula are treated as those of the op it spells out; its numbers are left alone."""
+    """Decides the parameters of a formula like those of the op it computes; its numbers stay in float."""
     decisions = draft.rules.decisions(node, draft.flow, kind=formula.kind)
     parameters = ((formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias"))
     for port in ports(node):
@@ -69,7 +69,7 @@ def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
 
 
 def _plan_constant(draft: Draft, port: Port, why: str) -> None:
-    """A constant operand gets the activation setting; dynamic quantization leaves it in float."""
+    """Gives a constant operand the activation setting; leaves it in float if activations are dynamic."""
     node = draft.flow.root(port.value)
     if not draft.rules.activation.setting.is_dynamic:
         _plan_parameter(draft, port, draft.rules.activation, None, why)
@@ -78,7 +78,7 @@ def _plan_constant(draft: Draft, port: Port, why: str) -> None:
 
 
 def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, why: str) -> None:
-    """``axes``: output and input channels of the value at ``port``, ``None`` if it has no channels."""
+    """Decides one parameter; ``axes``: output and input channel axes of the value at ``port``, ``None`` without any."""
     node, axes = _quantized_node(draft, port, axes)
     if not decision.enabled:
         draft.floats.setdefault(node, f"float by {decision.reason}")
@@ -95,13 +95,13 @@ def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[in
     present = draft.values.setdefault(node, wanted)
     row = draft.flow.row(port.user)
     if present.spec != spec and row is not None and port.arg in row.weights:
-        draft.edges[edge_site(port)] = wanted  # a constant operand is content with the encoding that is there
+        draft.edges[edge_site(port)] = wanted  # a constant operand keeps the encoding it has
 
 
 def _quantized_node(
     draft: Draft, port: Port, axes: tuple[int, int] | None
 ) -> tuple[fx.Node, tuple[int, int] | None]:
-    """The parameter behind ``port`` and its channel axes; if they have no place in it, the value the op reads."""
+    """The parameter read at ``port`` and its channel axes; the value at ``port`` if the axes have none in it."""
     root = draft.flow.root(port.value)
     if root.op != "get_attr":
         return port.value, axes

@@ -1,4 +1,4 @@
-"""Rules 1, 2, 3, 6 and 9 of the planner: values at their producer."""
+"""Rules 1, 2, 3, 6 and 9 of the planner: quantizes values at their producers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtk.planning.supergroups import match_supergroups
 
 
 def plan_values(draft: Draft) -> None:
-    """Decides every float value that an op makes or the model takes in.
+    """Decides every float value that an op computes, and every float input of the model.
 
     Requires: graphs inside composites are planned.
     Ensures: every such value is in ``values``, or in ``floats`` with the reason, unless a composite quantizes it
@@ -69,7 +69,7 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
 
 
 def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
-    """Whether a composite hands out values that are quantized already, by the last graph inside it (rule 10)."""
+    """Whether a composite returns values that the last graph inside it has quantized (rule 10)."""
     if op not in draft.nested:
         return False
     last = draft.nested[op][-1]
@@ -77,7 +77,7 @@ def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
 
 
 def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
-    """Rule 2; inputs of nested graphs are quantized outside."""
+    """Decides a model input (rule 2); inputs of nested graphs are quantized outside."""
     if draft.io is None:
         return
     readers = list(draft.flow.readers(node))
@@ -90,7 +90,7 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
 
 
 def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision) -> None:
-    """Rule 6."""
+    """Decides the value of an op without a row (rule 6)."""
     reason = f"op {op_name(maker(node))} is not in the op table"
     if not _plan_if_read(draft, node, decision, reason):
         draft.floats[node] = reason
@@ -105,7 +105,7 @@ def _plan_if_read(draft: Draft, node: fx.Node, decision: Decision, source: str) 
 
 
 def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -> None:
-    """Rules 1 and 9, and ``io.outputs``."""
+    """Decides the value of a compute op (rules 1 and 9), observing ``io.outputs``."""
     readers = list(draft.flow.readers(node))
     is_output = all(port.user.op == "output" for port in readers)
     if readers and all(draft.divides(port) for port in readers):

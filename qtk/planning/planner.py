@@ -1,4 +1,4 @@
-"""Plans a model: which value is quantized how. The graph is only read.
+"""Makes the quantization plan of a model: which values are quantized, and how. The graph does not change.
 
 The rules, numbered as the code cites them:
 
@@ -15,8 +15,8 @@ The rules, numbered as the code cites them:
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
 9. A value that is only divided by is left in float: rounded to 0 it would make the result infinite.
-10. A composite (attention, a recurrent net) is planned inside, by the same rules; the values it hands out need nothing
-   more then. Its weights and inputs are quantized outside it.
+10. The graphs inside a composite (attention, a recurrent net) are planned by the same rules, so that its outputs need
+    no quantizer of their own. Its weights and inputs are quantized outside it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def plan(
 ) -> QuantPlan:
     """Decides every site of a prepared model.
 
-    Raises: SpecError listing every tensor that its block size does not divide; ConfigError if the config and the
-    widths contradict each other.
+    Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
+        ConfigError if a width contradicts the config.
     """
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
-    io = config.io if list(graphs) == [""] else Io()  # what goes into an island comes from the model itself
+    io = config.io if list(graphs) == [""] else Io()  # inputs and outputs of islands are not those of the model
     drafts = [Draft(graph.graph, rules, scheme, io) for graph in graphs.values()]
     for draft in drafts:
         run_passes(draft)
@@ -73,7 +73,7 @@ def plan(
 
 
 def run_passes(draft: Draft) -> None:
-    """Decides everything in one graph and the graphs inside its composites; each pass states what it requires."""
+    """Runs all passes on one graph and on the graphs inside its composites, in the order that their docs require."""
     plan_composites(draft, run_passes)
     plan_values(draft)
     plan_parameters(draft)

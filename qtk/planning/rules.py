@@ -1,4 +1,4 @@
-"""Which settings of a configuration hold for one op: defaults first, then every rule that matches, in order."""
+"""Resolves the settings of a configuration for one op: the defaults, overlaid by every matching rule in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Decision:
     reason: str
 
     def overlaid(self, value: TensorSetting | str | None, reason: str) -> Decision:
-        """Later settings win field by field; one that names a width also undoes an earlier ``float``."""
+        """The decision overlaid by a later setting, field by field; one with a width undoes an earlier ``float``."""
         match value:
             case None:
                 return self
@@ -47,7 +47,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class OpDecisions:
-    """The decisions for the tensors of one op."""
+    """The decisions for weight, bias, inputs and output of one op."""
 
     weight: Decision
     bias: Decision
@@ -67,7 +67,7 @@ class Rules:
         self._matched: set[int] = set()
 
     def decisions(self, node: fx.Node, flow: Flow, *, kind: str | None = None) -> OpDecisions:
-        """The settings for the op or graph input ``node``; for one of ``kind``, if it stands for a formula."""
+        """The settings for the op or graph input ``node``, matched as an op of ``kind`` if that is not ``None``."""
         weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
         for index, rule in enumerate(self.config.rules):
             if not _matches(rule, node, flow, kind):
@@ -81,7 +81,7 @@ class Rules:
         return OpDecisions(weight, bias, incoming, outgoing)
 
     def unmatched(self) -> tuple[str, ...]:
-        """The rules that no op matched so far though they are not optional, and what they look for."""
+        """The rules that matched no op so far and are not optional, each with its condition."""
         return tuple(
             f"rules[{index}] ({_wanted(rule)})" for index, rule in enumerate(self.config.rules)
             if index not in self._matched and not rule.optional
@@ -89,7 +89,7 @@ class Rules:
 
 
 def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> QuantSpec:
-    """The spec a setting asks for on a tensor of ``rank`` whose (output, input) channel axes are ``axes``.
+    """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
     A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32.
 
@@ -142,7 +142,7 @@ def _width(name: str) -> int:
 
 
 def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symmetric: bool) -> Decision:
-    """The setting of ``defaults.<what>`` with the width that the constructor was given.
+    """The decision for ``defaults.<what>``, with the width passed to ``QuantSim``.
 
     Raises: ConfigError if the two name different widths.
     """

@@ -1,4 +1,4 @@
-"""Selection of sites by names, or globs over names."""
+"""Selects sites by names, or globs over names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qtk.registry import nearest
 
 
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
-    """The sites that own an encoding, in the order of the plan: all, or those that names or globs select.
+    """The leaders (sites that own their encoding), in plan order: all, or those selected by names or globs.
 
-    A site that shares an encoding selects the site that owns it.
+    The name of a follower selects its leader.
 
     Raises: CalibrationError for a name or glob that matches no site.
     """

@@ -1,4 +1,4 @@
-"""Rule 5 of the planner: one encoding for a merge and what it merges."""
+"""Rule 5 of the planner: one encoding for the inputs and the output of a merge (concat, stack, where, scatter)."""
 
 from __future__ import annotations
 

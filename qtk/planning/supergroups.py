@@ -1,4 +1,4 @@
-"""Chains of ops that a target runs as one: one quantizer, after the last."""
+"""Matches supergroups: chains of ops that a target fuses, with one quantizer after the last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtk.planning.patterns import PatternMatch
 
 @dataclass(frozen=True, slots=True)
 class Supergroup:
-    """The ``nodes`` of one match in graph order, and the chain of op names (``pattern``) they match."""
+    """One match: its ``nodes`` in graph order, and the chain of op names (``pattern``) they match."""
 
     nodes: tuple[fx.Node, ...]
     pattern: tuple[str, ...]
@@ -25,10 +25,10 @@ class Supergroup:
 def match_supergroups(
     graph: fx.Graph, flow: Flow, patterns: Sequence[tuple[str, ...]], formulas: Mapping[fx.Node, PatternMatch]
 ) -> list[Supergroup]:
-    """Disjoint matches, the longest pattern first at each op, ops in graph order.
+    """All matches, disjoint and in graph order; at each op the longest pattern that matches.
 
     A value between two ops of a match has no other reader, so its quantizer can be left out. Reshapes and other data
-    movement on the way do not break a chain. A formula spelled out in small ops counts as one op, its last.
+    movement do not break a chain. A formula written in small ops counts as one op, its last.
 
     Args:
         graph: the graph.
@@ -65,7 +65,7 @@ def _chain(
 
 
 def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> tuple[str, ...]:
-    """The names by which a chain may call the op; an op inside a formula has none."""
+    """The names by which a pattern may match the op; an inner op of a formula has none."""
     if node in formulas:
         return (formulas[node].kind,) if node is formulas[node].nodes[-1] else ()
     row = flow.row(node)
@@ -73,7 +73,7 @@ def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) 
 
 
 def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> fx.Node | None:
-    """The one op that computes with the value of ``node``, looking through data movement."""
+    """The only op that reads the value of ``node``, through data movement; ``None`` if there are several or none."""
     formula = formulas.get(next(iter(node.users), node))
     if formula is not None and node not in formula.nodes and all(user in formula.nodes for user in node.users):
         return formula.nodes[-1]

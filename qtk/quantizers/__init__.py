@@ -1,1 +1,1 @@
-"""nn.Modules that sit on a site."""
+"""Quantizers: the modules inserted at the sites of a graph."""

@@ -1,4 +1,4 @@
-"""Switching many quantizers at once."""
+"""Switches the mode of many quantizers at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantizer of a site: the module that holds its scale and zero point, and applies them."""
+"""The quantizer of a site: a module that holds scale and zero point and fake-quantizes the value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qtk.quantizers.weight_cache import WeightCache
 
 
 class Mode(enum.Enum):
-    """What a quantizer does with what passes through."""
+    """What a quantizer does with its input: return it, observe and return it, or fake-quantize it."""
 
     BYPASS = "bypass"
     OBSERVE = "observe"
@@ -30,17 +30,17 @@ class Mode(enum.Enum):
 
 
 class Quantizer(Tap):
-    """Passes a tensor on as it is (BYPASS), shows it to its observer too (OBSERVE), or fake-quantizes it (SIMULATE).
+    """Returns a tensor unchanged (BYPASS), after its observer has seen it (OBSERVE), or fake-quantized (SIMULATE).
 
-    ``scale`` and ``zero_point`` are buffers that exist from the first encoding on, parameters while the range is
-    learned. Learned numbers act as what they would be exported as: ``|scale|``, and ``zero_point`` rounded to a code.
+    ``scale`` and ``zero_point`` are ``None`` before the first encoding, then buffers; parameters while the range is
+    learned. Learned values are simulated as they are exported: ``|scale|``, and ``zero_point`` rounded to a code.
 
-    With a dynamic spec there are no numbers: each tensor is quantized in its own range.
+    With a dynamic spec both stay ``None``: each tensor is quantized in its own range.
 
-    ``rewrote_weight`` tells that a method has put other numbers in place of the parameter's own.
+    ``rewrote_weight`` is whether a layer-wise method has changed the parameter that it quantizes.
 
     Args:
-        spec: what to produce.
+        spec: how to quantize.
         site: name of the site, for messages.
         cache: keep the result between calls without grad; for parameters, which seldom change.
 
@@ -101,7 +101,7 @@ class Quantizer(Tap):
 
     @property
     def observer(self) -> Observer | None:
-        """What OBSERVE feeds."""
+        """The observer that sees the tensors in OBSERVE."""
         return self._listener.observer
 
     @observer.setter
@@ -110,7 +110,7 @@ class Quantizer(Tap):
 
     @property
     def encoding(self) -> Encoding | None:
-        """A copy of the encoding in force, ``None`` before there is one, and always with a dynamic spec."""
+        """A copy of the encoding; ``None`` if there is none yet, and with a dynamic spec."""
         if self.scale is None:
             return None
         scale, zero_point = self.scale.detach(), self.zero_point
@@ -130,12 +130,12 @@ class Quantizer(Tap):
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
         device = encoding.scale.device if self.scale is None else self.scale.device
-        with torch.inference_mode(False):  # numbers born in inference mode could never be trained with
+        with torch.inference_mode(False):  # tensors created in inference mode could never be trained
             self._hold(encoding.scale.detach().to(device, copy=True), None if encoding.zero_point is None
                        else encoding.zero_point.detach().to(device, copy=True))
 
     def drop_encoding(self) -> None:
-        """Forgets the encoding. Raises: EncodingError if frozen."""
+        """Deletes the encoding. Raises: EncodingError if frozen."""
         self.refuse_if_frozen()
         del self.scale, self.zero_point
         self.register_buffer("scale", None)
@@ -149,8 +149,8 @@ class Quantizer(Tap):
     def learn_range(self) -> None:
         """Makes scale and zero point trainable.
 
-        Raises: NotCalibratedError without an encoding to start from, EncodingError if frozen, dynamic, or with
-        scales that are stored in few bits.
+        Raises: NotCalibratedError without an encoding to start from; EncodingError if frozen, dynamic, or with scales
+            that are stored in few bits.
         """
         self.refuse_if_frozen()
         self._refuse_if_dynamic()
@@ -167,7 +167,7 @@ class Quantizer(Tap):
             )
 
     def fix_range(self) -> None:
-        """Makes learned numbers buffers again, as they act: a positive scale, the zero point a code."""
+        """Makes learned scale and zero point buffers again: ``|scale|``, and the zero point rounded to a code."""
         encoding = self.encoding
         if self.learns_range and encoding is not None:
             self._hold(encoding.scale, encoding.zero_point)
@@ -193,7 +193,7 @@ class Quantizer(Tap):
         return simulate(x, self.spec, self.scale, self.zero_point)
 
     def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
-        """Takes both over as what they are, parameters or buffers."""
+        """Registers both, as parameters or buffers according to their type."""
         del self.scale, self.zero_point
         for name, value in (("scale", scale), ("zero_point", zero_point)):
             if isinstance(value, nn.Parameter):
@@ -211,7 +211,7 @@ class Quantizer(Tap):
             raise EncodingError(f"{self.site} is quantized dynamically; plan it without dynamic to give it one range")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
-        """Devices follow the model; scales stay float32, bit for bit."""
+        """Moves to another device, but keeps the dtype: scales stay float32, bit for bit."""
         self._weight_cache.clear()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -231,11 +231,11 @@ class Quantizer(Tap):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As any module; a first encoding is taken from the checkpoint as it comes."""
+        """As ``nn.Module``; a quantizer without an encoding takes that of the checkpoint."""
         stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         scale, zero_point = stored.get(prefix + "scale"), stored.get(prefix + "zero_point")
         if isinstance(zero_point, Tensor) and zero_point.is_floating_point() and not self.learns_range:
-            # the checkpoint learned its range, this module does not: the number as it acts
+            # a learned zero point for a range that is not learned: round it as the simulation does
             rounded = zero_point.detach().round().clamp(self.spec.qmin, self.spec.qmax)
             zero_point = stored[prefix + "zero_point"] = rounded.to(torch.int32)
         if isinstance(scale, Tensor) and isinstance(zero_point, Tensor | None):

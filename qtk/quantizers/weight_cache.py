@@ -1,4 +1,4 @@
-"""The last fake-quantized weight, kept while nothing it was made from changes."""
+"""Caches the last fake-quantized weight while weight, scale and zero point do not change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qtk.torch_private import is_traced, version_of
 
 
 class WeightCache:
-    """One remembered result, by identity and version of the tensors it was made from.
+    """A cache of one result, keyed by memory address and version of the tensors it was computed from.
 
-    A change is seen by the tensor's version counter. Writes through ``tensor.data`` and by fused optimizers
-    (``AdamW(fused=True)``) leave that counter alone; so the owner clears the cache whenever it runs with grad and
-    whenever the model goes to ``train()`` or ``eval()``, as happens around every training step. Code that writes
+    A tensor's version counter shows a change. Writes through ``tensor.data`` and by fused optimizers
+    (``AdamW(fused=True)``) do not raise that counter; so the quantizer clears the cache whenever it runs with grad, and
+    at every ``train()`` or ``eval()`` of the model, as around every training step. Code that writes
     through ``.data`` between two calls without grad must clear it itself.
 
     A copy or pickle of a cache is empty.
@@ -32,7 +32,7 @@ class WeightCache:
     def get(
         self, simulate: Callable[[Tensor], Tensor], weight: Tensor, scale: Tensor, zero_point: Tensor | None
     ) -> Tensor:
-        """``simulate(weight)``, from memory if weight, scale and zero point are those of the last call."""
+        """``simulate(weight)``, cached if weight, scale and zero point are those of the last call."""
         sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)
         if not all(_is_plain(source) for source in sources) or is_traced():  # a tracer must see every call
             return simulate(weight)
@@ -40,7 +40,7 @@ class WeightCache:
         if self._result is None or (*key, version_of(self._result)) != self._key:
             with torch.inference_mode(False), torch.no_grad():
                 self._result = simulate(weight)
-            # the weight is held so that no other tensor can come to lie at its address
+            # keeps the weight alive, so that no other tensor gets its address
             self._key, self._weight = (*key, version_of(self._result)), weight.detach()
         return self._result
 
@@ -53,5 +53,5 @@ def _state(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor has memory and a version: no fake, functional or other subclass, no inference tensor."""
+    """Whether the tensor has an address and a version: no fake, functional or other subclass, no inference tensor."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_inference()

@@ -33,14 +33,14 @@ from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationData:
-    """What activations are observed on.
+    """The data of a calibration.
 
     Args:
-        batches: batches, or a function that runs the model over its own; ``None`` if there are none.
-        example: inputs whose numbers mean nothing; without ``batches`` they still show which values carry a mask.
-        forward: how to run the model on a batch, where the default does not fit.
-        num_batches: stop after so many.
-        progress: show bars.
+        batches: batches, or a function that runs the model over its own data; ``None`` if there are none.
+        example: example inputs; without ``batches`` they show which dynamically quantized values carry a mask.
+        forward: runs the model on a batch; ``None``: ``run_batch``.
+        num_batches: largest number of batches; ``None``: all.
+        progress: show progress bars.
     """
 
     batches: Data | None
@@ -65,8 +65,8 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
 
     Returns: the simulation without the sites that carry a mask.
 
-    Raises: CalibrationError naming the site, and on the CPU the batch, for NaN or +inf, if there is no data, or a site
-        saw none; nothing has changed then.
+    Raises: CalibrationError for NaN or +inf, naming the site and on the CPU the batch; if there is no data; or if no
+        data reached a site. Nothing has changed then.
     """
     device = device_of(simulation.model)
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in sites.items() if d.range is not None}
@@ -86,26 +86,26 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
 def sites_to_calibrate(
     simulation: Simulation, names: Iterable[str] | str | None = None, *, only_missing: bool = False
 ) -> dict[Site, SitePlan]:
-    """The sites that own an encoding and are not frozen: all, those behind names or globs, or those without one yet.
+    """The leaders that are not frozen, all or those selected by ``names``; ``only_missing``: without an encoding.
 
-    Raises: CalibrationError for a name or glob that is that of no site.
+    Raises: CalibrationError for a name or glob that matches no site.
     """
-    chosen = {}
+    selected = {}
     for site in leaders(simulation.plan, names):
         quantizer = simulation.quantizers[site]
         if not quantizer.frozen and not (only_missing and quantizer.scale is not None):
-            chosen[site] = simulation.plan[site]
-    return chosen
+            selected[site] = simulation.plan[site]
+    return selected
 
 
 def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.device) -> Encoding:
-    """The encoding of a value whose real bounds are known beforehand; per tensor."""
+    """The per-tensor encoding of a value whose bounds the config fixes (``range``)."""
     low, high = (torch.tensor([bound], device=device) for bound in bounds)
     return Encoding(spec, *choose_range(low, high, spec))
 
 
 def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> Encoding:
-    """The encoding with its range inside the bounds; half a step beyond is the rounding of the zero point."""
+    """The encoding with its range clamped to the bounds; half a scale beyond is allowed, for the zero point rounds."""
     low, high = encoding.minimum, encoding.maximum
     slack = encoding.scale / 2
     lower, upper = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
@@ -116,7 +116,10 @@ def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> En
 
 
 def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
-    """Encodings of values made from parameters alone; each is observed once, as it is now."""
+    """Encodings of values computed from parameters alone, from their present values.
+
+    Raises: CalibrationError naming the site, if a value cannot be calibrated.
+    """
     encodings = {}
     values = tqdm(
         static_values(model, sites), desc="weights", total=len(sites), unit="site", leave=False,
@@ -138,7 +141,7 @@ def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progre
 def _observed_on_data(
     simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData
 ) -> Mapping[Site, Observer]:
-    """What all ranks saw at each site whose range depends on data."""
+    """The observers of the sites whose ranges depend on data, after all ranks have run their data."""
     observers = {
         site: _observer(decided) for site, decided in sites.items()
         if not decided.static and decided.range is None and not (decided.spec.dynamic and data.batches is None)
@@ -162,7 +165,7 @@ def _observed_on_data(
 
 
 def _masked_in_example(simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch) -> dict[Site, str]:
-    """The dynamically quantized sites that carry a mask in ``example``; none if its numbers are not finite."""
+    """The dynamically quantized sites that carry a mask in ``example``; none if it gives NaN or +inf."""
     observers = {site: _observer(decided) for site, decided in sites.items() if decided.spec.dynamic}
     try:
         with _observing(simulation, observers):
@@ -212,7 +215,7 @@ def _masked(observers: Mapping[Site, Observer]) -> dict[Site, str]:
 def _activation_encodings(
     sites: Mapping[Site, SitePlan], observers: Mapping[Site, Observer]
 ) -> dict[Site, Encoding]:
-    """Encodings of what was observed, those of one scheme all at once. Raises: CalibrationError if a site saw none."""
+    """Encodings of observed activations, one scheme after the other. Raises: CalibrationError if a site saw no data."""
     by_scheme: dict[str, list[Site]] = {}
     starved = []
     for site, decided in sites.items():
@@ -229,6 +232,6 @@ def _activation_encodings(
     encodings: dict[Site, Encoding] = {}
     for scheme, members in by_scheme.items():
         specs = [sites[site].spec for site in members]
-        found = calibrator(scheme).encodings([observers[site] for site in members], specs)
-        encodings |= dict(zip(members, found, strict=True))
+        computed = calibrator(scheme).encodings([observers[site] for site in members], specs)
+        encodings |= dict(zip(members, computed, strict=True))
     return encodings

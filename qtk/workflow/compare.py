@@ -25,8 +25,8 @@ class SiteError:
         site: name of the site.
         sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
         max_error_scales: largest absolute error in units of the site's scale, NaN where each tensor has its own.
-        unpaired: calls in simulation without a counterpart of their shape in float, because the model took another way
-            (a router that sends tokens elsewhere); no figure counts them, and without any other ``sqnr_db`` is NaN.
+        unpaired: simulated calls without a float call of the same shape, because the model took another path (a router
+            that sends tokens elsewhere); they are not counted, and if there are no others ``sqnr_db`` is NaN.
     """
 
     site: str
@@ -62,7 +62,7 @@ def compare(
     num_batches: int | None = None,
     progress: bool = True,
 ) -> list[SiteError]:
-    """Errors of every leading site, worst SQNR first, those without any at the end.
+    """The error at every leader, worst SQNR first, NaN last.
 
     Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
     that site; the float values of one batch are held in memory at a time.

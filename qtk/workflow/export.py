@@ -38,7 +38,7 @@ EXPORTERS: Registry[Exporter] = Registry("export format")
 
 
 def onnx_name(path: str) -> str:
-    """The file of a captured graph: ``model.onnx``, or that of an island by its place in the model.
+    """File name of a captured graph: ``model.onnx``, or an island's module path.
 
     >>> onnx_name("backbone.body")
     'backbone.body.onnx'
@@ -55,16 +55,16 @@ def export(
     formats: Sequence[str] = ("encodings", "onnx"),
     force: bool = False,
 ) -> None:
-    """Writes every format into one new directory; if one fails, nothing of any is left.
+    """Writes every format into one new directory, or nothing if one fails.
 
-    Each file is read back before the directory appears: encodings and stored integers must be bit-equal to those of
+    Each file is read back before the directory appears: its encodings and stored integers must be bit-equal to those of
     the simulation.
 
     Args:
-        simulation: what is exported.
+        simulation: the simulation to export.
         example_inputs: a tensor, tuple or dict the model runs on.
-        directory: where the files will be.
-        check: runs first and raises if the simulation is not fit to be exported.
+        directory: the new directory.
+        check: is called first and raises if the simulation must not be exported.
         formats: names from ``EXPORTERS``.
         force: replace an existing directory.
 
@@ -84,7 +84,7 @@ def export(
 
 
 def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    """Our own, and AIMET's schemas as far as they can hold the model."""
+    """Writes qtk's encodings JSON, and AIMET's schemas where they can represent the model."""
     _encodings_json(simulation, example_inputs, folder)
     for name in (AIMET_1_0_0_FILE, AIMET_2_0_0_FILE):
         try:
@@ -178,7 +178,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
 
 
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
-    """Every graph that Python calls, with a call of it on what the example inputs become there."""
+    """Path → (graph, a call of it) for every graph that the model calls on its example inputs."""
     call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
     if list(graphs) == [""]:
         return {"": (graphs[""], call)}

@@ -19,7 +19,7 @@ Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], object]
-"""How to run a model on a batch, where the default does not fit."""
+"""A function that runs a model on a batch, in place of ``run_batch``."""
 
 Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 """Batches, or a function that runs the model over its own data."""
@@ -52,7 +52,7 @@ def outputs(
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    ``ended_by``: what ends a batch as it should, without an output.
+    ``ended_by``: exceptions that end a batch normally, with the output ``None``.
 
     Raises: CalibrationError if there is no batch, or naming the batch that the model does not run on.
     """
@@ -110,7 +110,7 @@ def run_all(
 
 
 def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
-    """What to say when the model does not run on a batch."""
+    """The message of the error when the model does not run on a batch."""
     shown = [
         f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)

@@ -1,4 +1,4 @@
-"""The layer-wise verbs: improve the weights of a simulation layer by layer, in one walk through the model."""
+"""The layer-wise methods as functions on a ``QuantSim``, each in one walk through the model."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def correct_bias(
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LayerwiseReport:
-    """Bias correction: gives every output of a layer with a bias the mean it has in the float model.
+    """Bias correction: corrects biases so that every output of a layer has its mean in the float model.
 
     Nagel et al., arXiv 1906.04721, section 4.2, with measured means.
 
@@ -351,7 +351,7 @@ def apply_layerwise(
 
 
 def _warn_of_earlier_calls(layers: Sequence[WeightedLayer]) -> None:
-    """Weights that an earlier call rewrote are all that is left of the float model."""
+    """Warns that weights rewritten by an earlier call count as those of the float model."""
     names = [layer.name for layer in layers if layer.quantizer.rewrote_weight]
     if names:
         warnings.warn(
@@ -370,7 +370,7 @@ def _load_missing_encodings(simulation: Simulation, layers: Sequence[WeightedLay
 def _recorded_calls(
     model: nn.Module, quantizers: Sequence[Quantizer], data: Data, forward: Forward | None, num_batches: int | None
 ) -> list[Call]:
-    """How the data call the model. A user's own way of calling may need what a call returns, so there it runs."""
+    """The calls of the model that the data make; each runs to its end only if user code may need its output."""
     needs_outputs = forward is not None or not isinstance(data, Iterable)
     with recording(model, run=needs_outputs) as calls, in_mode(quantizers, Mode.BYPASS):
         run_all(model, data, forward=forward, num_batches=num_batches, label="reading",

@@ -1,4 +1,4 @@
-"""``prepare_model``: from a module to a graph that shows every tensor and computes the same."""
+"""``prepare_model``: captures a module as a graph that computes the same and shows every tensor."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ def _captured(
     excluded: Collection[set[str]],
     verify: bool,
 ) -> PreparedModel:
-    """One graph if it can be had, else islands in the model's own Python."""
+    """Captures one graph if possible, else islands in the model's own Python."""
     try:
         return capture_graph(model, [Call(args, kwargs, None)], dynamic_shapes, verify=verify, expected=expected)
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
-            raise  # shapes that the caller asked for cannot be had, on no rung
+            raise  # explicit dynamic shapes are those of one graph
         paths = set().union(*excluded)
         return capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=paths)
 
@@ -179,7 +179,7 @@ def _train_difference(
 
 
 def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    """What comes out. Raises: CaptureError if nothing does, or if an input is not what it was."""
+    """The outcome in eval mode. Raises: CaptureError if the model does not run, or changes an input in place."""
     try:
         outcome = eval_outcome(model, *(given := detached((args, kwargs))))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Ranges by hand: ``set_range``, ``freeze``, ``forget``."""
+"""Changes encodings by hand: ``set_range``, ``freeze``, ``forget``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qtk.planning.selection import leaders
 
 
 def set_range(simulation: Simulation, names: str, low: float, high: float) -> None:
-    """Gives the sites an encoding that just holds [low, high], and freezes them.
+    """Sets the range of sites to [low, high] and freezes their encodings.
 
     All scales of a site get the same range.
 
-    Raises: CalibrationError if there is no such site, the bounds are not finite and low < high, a site is
-        quantized dynamically, or has several scales whose number is not known yet. Nothing has changed then.
+    Raises: CalibrationError if there is no such site, a bound is not finite, low ≥ high, a site is quantized
+        dynamically, or has several scales whose number is not known yet. Nothing has changed then.
     """
     if not low < high:
         raise CalibrationError(f"a range must be low < high, got [{low}, {high}]")
@@ -36,8 +36,8 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
             raise CalibrationError(f"{site} is {spec.granularity}, the number of its scales is not known yet; "
                                    "run sim.compute_encodings(data) first")
         like = torch.empty(1, device=device_of(simulation.model)) if scale is None else scale.detach()
-        chosen = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)
-        encodings[site] = Encoding(spec, *chosen)
+        scale_and_zero_point = choose_range(torch.full_like(like, float(low)), torch.full_like(like, float(high)), spec)
+        encodings[site] = Encoding(spec, *scale_and_zero_point)
     for site, encoding in encodings.items():
         quantizer = simulation.quantizers[site]
         quantizer.frozen = False

@@ -63,11 +63,11 @@ def save(
     arguments: Mapping[str, object],
     force: bool = False,
 ) -> None:
-    """Writes a simulation into a new directory, whole or not at all.
+    """Writes a simulation into a new directory, completely or not at all.
 
     Args:
-        directory: where the files will be.
-        simulation: its tensors may have any layout, and share memory.
+        directory: the new directory.
+        simulation: the simulation to save; its tensors may have any layout, and share memory.
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
         force: replace an existing directory.
 
@@ -188,7 +188,7 @@ def _how(decided: SitePlan) -> str:
 
 
 def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[str]:
-    """Of the float model only: quantizers have tensors only once they have an encoding."""
+    """Differences of the float model's tensors; a quantizer has tensors only once it has an encoding."""
     stored_float = {name: tensor for name, tensor in stored.items() if name not in _quantizer_state(stored)}
     own_float = {name: tensor for name, tensor in own.items() if name not in _quantizer_state(own)}
     for name in sorted(stored_float.keys() - own_float.keys()):

@@ -52,7 +52,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ExportVerification:
-    """The exported files against the simulation; print it.
+    """How exactly the exported files compute what the simulation does; printable.
 
     Args:
         path: the file, or the directory of the files of several islands.
@@ -78,11 +78,11 @@ def verify_export(
 
     Raises: ExportError if one is missing, or as ``verify_onnx``.
     """
-    found = {Path(directory) / onnx_name(path): graph for path, graph in roots(model).items()}
-    missing = next((path for path in found if not path.is_file()), None)
+    files = {Path(directory) / onnx_name(path): graph for path, graph in roots(model).items()}
+    missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
-    return _verify(found, model, data, forward, Path(directory))
+    return _verify(files, model, data, forward, Path(directory))
 
 
 def verify_onnx(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qtk.numerics.error import max_error_in_scales, sqnr_db
+from qtk.numerics.error import sqnr_db
 
 
 def test_sqnr_is_that_of_sums_in_python():
@@ -27,10 +27,3 @@ def test_sqnr_of_equals_and_of_nothing():
 def test_sqnr_does_not_overflow_half_precision():
     x = torch.full((1000,), 1000.0, dtype=torch.float16)
     assert sqnr_db(x, x + 1) == pytest.approx(60.0, abs=1e-6)
-
-
-def test_max_error_counts_in_scales():
-    reference, value = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.9])
-    assert max_error_in_scales(reference, value, torch.tensor([0.25])) == 2.0
-    assert max_error_in_scales(reference, value, torch.tensor([0.25, 0.125])) == 4.0
-    assert max_error_in_scales(torch.empty(0), torch.empty(0), torch.tensor([0.25])) == 0.0
