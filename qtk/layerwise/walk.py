@@ -31,7 +31,6 @@ from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
-from qtk.torch_private import pytree
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
 """Which inputs the output error of a layer is measured on: the float model's for the float weight and the quantized
@@ -186,8 +185,6 @@ class _GraphWalk:
 
     def _start(self, call: Call) -> Values:
         leaves = input_leaves(self._graph, call.args, call.kwargs)
-        if leaves is None:
-            leaves = pytree.tree_leaves((call.args, call.kwargs))
         placeholders = self._graph.find_nodes(op="placeholder")
         paths = len(self._paths.quantized)
         return {node: (leaf,) * paths for node, leaf in zip(placeholders, leaves, strict=True)}

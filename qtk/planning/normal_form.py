@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.graph.op_table import IDENTITY, SPLIT, row_of
-from qtk.graph.schema import named_arguments
+from qtk.graph.schema import aten_name, named_arguments
 from qtk.graph.sites import is_float
 
 ATEN = torch.ops.aten
@@ -153,7 +153,7 @@ class NormalForm:
         if node.op == "call_function" and is_float(node):
             args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
             kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
-            name, row, value = _name(node), row_of(node), None
+            name, row, value = aten_name(node.target), row_of(node), None
             if node.target is operator.getitem:
                 value = self._element(node.all_input_nodes[0], args[1])
             elif row is IDENTITY and is_float(node.all_input_nodes[0]):
@@ -194,7 +194,7 @@ class NormalForm:
 
     def _element(self, maker: fx.Node, index: int) -> Value | None:
         """One result of an op with several, in normal form; ``None``: as it is."""
-        source, name, results = self._values[maker], _name(maker), maker.meta.get("val")
+        source, name, results = self._values[maker], aten_name(maker.target), maker.meta.get("val")
         if not isinstance(source, fx.Node) or source.op != "call_function":
             return None
         arguments: Arguments = named_arguments(maker, source.args, source.kwargs)
@@ -354,11 +354,6 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
 }
 """Name of an op → the rule that rewrites it. Not in the op table, for only the pattern matcher uses the normal form."""
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name.removeprefix("aten::")
 
 
 def sizes_of(value: Tensor) -> Sizes:
