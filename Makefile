@@ -22,7 +22,7 @@ KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
            $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
 
 OLDEST  := $(CURDIR)/.venv-oldest
-PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadgroup
+PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope
 
 .PHONY: demo test test-all test-oldest pytest lint bench clean
 .DEFAULT_GOAL := test

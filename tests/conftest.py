@@ -1,4 +1,4 @@
-"""How the suite runs: the Triton interpreter where there is no GPU, thin matrices, tests of one model side by side."""
+"""How the suite runs: the Triton interpreter where there is no GPU, thin matrices."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.pairwise import full, pairwise
-from tests.zoo.models import ZOO
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # said before anything imports Triton
@@ -23,12 +22,3 @@ def pytest_generate_tests(metafunc):
         rows = (pairwise if quick else full)(marker.kwargs.values())
         ids = ["-".join(str(value) for value in row) for row in rows]
         metafunc.parametrize(list(marker.kwargs), rows, ids=ids)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """One process runs all tests of a model of the zoo, and else all of a file, so that each captures a model once."""
-    for item in items:
-        name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-        group = f"zoo {name}" if isinstance(name, str) and name in ZOO else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))

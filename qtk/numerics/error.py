@@ -12,6 +12,7 @@ def sqnr_db(reference: Tensor, value: Tensor) -> float:
 
     ``inf`` if both are equal; ``-inf`` if the reference is all zero and the value is not.
 
+    >>> import torch
     >>> sqnr_db(torch.tensor([10.0]), torch.tensor([11.0]))
     20.0
     """
