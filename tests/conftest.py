@@ -3,7 +3,6 @@
 import os
 import signal
 
-import pytest
 import torch
 
 from tests.pairwise import full, pairwise
