@@ -34,6 +34,7 @@ __all__ = [
     "custom_functions",
     "drop_input_guards",
     "flatten_as",
+    "is_exporting",
     "is_traced",
     "pytree",
     "rnn_kernels",
@@ -89,6 +90,14 @@ def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` has been written in place."""
     return tensor._version
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is tracing. The public ``torch.compiler.is_exporting`` of torch 2.11 is true as well
+    while ``torch.compile`` compiles.
+    """
+    exporting: bool = torch.compiler._is_exporting_flag
+    return exporting
 
 
 def is_traced() -> bool:

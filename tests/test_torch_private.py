@@ -22,6 +22,7 @@ from qtk.torch_private import (
     custom_functions,
     drop_input_guards,
     flatten_as,
+    is_exporting,
     is_traced,
     pytree,
     rnn_kernels,
@@ -227,3 +228,16 @@ def test_module_tables():
 
 def test_graph_module_names(program):
     assert set(GRAPH_MODULE_NAMES) <= set(vars(program.module(check_guards=False)))
+
+
+class ShiftsWhenExported(nn.Module):
+    def forward(self, x):
+        return x + 1 if is_exporting() else x.clone()
+
+
+def test_is_exporting_is_false_while_compiling():
+    model, x = ShiftsWhenExported(), torch.zeros(2)
+    torch._dynamo.reset()
+    assert torch.compile(model, fullgraph=True, backend="eager")(x).tolist() == [0.0, 0.0]
+    assert torch.export.export(model, (x,), strict=False).module()(x).tolist() == [1.0, 1.0]
+    assert not is_exporting()

@@ -19,6 +19,7 @@ from qtk.observers.observer import Observer
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.quantizers.weight_cache import WeightCache
+from qtk.torch_private import is_exporting
 
 
 class Mode(enum.Enum):
@@ -183,7 +184,7 @@ class Quantizer(Tap):
     def _observe(self, x: Tensor) -> None:
         if not torch.compiler.is_compiling():
             self._listener.observe(x)
-        elif not torch.compiler.is_exporting():  # an exported program holds no observers
+        elif not is_exporting():  # an exported program holds no observers
             self._listener.observe_when_run(x)
 
     def _simulate(self, x: Tensor) -> Tensor:
