@@ -19,7 +19,7 @@ from qtk.kernels.backends import load_native, why_not_triton
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 from qtk.ops.decomposed import FakeQuantize
-from qtk.torch_private import below_autograd, is_exporting
+from qtk.torch_private import below_autograd
 
 _NATIVE = load_native() is None
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
@@ -135,7 +135,8 @@ def fake_quantize(
     tensor([0.2500, 1.7500])
     """
     result: Tensor
-    if torch.compiler.is_compiling() and not is_exporting():
+    # torch 2.11 says that it exports while it compiles, so that the op stays: its inlined gradient would be wrong there
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
         return result
     if _NATIVE:

@@ -19,7 +19,6 @@ from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import BACKWARD
 from qtk.ops.statistics import min_max
-from qtk.torch_private import is_exporting
 
 _NATIVE = load_native() is None
 
@@ -77,7 +76,7 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
             [0.3000, 0.7000]])
     """
     result: Tensor
-    if torch.compiler.is_compiling() and not is_exporting():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         scale, zero_point = range_of(x, block_size, qmin, qmax, symmetric=symmetric)
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
     else:

@@ -16,7 +16,6 @@ from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.kernels.backends import load_native, why_not_triton
 from qtk.numerics import minifloat
 from qtk.numerics.blocks import check_fit
-from qtk.torch_private import is_exporting
 
 _SPEC = "Tensor scale, int[] block_size, int exponent_bits, int mantissa_bits, float largest"
 
@@ -144,7 +143,7 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
     assert isinstance(row, FloatDtype)
     numbers = row.exponent_bits, row.mantissa_bits, row.largest
     result: Tensor
-    if torch.compiler.is_compiling() and not is_exporting():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = _Decomposed.apply(x, scale, block_size, *numbers)
         return result
     try:
