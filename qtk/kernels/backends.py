@@ -25,7 +25,7 @@ def backends() -> dict[str, str]:
     >>> sorted(backends())
     ['cpu', 'cuda']
     """
-    kernels = {"cpu": ("C++", load_native()), "cuda": ("Triton", why_not_triton())}
+    kernels = {"cpu": ("C++", load_native()), "cuda": ("Triton", triton_unavailable())}
     return {
         device: f"{name} kernels" if reason is None else f"reference; {name} kernels {reason}"
         for device, (name, reason) in kernels.items()
@@ -48,8 +48,8 @@ def load_native() -> str | None:
 
 
 @functools.cache
-def why_not_triton() -> str | None:
-    """Why the Triton kernels are not in use; ``None`` if they are. Does not import Triton."""
+def triton_unavailable() -> str | None:
+    """The reason why the Triton kernels are not in use, ``None`` if they are. Does not import Triton."""
     if _is_set(DISABLE_TRITON):
         return f"switched off by {DISABLE_TRITON}"
     if not torch.cuda.is_available():

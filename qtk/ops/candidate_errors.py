@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtk.core.granularity import WHOLE
 from qtk.errors import SpecError
-from qtk.kernels.backends import load_native, why_not_triton
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import candidate_errors as reference
 from qtk.numerics.statistics import count_scales
 
@@ -43,7 +43,7 @@ def _on_gpu(
     squared: bool, importance: Tensor | None, clipped: float,
 ) -> Tensor:
     spec = scales, zero_points, block_size, qmin, qmax, squared, importance, clipped
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return _reference(input, *spec)
     from qtk.kernels.gpu import candidate_errors as kernels
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, why_not_triton
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 from qtk.ops.decomposed import FakeQuantize
@@ -56,7 +56,7 @@ torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd", _
 def _on_gpu(
     input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return affine.fake_quantize(input, scale, zero_point, block_size, qmin, qmax)
     from qtk.kernels.gpu import fake_quantize as kernels
 
@@ -69,7 +69,7 @@ def _backward_on_gpu(
     qmax: int, wants_scale: bool, wants_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = scale, zero_point, block_size, qmin, qmax, wants_scale, wants_zero_point
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return _backward(grad, input, *spec)
     from qtk.kernels.gpu import fake_quantize as kernels
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, why_not_triton
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import dynamic
 from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
@@ -34,7 +34,7 @@ torch.library.impl("qtk::fake_quantize_dynamic", "CompositeExplicitAutograd", dy
 def _on_gpu(
     input: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return dynamic.fake_quantize(input, block_size, qmin, qmax, symmetric)
     from qtk.kernels.gpu import fake_quantize_dynamic as kernels
 

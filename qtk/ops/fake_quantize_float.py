@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import DTYPES, FloatDtype
-from qtk.kernels.backends import load_native, why_not_triton
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import minifloat
 from qtk.numerics.blocks import check_fit
 
@@ -47,7 +47,7 @@ def _backward(
 def _on_gpu(
     input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
 ) -> Tensor:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return _forward(input, scale, block_size, exponent_bits, mantissa_bits, largest)
     from qtk.kernels.gpu import fake_quantize as kernels
 
@@ -59,7 +59,7 @@ def _backward_on_gpu(
     grad: Tensor, input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
     largest: float, wants_scale: bool,
 ) -> tuple[Tensor, Tensor]:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return _backward(grad, input, scale, block_size, exponent_bits, mantissa_bits, largest, wants_scale)
     from qtk.kernels.gpu import fake_quantize as kernels
 

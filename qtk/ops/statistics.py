@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native, why_not_triton
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import statistics
 
 if load_native() is not None:
@@ -27,7 +27,7 @@ def _min_max(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Ten
 
 @torch.library.impl("qtk::min_max", "CUDA")
 def _min_max_on_gpu(input: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, Tensor]:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return statistics.min_max(input.detach(), block_size)
     from qtk.kernels.gpu import statistics as kernels
 
@@ -36,7 +36,7 @@ def _min_max_on_gpu(input: Tensor, block_size: Sequence[int], scales: int) -> tu
 
 @torch.library.impl("qtk::histogram", "CUDA")
 def _histogram_on_gpu(input: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
-    if why_not_triton() is not None:
+    if triton_unavailable() is not None:
         return statistics.histogram(input, first, exponent, bins, block_size)
     from qtk.kernels.gpu import statistics as kernels
 

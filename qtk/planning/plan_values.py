@@ -46,7 +46,7 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
     if reason is not None:
         draft.floats[node] = reason
     elif _is_quantized_inside(draft, op):
-        pass
+        pass  # the last value inside the composite has the quantizer
     elif node.op == "placeholder":
         _plan_input(draft, node, decision)
     elif row is None:

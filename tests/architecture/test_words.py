@@ -44,7 +44,7 @@ RULES = (
     Rule(r"\bLayerProblem\b|\bImprovement\b|\bReached\b", "LayerState, LayerUpdate, LayerInput"),
     Rule(r"\brows_of\b|\bmatrix_of\b|\bnumerics[./]patches\b", "im2col, GEMM layout"),
     Rule(r"observers\.whole|observers\.points|\bWhole\(|\bPoints\(", "RawValues, WeightedSamples"),
-    Rule(r"\bwhy_not_native\b", "load_native() -> str | None"),
+    Rule(r"\bwhy_not_", "load_native() -> str | None, triton_unavailable() -> str | None"),
     Rule(r"[Ll]adder climb|climbs? (down )?the ladder", "fallback, island search"),
     Rule(r"one file less", "skipped {file}: {error}"),
 )
