@@ -13,6 +13,8 @@ from typing import cast
 from torch import nn
 
 from qtk.calibrators.scheme import calibrator, canonical_scheme
+from qtk.capture.calls import Call
+from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
@@ -24,6 +26,8 @@ from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
+from qtk.transforms.steps import steps_of
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
@@ -110,17 +114,29 @@ class QuantSim:
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
             prepared = prepare_model(model, example_inputs)
         prepared = prepared if in_place else copy.deepcopy(prepared)
-        decided = plan(
-            prepared, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
-        )
+        if self.config.fold_batch_norms and not steps_of(prepared):
+            fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
+        decided = self.plan_of(prepared)
         self._simulation = Simulation(prepared, decided, insert(prepared, decided))
         for quantizer in self._simulation.quantizers.values():
             quantizer.mode = Mode.SIMULATE
 
     @property
     def simulation(self) -> Simulation:
-        """Model, plan and quantizers as they are now."""
+        """Model, plan and quantizers as they are now; only qtk's own functions set them."""
         return self._simulation
+
+    @simulation.setter
+    def simulation(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def plan_of(self, prepared: PreparedModel) -> QuantPlan:
+        """The plan that the settings of this simulation give a prepared model."""
+        decided = plan(
+            prepared, self.config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
+            scheme=self.scheme,
+        )
+        return replace(decided, unquantized={**decided.unquantized, **folded_sites(prepared)})
 
     @property
     def model(self) -> PreparedModel:
