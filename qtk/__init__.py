@@ -18,6 +18,7 @@ from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
+from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
 
 __version__ = "0.1.0"
 
@@ -50,4 +51,5 @@ __all__ = [
     "dtype",
     "fold_batch_norms",
     "prepare_model",
+    "reestimate_batch_norms",
 ]
