@@ -92,7 +92,8 @@ def main() -> None:
     if arguments.quick:
         arguments.models, arguments.image_size, arguments.turns = ["mobilenet_v3_small"], 64, 3
     mode = f"with {EXACT_MODE}=1" if integer_sums_saturate() else "sums of u8 × s8 are exact on this CPU"
-    table = Table(title=f"ONNX Runtime {onnxruntime.__version__}, {mode}, config {arguments.config}", title_justify="left")
+    title = f"ONNX Runtime {onnxruntime.__version__}, {mode}, config {arguments.config}"
+    table = Table(title=title, title_justify="left")
     for heading in ("model", "integer Conv", "float Conv", "BatchNorm", "int8 / fp32 time", "fp32, ms"):
         table.add_column(heading)
     named = []
