@@ -28,15 +28,25 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class Match(_Frozen):
-    """The ops a rule applies to: their kind is in ``op`` and their module path matches a glob in ``path``."""
+    """The ops a rule applies to: all that the conditions given have in common.
+
+    Args:
+        op: their kind is one of these.
+        path: their module path matches one of these globs.
+        feeds: their value feeds an op of one of these kinds: it is read by one, directly or through sums, averages,
+            products with parameters, merges and data movement. What such a rule says of ``output`` holds for the value
+            as these ops read it; an op with weights, or a matrix product, that reads it too gets it as it would be
+            without the rule.
+    """
 
     op: Names = ()
     path: Names = ()
+    feeds: Names = ()
 
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
-        if not self.op and not self.path:
-            raise ValueError("a match needs op, path or both; to match everything write path: '*'")
+        if not self.op and not self.path and not self.feeds:
+            raise ValueError("a match needs op, path or feeds; to match everything write path: '*'")
         return self
 
 
@@ -132,8 +142,9 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
     """
     problems = [
-        f"rules[{index}].match.op: unknown op {name!r}; {nearest(name, known)}"
-        for index, rule in enumerate(config.rules) for name in rule.match.op if name not in known
+        f"rules[{index}].match.{key}: unknown op {name!r}; {nearest(name, known)}"
+        for index, rule in enumerate(config.rules) for key in ("op", "feeds")
+        for name in getattr(rule.match, key) if name not in known
     ]
     problems += [
         f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {nearest(name, known)}"

@@ -79,6 +79,11 @@ class OpRow:
     inside: str | None = None
 
     @property
+    def multiplies(self) -> bool:
+        """Whether it computes products of what it reads and weights, or of two values that it reads."""
+        return self.product is not None or self.weight_axes is not None or self.inside is not None
+
+    @property
     def names(self) -> tuple[str, str]:
         """The names by which config rules match the op."""
         return (self.kind, self.family or self.kind)

@@ -8,6 +8,7 @@ An op without a row neither receives nor passes an encoding, and the report name
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch import fx
 
@@ -205,10 +206,15 @@ def row_of(node: fx.Node) -> OpRow | None:
     name = schema.name.removeprefix("aten::")
     if name in ("constant_pad_nd", "pad") and _fill_value(node):
         return PAD_WITH_VALUE
+    if name == "group_norm" and node.args[1] == 1:
+        return ONE_GROUP_NORM
     return ROWS.get(f"{name}.{schema.overload_name}") or ROWS.get(name)
 
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
+
+ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")
+"""A group norm over all channels: a layer norm, by which transformers on images normalize their tokens."""
 
 PAD_WITH_VALUE = OpRow("pad", COMPUTE, inputs=(0,))
 """Padding with a number other than 0: a value that the input's encoding may not represent."""

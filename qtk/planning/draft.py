@@ -12,8 +12,9 @@ from qtk.graph.flow import Flow
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import op_name
 from qtk.graph.sites import Port, edge_site, ports, value_site
+from qtk.planning.feeds import Feeds
 from qtk.planning.patterns import match_patterns
-from qtk.planning.rules import Decision, Rules, to_spec
+from qtk.planning.rules import Decision, OpDecisions, Rules, to_spec
 
 
 class Draft:
@@ -39,11 +40,18 @@ class Draft:
         self.flow = Flow(graph)
         matches = match_patterns(graph) if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
+        self.feeds = Feeds(graph, self.flow, self.formulas)
         self.nested: dict[fx.Node, list[Draft]] = {}
         self.values: dict[fx.Node, SitePlan] = {}
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
         self.misfits: list[str] = []
+
+    def decisions(self, op: fx.Node) -> OpDecisions:
+        """The settings for an op or graph input; an op of a formula is matched as the op that the formula computes."""
+        formula = self.formulas.get(op)
+        kind = formula.kind if formula is not None else None
+        return self.rules.decisions(op, self.flow, feeds=self.feeds.names(op), kind=kind)
 
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
         """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""

@@ -1,17 +1,23 @@
-"""Rule 7 of the planner: a quantizer on the edge into an op whose rule asks for another spec than the producer's."""
+"""Rules 7 and 11 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
+from qtk.core.site import Site
+from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow, Role
-from qtk.graph.sites import edge_site
+from qtk.graph.sites import Port, edge_site
 from qtk.planning.draft import Draft
 from qtk.planning.rules import Decision, to_spec
 
 
 def plan_edges(draft: Draft) -> None:
     """Puts a quantizer on the edge into a compute op whose ``input`` setting differs from the value it reads.
+
+    So also into an op with weights, or a matrix product, that reads a value which a rule with ``feeds`` set for others.
 
     Requires: values, parameters and merges are decided.
     Ensures: every data input whose ``input`` setting a rule enables has its spec, at the producer or in ``edges``.
@@ -20,16 +26,40 @@ def plan_edges(draft: Draft) -> None:
         row = draft.flow.row(node)
         if row is None or row.role is not Role.COMPUTE or node in draft.formulas:
             continue
-        decision = draft.rules.decisions(node, draft.flow).input
-        if decision.enabled and decision is not draft.rules.activation:  # a rule sets its inputs
-            _plan_inputs(draft, node, row, decision)
+        decision = draft.decisions(node).input
+        if decision is draft.rules.activation:
+            _plan_streams(draft, node, row)
+        elif decision.enabled:  # a rule sets its inputs
+            for port in draft.flow.data_ports(node):
+                _plan_input(draft, port, decision, f"input of {row.kind}")
 
 
-def _plan_inputs(draft: Draft, node: fx.Node, row: OpRow, decision: Decision) -> None:
-    for port in draft.flow.data_ports(node):
-        if decision.setting.is_dynamic and draft.flow.is_static(port.value):
-            continue  # rule 4
-        present = draft.values.get(draft.flow.root(port.value))
-        spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
-        if present is None or present.spec != spec:
-            draft.edges[edge_site(port)] = draft.site_plan(spec, decision, f"input of {row.kind}")
+def _plan_input(draft: Draft, port: Port, decision: Decision, why: str) -> None:
+    if decision.setting.is_dynamic and draft.flow.is_static(port.value):
+        return  # rule 4
+    present = draft.values.get(draft.flow.root(port.value))
+    spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
+    if present is None or present.spec != spec:
+        draft.edges[edge_site(port)] = draft.site_plan(spec, decision, why)
+
+
+def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
+    """Decides the inputs that are values of a stream, where ``node`` is not what the stream feeds."""
+    for port in draft.flow.data_ports(node) if row.multiplies else ():
+        source = draft.flow.root(port.value)
+        stream = None if draft.flow.is_static(source) else draft.decisions(maker(source)).stream
+        if stream is None or not stream.feeds.isdisjoint(row.names) or not stream.elsewhere.enabled:
+            continue
+        _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
+        if (site := edge_site(port)) in draft.edges:
+            _share(draft, port, site)
+
+
+def _share(draft: Draft, port: Port, site: Site) -> None:
+    """Gives an edge the encoding of an earlier one at which the same value is read with the same spec."""
+    for reader in draft.flow.readers(draft.flow.root(port.value)):
+        earlier = draft.edges.get(edge_site(reader)) if reader.user.op != "output" else None
+        if edge_site(reader) != site and earlier is not None and earlier.spec == draft.edges[site].spec:
+            leader = earlier.leader or edge_site(reader)
+            draft.edges[site] = replace(draft.edges[site], leader=leader, reason=f"the same value as {leader}")
+            return

@@ -46,7 +46,7 @@ def explain_unread_parameters(draft: Draft) -> None:
 def _plan_op(draft: Draft, node: fx.Node) -> None:
     flow, row = draft.flow, draft.flow.row(node)
     assert row is not None
-    decisions = draft.rules.decisions(node, flow)
+    decisions = draft.decisions(node)
     for port in flow.weight_ports(node):
         axes = row.weight_axes(node, port.value) if row.weight_axes else None
         _plan_parameter(draft, port, decisions.weight, axes, f"weight of {row.kind}")
@@ -55,12 +55,13 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
             _plan_parameter(draft, port, decisions.bias, None, f"bias of {row.kind}")
     for port in flow.data_ports(node):
         if flow.is_static(port.value) and not draft.divides(port):
-            _plan_constant(draft, port, f"constant operand of {row.kind}")
+            decision = draft.rules.activation if decisions.stream is None else decisions.output
+            _plan_constant(draft, port, decision, f"constant operand of {row.kind}")
 
 
 def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
     """Decides the parameters of a formula like those of the op it computes; its numbers stay in float."""
-    decisions = draft.rules.decisions(node, draft.flow, kind=formula.kind)
+    decisions = draft.decisions(node)
     parameters = ((formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias"))
     for port in ports(node):
         for parameter, decision, role in parameters:
@@ -68,11 +69,11 @@ def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
                 _plan_parameter(draft, port, decision, None, f"{role} of {formula.kind}")
 
 
-def _plan_constant(draft: Draft, port: Port, why: str) -> None:
-    """Gives a constant operand the activation setting; leaves it in float if activations are dynamic."""
+def _plan_constant(draft: Draft, port: Port, decision: Decision, why: str) -> None:
+    """Decides a constant operand like an activation; leaves it in float if activations are dynamic."""
     node = draft.flow.root(port.value)
-    if not draft.rules.activation.setting.is_dynamic:
-        _plan_parameter(draft, port, draft.rules.activation, None, why)
+    if not decision.setting.is_dynamic:
+        _plan_parameter(draft, port, decision, None, why)
     elif node not in draft.values:
         draft.floats.setdefault(node, "constant; ranges are taken at run time")
 

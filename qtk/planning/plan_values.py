@@ -41,7 +41,7 @@ def _inner_values(draft: Draft) -> dict[fx.Node, str]:
 
 def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
     op, formula = maker(node), draft.formulas.get(node)
-    decision = draft.rules.decisions(op, draft.flow, kind=formula.kind if formula else None).output
+    decision = draft.decisions(op).output
     row, reason = draft.flow.row(node), _stays_float(draft, node) or inner
     if reason is not None:
         draft.floats[node] = reason

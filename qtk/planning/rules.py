@@ -46,13 +46,27 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """What rules with ``feeds`` leave open about a value.
+
+    Args:
+        feeds: the ops that these rules name.
+        elsewhere: the decision for an op with weights, or a matrix product, that reads the value and is none of these.
+    """
+
+    feeds: frozenset[str]
+    elsewhere: Decision
+
+
+@dataclass(frozen=True, slots=True)
 class OpDecisions:
-    """The decisions for weight, bias, inputs and output of one op."""
+    """The decisions for weight, bias, inputs and output of one op; ``stream`` if a rule with ``feeds`` sets its output."""
 
     weight: Decision
     bias: Decision
     input: Decision
     output: Decision
+    stream: Stream | None
 
 
 class Rules:
@@ -66,11 +80,21 @@ class Rules:
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
         self._matched: set[int] = set()
 
-    def decisions(self, node: fx.Node, flow: Flow, *, kind: str | None = None) -> OpDecisions:
-        """The settings for the op or graph input ``node``, matched as an op of ``kind`` if that is not ``None``."""
+    def decisions(
+        self, node: fx.Node, flow: Flow, *, feeds: frozenset[str] = frozenset(), kind: str | None = None
+    ) -> OpDecisions:
+        """The settings for an op or graph input.
+
+        Args:
+            node: the op or input.
+            flow: of its graph.
+            feeds: the names of the ops that its value feeds.
+            kind: the op kind to match it as; ``None``: its own.
+        """
         weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
+        elsewhere, streams = self.activation, frozenset[str]()
         for index, rule in enumerate(self.config.rules):
-            if not _matches(rule, node, flow, kind):
+            if not _matches(rule, node, flow, feeds, kind):
                 continue
             self._matched.add(index)
             reason = f"rules[{index}]"
@@ -78,7 +102,12 @@ class Rules:
             bias = bias.overlaid(rule.bias, reason)
             incoming = incoming.overlaid(rule.input, reason)
             outgoing = outgoing.overlaid(rule.output, reason)
-        return OpDecisions(weight, bias, incoming, outgoing)
+            if not rule.match.feeds:
+                elsewhere = elsewhere.overlaid(rule.output, reason)
+            elif rule.output is not None:
+                streams |= frozenset(rule.match.feeds)
+        stream = Stream(streams, elsewhere) if streams else None
+        return OpDecisions(weight, bias, incoming, outgoing, stream)
 
     def unmatched(self) -> tuple[str, ...]:
         """The rules that matched no op so far and are not optional, each with its condition."""
@@ -160,7 +189,9 @@ def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symme
                     "defaults" if bits is not None else f"{what}_bits=None")
 
 
-def _matches(rule: Rule, node: fx.Node, flow: Flow, kind: str | None) -> bool:
+def _matches(rule: Rule, node: fx.Node, flow: Flow, feeds: frozenset[str], kind: str | None) -> bool:
+    if rule.match.feeds and feeds.isdisjoint(rule.match.feeds):
+        return False
     names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
     names = (*((kind,) if kind else names), label(node, COMPOSITE) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
@@ -175,4 +206,5 @@ def _matches(rule: Rule, node: fx.Node, flow: Flow, kind: str | None) -> bool:
 def _wanted(rule: Rule) -> str:
     wants = [f"op {', '.join(rule.match.op)}"] if rule.match.op else []
     wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
+    wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
     return " and ".join(wants)

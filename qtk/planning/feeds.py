@@ -1,0 +1,63 @@
+"""Which ops a value feeds: those that read it, directly or through sums, averages, merges and data movement.
+
+A product with a parameter or a number (layer scale) hands a value on, too.
+
+In a transformer, the values that feed a norm are its residual stream: every sum that the next one adds to, the sum of
+embeddings that it begins with, tokens that are concatenated to it, and what is taken or averaged from it at the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+from torch import fx
+
+from qtk.graph.flow import Flow
+from qtk.graph.op_row import OpRow, Role
+from qtk.planning.patterns import PatternMatch
+
+SUMS = frozenset({"add", "sub", "mean", "avg_pool"})
+"""Kinds and families of the ops whose result belongs to what they add up or average."""
+
+SCALINGS = frozenset({"mul"})
+"""Kinds of the ops whose result belongs to the value that they multiply by a parameter or a number."""
+
+
+class Feeds:
+    """The names of the ops that each value of a graph feeds.
+
+    Args:
+        graph: the graph.
+        flow: of the graph.
+        formulas: each op of a formula → the formula, which counts as one op.
+    """
+
+    def __init__(self, graph: fx.Graph, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> None:
+        self._flow, self._formulas = flow, formulas
+        self._names: dict[fx.Node, frozenset[str]] = {}
+        for node in reversed(graph.nodes):
+            self._names[node] = frozenset[str]().union(*(self.through(user, node) for user in node.users))
+
+    def names(self, node: fx.Node) -> frozenset[str]:
+        """The kinds and families of the ops that the value of ``node`` feeds; of a tuple, those of all its elements."""
+        return self._names[node]
+
+    def through(self, reader: fx.Node, value: fx.Node) -> frozenset[str]:
+        """The names of the ops that ``value`` feeds by way of one op that reads it, that op among them."""
+        formula, row = self._formulas.get(reader), self._flow.row(reader)
+        if formula is not None:
+            return frozenset() if value in formula.nodes else frozenset({formula.kind})
+        if row is None:
+            return frozenset()
+        if reader.target is operator.getitem:  # of the tuple ``value``
+            return self._names[reader]
+        if not any(port.value is value for port in self._flow.data_ports(reader)):
+            return frozenset()
+        return self._names[reader] | frozenset(row.names) if self._hands_on(reader, row) else frozenset(row.names)
+
+    def _hands_on(self, reader: fx.Node, row: OpRow) -> bool:
+        """Whether what an op makes of a value feeds what the value feeds."""
+        if row.kind in SCALINGS:
+            return sum(not self._flow.is_static(port.value) for port in self._flow.data_ports(reader)) == 1
+        return row.role in (Role.MOVEMENT, Role.MERGE) or not SUMS.isdisjoint(row.names)

@@ -1,0 +1,136 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qtk
+from qtk.graph.flow import Flow
+from qtk.planning.feeds import Feeds
+from qtk.planning.patterns import match_patterns
+from qtk.workflow.prepare import prepare_model
+from tests.planning.plans import BARE, by_name, plan_of
+from tests.zoo.attention import Block, TinyViT
+
+STREAM = {"match": {"feeds": ["layer_norm", "rms_norm"]}, "output": "float"}
+SUMS = {"match": {"op": ["add", "concat"], "feeds": ["layer_norm"]}, "output": {"bits": 16}}
+
+
+def fed(model, *inputs):
+    """Node name → what it feeds."""
+    graph = prepare_model(model.eval(), inputs).graph
+    formulas = {node: match for match in match_patterns(graph) for node in match.nodes}
+    feeds = Feeds(graph, Flow(graph), formulas)
+    return {node.name: feeds.names(node) for node in graph.nodes}
+
+
+class Net(nn.Module):
+    """``code(norm, layer, x)`` as a module."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.code, self.norm, self.layer = code, nn.LayerNorm(8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+@pytest.mark.parametrize(
+    ("code", "feeds"),
+    [
+        (lambda net, x: net.norm(x + net.layer(x)), True),
+        (lambda net, x: net.norm(net.layer(x)[:, 0]), True),
+        (lambda net, x: net.norm(net.layer(x).mean(1)), True),
+        (lambda net, x: net.norm(x - net.scale * net.layer(x)), True),
+        (lambda net, x: net.norm(torch.cat([net.layer(x), x], 1)), True),
+        (lambda net, x: net.norm(net.layer(x).split(2, 1)[0]), True),
+        (lambda net, x: (net.layer(x) + x) * torch.rsqrt((net.layer(x) + x).square().mean(-1, True) + 1e-5), False),
+        (lambda net, x: net.norm(F.relu(net.layer(x))), False),
+        (lambda net, x: net.norm(x * net.layer(x)), False),  # a gate
+        (lambda net, x: net.layer(x) + net.norm(x), False),
+    ],
+)
+def test_values_feed_a_norm_through_sums_merges_and_movement(code, feeds):
+    assert ("layer_norm" in fed(Net(code), torch.randn(2, 4, 8))["linear"]) is feeds
+
+
+def test_a_norm_that_is_spelled_out_is_fed_by_what_it_reads():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            x = x + self.layer(x)
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+    names = fed(Written(), torch.randn(2, 4, 8))
+    assert names["add"] == {"rms_norm"}
+    assert "rms_norm" in names["linear"]
+    assert "rms_norm" not in names["pow_1"] if "pow_1" in names else "rms_norm" not in names["square"]
+
+
+def test_a_group_norm_of_one_group_is_a_layer_norm():
+    class Tokens(nn.Module):
+        def __init__(self, groups):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 1), nn.GroupNorm(groups, 8)
+
+        def forward(self, x):
+            return self.norm(x + self.conv(x))
+
+    x = torch.randn(2, 8, 4, 4)
+    assert "layer_norm" in fed(Tokens(1), x)["add"]
+    assert fed(Tokens(4), x)["add"] == {"group_norm"}  # as in convolutional nets
+
+
+def test_sums_of_a_vit_and_the_constants_in_them_get_the_setting_of_the_rule():
+    decided = by_name(plan_of(TinyViT(), torch.randn(2, 3, 8, 8), {**BARE, "rules": [SUMS]}))
+    wide = {name for name, site in decided.items() if site.spec.dtype.bits == 16}
+    sums = {"add:out", "blocks.0.add:out", "blocks.0.add_1:out", "blocks.1.add:out"}
+    assert wide == sums | {"concat:out", "patch:out", "cls_token", "pos_embed"}
+    assert decided["blocks.1.add_1:out"].spec.dtype.bits == 8  # read by the head, no norm behind it
+
+
+def test_a_layer_that_reads_the_stream_keeps_8_bits():
+    class PostNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.q, self.k, self.norm = (
+                nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+
+        def forward(self, x):
+            x = x + F.relu(self.embed(x))
+            return self.norm(x + F.relu(self.q(x)) * F.relu(self.k(x)))
+
+    quant_plan = plan_of(PostNorm(), torch.randn(2, 4, 8), {**BARE, "rules": [STREAM]})
+    decided = by_name(quant_plan)
+    assert "add:out" not in decided
+    assert decided["q:in[0]"].spec.dtype.name == "uint8"
+    assert decided["k:in[0]"].spec == decided["q:in[0]"].spec
+    assert decided["k:in[0]"].leader.name == "q:in[0]"  # one value, one encoding
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+def test_shipped_targets_keep_the_stream_of_a_transformer_out_of_8_bits(config):
+    sim = qtk.QuantSim(nn.Sequential(Block(), Block()), torch.randn(2, 5, 16), config=config)
+    eights = [str(site) for site, decided in sim.plan.items() if decided.spec.dtype.bits == 8]
+    assert not [name for name in eights if "add" in name and name != "1.add_1:out"]
+    assert {"0.mlp.0.weight", "0.norm1:out", "0.mlp.1:out", "0.attn.softmax:out"} <= set(eights)
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(config):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.bn, self.conv2 = nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, 1, 1)
+            self.norm = nn.GroupNorm(2, 4)
+
+        def forward(self, x):
+            x = F.relu(self.bn(self.conv1(x)) + x)
+            return self.norm(self.conv2(x) + x)
+
+    sim = qtk.QuantSim(Residual(), torch.randn(2, 4, 8, 8), config=config)
+    assert {decided.spec.dtype.bits for decided in sim.plan.values()} == {8}
+    assert {"relu:out", "add_1:out"} <= {str(site) for site in sim.plan}
