@@ -24,11 +24,13 @@ class TensorSetting(BaseModel):
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
         dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
             the granularity; it is for weights only, and ``block_size`` can change its block length.
-        symmetric: the zero point is 0.
+        symmetric: the zero point is 0; of an unsigned ``dtype`` the middle code, 128 of uint8.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         narrow_range: exclude the lowest code.
+        reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of other
+            widths keep their range.
         range: fixed real range; not calibrated.
         bounds: limits of the calibrated range, ``null`` for none: ``[0.0, null]`` keeps it at or above 0.
         scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.
@@ -43,6 +45,7 @@ class TensorSetting(BaseModel):
     dynamic: StrictBool | None = None
     block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
     narrow_range: StrictBool | None = None
+    reduced_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
     bounds: tuple[Real | None, Real | None] | None = None
     scheme: str | None = None
@@ -98,7 +101,9 @@ class TensorSetting(BaseModel):
 
 
 def _check_dtype(setting: TensorSetting) -> None:
-    """Checks that dtype exists and agrees with bits, symmetric and granularity. Raises: ValueError."""
+    """Checks that dtype exists and agrees with bits, reduced_range and granularity. Raises: ValueError."""
+    if setting.reduced_range and setting.bits not in (None, 8):
+        raise ValueError(f"a reduced range is one of int8, bits says {setting.bits}; leave one out")
     if setting.dtype is None:
         return
     blocks = BLOCK_FORMATS.get(setting.dtype)
@@ -109,8 +114,8 @@ def _check_dtype(setting: TensorSetting) -> None:
     codes = dtype(setting.dtype) if blocks is None else blocks.dtype
     if setting.bits not in (None, codes.bits):
         raise ValueError(f"dtype {setting.dtype} has {codes.bits} bits, bits says {setting.bits}; give one of them")
-    if setting.symmetric and not codes.signed:
-        raise ValueError(f"dtype {setting.dtype} is unsigned and symmetric is true; use int{codes.bits}")
+    if setting.reduced_range and codes.name != "int8":
+        raise ValueError(f"a reduced range is one of int8, dtype says {setting.dtype}; leave one out")
 
 
 def _check_block_size(setting: TensorSetting) -> None:

@@ -11,6 +11,9 @@ from qtk.errors import SpecError
 
 PER_TENSOR = PerTensor()
 
+REDUCED_CODE = 64
+"""The largest magnitude of a code in a reduced range."""
+
 
 class ScaleFormat(enum.Enum):
     """The format of block scales that are not stored as float32; formulas in ``qtk.numerics.scale_formats``."""
@@ -30,32 +33,42 @@ class QuantSpec:
     Args:
         dtype: the format of the codes; a small float is symmetric and has no narrow range.
         granularity: which elements share a scale.
-        symmetric: the zero point is 0 and not stored.
+        symmetric: the zero point is not stored: it is 0, or the middle code of an unsigned format (uint8: 128).
         narrow_range: exclude the lowest code (int8: -127…127).
+        reduced_range: use the inner half of signed 8 bit codes, -64…64: two products of such with uint8 add up to no
+            more than 2 · 255 · 64 = 32,640, which x86 without VNNI holds in the int16 it adds them in.
         dynamic: dynamic quantization: each tensor, or each of its rows (``PerToken``), has its own range at run time.
         scale_format: how the scales of blocks are stored; ``None``: as float32.
 
     >>> spec = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True)
     >>> spec.qmin, spec.qmax
     (-128, 127)
+    >>> spec = QuantSpec(dtype("uint8"), symmetric=True)
+    >>> spec.qmin, spec.qmax, spec.middle_code
+    (-128, 127, 128)
     """
 
     dtype: QDtype
     granularity: Granularity = PER_TENSOR
     symmetric: bool = False
     narrow_range: bool = False
+    reduced_range: bool = False
     dynamic: bool = False
     scale_format: ScaleFormat | None = None
 
     def __post_init__(self) -> None:
-        if self.symmetric and not self.dtype.signed:
-            raise SpecError(f"a symmetric spec needs a signed dtype, got {self.dtype}; use int{self.dtype.bits}")
+        if self.reduced_range and (self.dtype.name != "int8" or self.narrow_range):
+            raise SpecError(f"a reduced range is -{REDUCED_CODE}…{REDUCED_CODE} of int8, got {self.dtype} with "
+                            f"narrow_range={self.narrow_range}; use int8 and narrow_range=False, or leave it out")
         if isinstance(self.dtype, FloatDtype) and (not self.symmetric or self.narrow_range):
             raise SpecError(f"{self.dtype} has neither a zero point nor a narrow range; use symmetric=True, "
                             "narrow_range=False, or an integer format")
         if self.scale_format is not None and not (self.symmetric and isinstance(self.granularity, PerBlock)):
             raise SpecError(f"scales stored as {self.scale_format.value} are those of symmetric blocks; use "
                             "symmetric=True and PerBlock(sizes), or leave scale_format out")
+        if self.dynamic and self.middle_code:
+            raise SpecError(f"dynamic quantization has no symmetric {self.dtype}; use int{self.dtype.bits}, or "
+                            "symmetric=False")
         if self.dynamic and not isinstance(self.granularity, PerTensor | PerToken):
             raise SpecError(f"dynamic quantization is per tensor or per token, got {self.granularity}; use one of "
                             "these, or leave dynamic out")
@@ -63,12 +76,21 @@ class QuantSpec:
             raise SpecError("PerToken() is for dynamic quantization: the number of tokens varies; use dynamic=True")
 
     @property
+    def middle_code(self) -> int:
+        """The zero point of a symmetric spec; 0 of an asymmetric one, which stores its own."""
+        return 1 << (self.dtype.bits - 1) if self.symmetric and not self.dtype.signed else 0
+
+    @property
     def qmin(self) -> float:
-        return self.dtype.minimum + (1 if self.narrow_range else 0)
+        """The lowest code; of a symmetric spec, counted from its zero point."""
+        if self.reduced_range:
+            return -REDUCED_CODE
+        return self.dtype.minimum - self.middle_code + (1 if self.narrow_range else 0)
 
     @property
     def qmax(self) -> float:
-        return self.dtype.maximum
+        """The highest code; of a symmetric spec, counted from its zero point."""
+        return REDUCED_CODE if self.reduced_range else self.dtype.maximum - self.middle_code
 
     def to_json(self) -> dict[str, object]:
         match self.granularity:
@@ -85,6 +107,7 @@ class QuantSpec:
             "granularity": granularity,
             "symmetric": self.symmetric,
             "narrow_range": self.narrow_range,
+            **({"reduced_range": True} if self.reduced_range else {}),
             **({"dynamic": True} if self.dynamic else {}),
             **({} if self.scale_format is None else {"scale_format": self.scale_format.value}),
         }
@@ -99,8 +122,11 @@ class QuantSpec:
                 "symmetric": bool(symmetric),
                 "narrow_range": bool(narrow_range),
                 **rest,
-            } if rest.keys() <= {"dynamic", "scale_format"} and isinstance(rest.get("dynamic", False), bool):
-                stored, dynamic = rest.get("scale_format"), bool(rest.get("dynamic"))
+            } if rest.keys() <= {"dynamic", "scale_format", "reduced_range"} and all(
+                isinstance(rest.get(key, False), bool) for key in ("dynamic", "reduced_range")
+            ):
+                stored = rest.get("scale_format")
+                dynamic, reduced = (bool(rest.get(key)) for key in ("dynamic", "reduced_range"))
             case _:
                 raise SpecError(f"not a quantization spec: {data}")
         match raw:
@@ -118,13 +144,15 @@ class QuantSpec:
         known = [scale_format.value for scale_format in ScaleFormat]
         if stored is not None and stored not in known:
             raise SpecError(f"unknown scale_format {stored!r}; use one of {', '.join(known)}")
-        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range, dynamic=dynamic,
-                   scale_format=None if stored is None else ScaleFormat(stored))
+        return cls(dtype(name), granularity, symmetric=symmetric, narrow_range=narrow_range,
+                   reduced_range=reduced, dynamic=dynamic, scale_format=None if stored is None else ScaleFormat(stored))
 
     def __str__(self) -> str:
         words = [self.dtype.name, str(self.granularity), "symmetric" if self.symmetric else "asymmetric"]
         if self.narrow_range:
             words.append("narrow")
+        if self.reduced_range:
+            words.append("reduced")
         if self.dynamic:
             words.append("dynamic")
         if self.scale_format is not None:

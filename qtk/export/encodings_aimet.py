@@ -4,8 +4,8 @@ AIMET 1.0.0 stores ``offset = lowest code - zero_point``: -128 both for symmetri
 128. Only this file uses that convention. AIMET 2.0.0 has the
 names and conventions of ONNX QuantizeLinear; a zero point that is 0 everywhere is left out.
 
-Neither schema holds a whole spec (1.0.0: no signedness, axis or shape; both: no narrow range), so reading needs the
-specs of the sites, and for blocks in 1.0.0 the shapes of the tensors.
+Neither schema holds a whole spec (1.0.0: no signedness, axis or shape; both: no narrow or reduced range), so reading
+needs the specs of the sites, and for blocks in 1.0.0 the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _record_1_0_0(site: str, encoding: Encoding) -> Record:
     if isinstance(spec.dtype, FloatDtype):
         raise ExportError(f"{site}: AIMET's schema 1.0.0 holds no {spec.dtype}; schema 2.0.0 holds "
                           f"{', '.join(FLOATS)}")
-    zero = torch.zeros_like(encoding.scale, dtype=torch.int32) if encoding.zero_point is None else encoding.zero_point
+    zero = _stored_zero_point(encoding)
     record: dict[str, object] = {
         "name": site,
         "dtype": "INT",
@@ -148,12 +148,12 @@ def _record_1_0_0(site: str, encoding: Encoding) -> Record:
 
 
 def _record_2_0_0(site: str, encoding: Encoding) -> Record:
-    spec, scale, zero = encoding.spec, encoding.scale, encoding.zero_point
+    spec, scale, zero = encoding.spec, encoding.scale, _stored_zero_point(encoding)
     record: dict[str, object] = {"name": site, "output_dtype": _output_dtype(site, spec)}
     if isinstance(spec.granularity, PerTensor):
-        scale, zero = scale.reshape(()), None if zero is None else zero.reshape(())
+        scale, zero = scale.reshape(()), zero.reshape(())
     record["y_scale"] = scale.tolist()
-    if zero is not None and bool(zero.any()):
+    if bool(zero.any()):
         record["y_zero_point"] = zero.tolist()
     match spec.granularity:
         case PerChannel(axis):
@@ -162,6 +162,13 @@ def _record_2_0_0(site: str, encoding: Encoding) -> Record:
             axis = _block_axis(site, sizes)
             record |= {"axis": axis, "block_size": sizes[axis]}
     return record
+
+
+def _stored_zero_point(encoding: Encoding) -> Tensor:
+    """The zero point with that of a symmetric spec written out."""
+    if encoding.zero_point is not None:
+        return encoding.zero_point
+    return torch.full_like(encoding.scale, encoding.spec.middle_code, dtype=torch.int32)
 
 
 def _scale_and_zero_1_0_0(record: Record, spec: QuantSpec, shape: Shape | None) -> tuple[Tensor, Tensor | None]:
@@ -210,6 +217,6 @@ def _agree(record: Record, expected: Mapping[str, object], spec: QuantSpec) -> N
 def _zero_point(spec: QuantSpec, zero: Tensor) -> Tensor | None:
     if not spec.symmetric:
         return zero
-    if bool(zero.any()):
-        raise EncodingError(f"the zero point is not 0, but the site is planned as {spec}")
+    if bool((zero != spec.middle_code).any()):
+        raise EncodingError(f"the zero point is not {spec.middle_code}, but the site is planned as {spec}")
     return None

@@ -60,7 +60,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class OpDecisions:
-    """The decisions for weight, bias, inputs and output of one op; ``stream`` if a rule with ``feeds`` sets its output."""
+    """The decisions for weight, bias, inputs and output of one op; ``stream`` if a rule with ``feeds`` set the output.
+
+    Without such a rule ``stream`` is ``None``.
+    """
 
     weight: Decision
     bias: Decision
@@ -128,11 +131,12 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
         raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
                         f"{setting.granularity}; say dynamic: false with it, or another granularity")
     codes, symmetric, narrow = _codes(setting)
+    reduced = bool(setting.reduced_range) and codes.name == "int8"
     granularity = _granularity(setting, axes, rank)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
-    return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow, dynamic=setting.is_dynamic,
-                     scale_format=stored)
+    return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow and not reduced,
+                     reduced_range=reduced, dynamic=setting.is_dynamic, scale_format=stored)
 
 
 def _codes(setting: TensorSetting) -> tuple[QDtype, bool, bool]:

@@ -160,7 +160,7 @@ def _read_back(path: Path) -> Iterator[None]:
 
 def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     try:
-        from qtk.export.onnx import qdq  # loaded here: onnx is an extra, and slow to import
+        from qtk.export.onnx import qdq, saturation  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
@@ -175,6 +175,14 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
         qdq.export(graph, call, file)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
+    names = [name for graph, _ in calls.values() for name in saturation.saturating_weights(graph)]
+    if names:
+        warnings.warn(
+            f"products of uint8 and the int8 codes of {len(names)} weights, {names[0]} the first, can overflow the int16 "
+            "that ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
+            "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
+            "sessions with session.x64quantprecision=1", stacklevel=2,
+        )
 
 
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:

@@ -83,7 +83,6 @@ def test_all_but_the_version_may_be_left_out():
         (with_setting({"granularity": "per_row"}), "must be 'per_tensor', 'per_channel', 'per_token' or 'per_block'"),
         (with_setting({"dtype": "itn8"}), "rules[1].weight: unknown dtype 'itn8'; did you mean 'int8'?"),
         (with_setting({"dtype": "int8", "bits": 4}), "dtype int8 has 8 bits, bits says 4"),
-        (with_setting({"dtype": "uint8", "symmetric": True}), "dtype uint8 is unsigned and symmetric is true"),
         (with_setting({"block_size": 32}), "block_size 32 needs granularity per_block, got None"),
         (with_setting({"block_size": 32, "granularity": "per_tensor"}), "needs granularity per_block, got per_tensor"),
         (with_setting({"granularity": "per_block"}), "granularity per_block needs a block_size"),

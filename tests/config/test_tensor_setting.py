@@ -45,7 +45,8 @@ def test_overlaying_formats_in_blocks():
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [
-        ({"dtype": "uint8", "symmetric": True}, "unsigned and symmetric"),
+        ({"dtype": "uint8", "reduced_range": True}, "a reduced range is one of int8, dtype says uint8"),
+        ({"bits": 4, "reduced_range": True}, "a reduced range is one of int8, bits says 4"),
         ({"block_size": 32}, "needs granularity per_block"),
         ({"granularity": "per_block"}, "needs a block_size"),
         ({"dynamic": True, "granularity": "per_channel"}, "per_tensor or per_token"),

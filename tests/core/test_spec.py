@@ -52,9 +52,26 @@ def test_a_missing_field_is_refused():
             QuantSpec.from_json({key: value for key, value in SPECS[0].to_json().items() if key != field})
 
 
-def test_symmetric_needs_a_signed_dtype():
-    with pytest.raises(SpecError, match="got uint8; use int8"):
-        QuantSpec(dtype("uint8"), symmetric=True)
+def test_codes_of_a_symmetric_unsigned_format_are_counted_from_the_middle():
+    spec = QuantSpec(dtype("uint8"), symmetric=True)
+    assert (spec.qmin, spec.qmax, spec.middle_code) == (-128, 127, 128)
+    narrow = QuantSpec(dtype("uint4"), symmetric=True, narrow_range=True)
+    assert (narrow.qmin, narrow.qmax, narrow.middle_code) == (-7, 7, 8)
+    assert QuantSpec(dtype("int8"), symmetric=True).middle_code == QuantSpec(dtype("uint8")).middle_code == 0
+    with pytest.raises(SpecError, match="use int8"):
+        QuantSpec(dtype("uint8"), symmetric=True, dynamic=True)
+
+
+def test_a_reduced_range_is_the_inner_half_of_int8():
+    spec = QuantSpec(dtype("int8"), symmetric=True, reduced_range=True)
+    assert (spec.qmin, spec.qmax) == (-64, 64)
+    assert 2 * 255 * spec.qmax <= 2**15 - 1
+    assert QuantSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert str(spec) == "int8 per_tensor symmetric reduced"
+    for name, narrow in (("int4", False), ("uint8", False), ("fp8_e4m3", False), ("int8", True)):
+        with pytest.raises(SpecError, match="reduced range is -64…64 of int8"):
+            QuantSpec(dtype(name), symmetric=True, reduced_range=True, narrow_range=narrow)
+
 
 
 @pytest.mark.parametrize("granularity", [PerChannel(0), PerBlock((1, 32))], ids=str)

@@ -35,8 +35,18 @@ def test_formats_in_blocks_become_specs():
 
 
 def test_contradictions_of_overlaid_settings_surface():
-    with pytest.raises(SpecError, match="uint8"):
-        to_spec(FULL.overlaid(TensorSetting(dtype="uint8")), None, 2)
+    with pytest.raises(SpecError, match="dynamic"):
+        to_spec(FULL.overlaid(TensorSetting(dynamic=True)).overlaid(TensorSetting(granularity="per_channel")), None, 2)
+
+
+def test_a_reduced_range_is_that_of_int8_alone():
+    reduced = TensorSetting(bits=8, symmetric=True, narrow_range=True, reduced_range=True)
+    assert (to_spec(reduced, None, 2).qmin, to_spec(reduced, None, 2).qmax) == (-64, 64)
+    for width, codes in ((4, (-7, 7)), (16, (-32767, 32767))):
+        spec = to_spec(reduced.overlaid(TensorSetting(bits=width)), None, 2)
+        assert (spec.qmin, spec.qmax, spec.reduced_range) == (*codes, False)
+    unsigned = to_spec(reduced.overlaid(TensorSetting(dtype="uint8")), None, 2)
+    assert (unsigned.qmin, unsigned.qmax, unsigned.symmetric) == (-127, 127, True)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ class _Calibrated:
     def _scale_and_zero_point(self) -> list[ir.Value]:
         """Initializers of scale and zero point; the latter is always written, because it sets the type of the codes."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
-        zero = torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero
+        if zero is None:
+            zero = torch.full_like(scale, self.encoding.spec.middle_code, dtype=torch.int32)
         if isinstance(self.encoding.spec.granularity, PerTensor):
             scale, zero = scale.reshape(()), zero.reshape(())
         return [
@@ -180,15 +181,15 @@ class _Calibrated:
         else:
             codes = affine.quantize(
                 constant, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax)
-            )
+            ) + spec.middle_code
         return self.writer.initializer(f"{self.site}.codes", array_of(codes).astype(self.kind.numpy()))
 
     def _clipped(self, value: ir.Value, attributes: dict[str, int]) -> ir.Value:
         """Case 3: the value clipped by Clip, or by Max and Min if each channel or block has its own bounds."""
         spec, encoding = self.encoding.spec, self.encoding
         lowest, highest = limits(self.kind)
-        low = None if spec.qmin == lowest else self._bound("minimum", encoding.minimum, attributes)
-        high = None if spec.qmax == highest else self._bound("maximum", encoding.maximum, attributes)
+        low = None if spec.qmin + spec.middle_code == lowest else self._bound("minimum", encoding.minimum, attributes)
+        high = None if spec.qmax + spec.middle_code == highest else self._bound("maximum", encoding.maximum, attributes)
         if low is None and high is None:
             return value
         if isinstance(spec.granularity, PerTensor):
