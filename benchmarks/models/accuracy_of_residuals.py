@@ -1,8 +1,8 @@
 """W8A8 of transformers with and without the rules that keep residual streams out of 8 bits: cosine with float.
 
 Weights are random. The BERT has planted outliers: a few channels of its residual stream are 50 times as large as the
-others, as in trained encoders. ``before`` leaves out the rules that match by ``feeds``; ``in float`` counts the products
-of weighted ops and attention that have a factor which is not quantized, in the plan with these rules.
+others, as in trained encoders. ``before`` leaves out the rules that match by ``feeds``; ``in float`` counts products of
+weighted ops and attention with a factor that is not quantized, in the plan with these rules.
 
     python benchmarks/models/accuracy_of_residuals.py
     python benchmarks/models/accuracy_of_residuals.py --models vit_tiny_patch16_224 bert --configs onnxruntime

@@ -29,8 +29,8 @@ class TensorSetting(BaseModel):
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         narrow_range: exclude the lowest code.
-        reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of other
-            widths keep their range.
+        reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of
+            other widths keep their range.
         range: fixed real range; not calibrated.
         bounds: limits of the calibrated range, ``null`` for none: ``[0.0, null]`` keeps it at or above 0.
         scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.

@@ -16,7 +16,8 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 ZERO_POINTS = (None, torch.int32, torch.float32)
-CODES = {"int8": (-128, 127), "uint4": (0, 15), "int2": (-2, 1), "int16": (-32768, 32767), "narrow": (-7, 7)}
+CODES = {"int8": (-128, 127), "uint4": (0, 15), "int2": (-2, 1), "int16": (-32768, 32767), "narrow": (-7, 7),
+         "reduced": (-64, 64)}
 SHAPES = {  # shape, block size: granularities on odd shapes
     "tensor": ((1023,), ()),
     "tensor_small": ((1,), ()),

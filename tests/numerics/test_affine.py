@@ -225,3 +225,11 @@ def test_expand_gives_each_element_its_scale():
 def test_scales_of_another_tensor_are_refused():
     with pytest.raises(SpecError, match=r"shape \(3,\) does not fit"):
         affine.fake_quantize(torch.zeros(4, 4), torch.ones(3), None, (1, -1), -8, 7)
+
+
+def test_codes_counted_from_the_middle_are_those_of_a_zero_point_of_128_bit_for_bit():
+    x, scale = torch.randn(4, 1023) * 3, torch.rand(4) / 20
+    middle = torch.full((4,), 128, dtype=torch.int32)
+    signed, unsigned = (scale, None, (1, -1), -128, 127), (scale, middle, (1, -1), 0, 255)
+    assert torch.equal(affine.fake_quantize(x, *signed), affine.fake_quantize(x, *unsigned))
+    assert torch.equal(affine.quantize(x, *signed) + 128, affine.quantize(x, *unsigned))

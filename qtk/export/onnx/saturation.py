@@ -1,9 +1,9 @@
 """Finds weights whose products with uint8 ONNX Runtime cannot add up on every CPU.
 
-x86 without VNNI multiplies uint8 by int8, and adds the products of two neighbours along the summed axis in int16, which
-saturates: 255 · (127 + 127) = 64,770 becomes 32,767. A pair of codes of one sign is exact for any input if they add up to
-no more than 128, in magnitude; one of both signs always is. ARM, and x86 with VNNI, add in int32; uint8 weights are exact
-everywhere.
+x86 without VNNI multiplies uint8 by int8, and adds the products of two neighbours along the summed axis in int16,
+which saturates: 255 · (127 + 127) = 64,770 becomes 32,767. A pair of codes of one sign is exact for any input if they
+add up to no more than 128, in magnitude; one of both signs always is. ARM, and x86 with VNNI, add in int32; uint8
+weights are exact everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 import copy
+import json
 
 import numpy as np
 import onnx
@@ -664,3 +665,37 @@ def test_a_float_that_onnx_does_not_know_is_refused_before_anything_is_written(t
     with pytest.raises(ExportError, match="has fp8_e4m3 and fp8_e5m2, not fp4_e2m1"):
         exported(tmp_path, Linear().eval(), torch.randn(2, 8), weight=symmetric("fp4_e2m1"), activation=nothing)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("setting", "zero", "codes"),
+    [
+        ({"bits": 8, "symmetric": True, "reduced_range": True}, 0, range(-64, 65)),
+        ({"dtype": "uint8", "symmetric": True}, 128, range(256)),
+        ({"dtype": "uint8", "symmetric": True, "narrow_range": True}, 128, range(1, 256)),
+        ({"dtype": "uint4", "symmetric": True}, 8, range(16)),
+    ],
+)
+def test_reduced_and_unsigned_symmetric_weights(setting, zero, codes, tmp_path):
+    torch.manual_seed(0)
+    config = {"version": 1, "defaults": {"weight": {**setting, "granularity": "per_channel"}}}
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 1)), torch.randn(2, 3, 8, 8)
+    sim = qtk.QuantSim(model, x, config=config, scheme="mse")  # mse clips: the bounds of the codes act
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out")  # reads all formats back, AIMET's too
+    file = tmp_path / "out" / "model.onnx"
+    stored = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(file).graph.initializer}
+    scale = stored["qtk_quantizers.0.weight.scale"].astype(np.float64).reshape(-1, 1, 1, 1)
+    weight = model[0].weight.detach().numpy().astype(np.float64)
+    expected = np.clip(np.rint((weight / scale).astype(np.float32)) + zero, codes[0], codes[-1])
+    assert np.array_equal(stored["0.weight"].astype(np.int64), expected)
+    assert set(stored["qtk_quantizers.0.weight.zero_point"].astype(int)) == {zero}
+    session, _ = open_session(file, sim.model, optimized=False)
+    with torch.no_grad():
+        simulated = sim.model(x)
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    step = float(sim.encodings()["2:out"].scale)
+    assert np.abs(result - simulated.numpy()).max() <= 1.01 * step
+    assert (np.abs(result - simulated.numpy()) < 0.01 * step).mean() > 0.99
+    record = json.loads((tmp_path / "out" / "encodings_aimet_1.0.0.json").read_text())["param_encodings"][0]
+    assert set(record["offset"]) == {-(1 << (record["bw"] - 1))}  # as of int8 and int4
