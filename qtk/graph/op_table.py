@@ -27,6 +27,7 @@ from qtk.graph.op_row import InputAxis, OpRow, Product, Role
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
@@ -165,8 +166,11 @@ RECURRENT = {
     for kind in ("lstm", "gru", "rnn")
 }
 
+CHANNEL_SCALE = OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True)
+"""``ChannelScale``, called as (x, scale): it reads x before the quantizer of x, and only its own output is quantized."""
+
 OP_NAMES = frozenset(
-    name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
+    name for row in (*ROWS.values(), *RECURRENT.values(), CHANNEL_SCALE) for name in (*row.names, row.inside) if name is not None
 ) | {"input"}
 """Every op name a config rule may use."""
 
@@ -188,6 +192,8 @@ def row_of(node: fx.Node) -> OpRow | None:
                 return ROWS["dropout"]
             case InstanceNorm():
                 return ROWS["instance_norm"]
+            case ChannelScale():
+                return CHANNEL_SCALE
             case Attention():
                 return ROWS["scaled_dot_product_attention"]
             case Recurrent(kind=kind) | RecurrentCell(kind=kind):

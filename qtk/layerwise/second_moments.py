@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.row_sample import RowSample
+from qtk.observers.row_sample import RowSample
 from qtk.numerics.im2col import Geometry, im2col
 
 NO_DATA = "no data was observed; calibrate with data that reaches this layer"

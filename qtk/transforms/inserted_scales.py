@@ -1,0 +1,98 @@
+"""Multiplications inserted for SmoothQuant where no parameter can absorb the factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from qtk.core.plan import SitePlan
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import op_name
+from qtk.graph.sites import OWNER, join, label, value_site
+from qtk.graph.targets import attribute
+from qtk.transforms.channel_scale_step import InsertChannelScale
+from qtk.transforms.channel_scales import WeightedInput
+from qtk.transforms.members import Members
+from qtk.transforms.quantized_products import multiplications
+from qtk.transforms.steps import ScaleParameter, Step
+
+LEAST_WORK = 32
+"""Multiplications that layers must make for each one inserted in front of them."""
+
+SCALE = "smooth_scale"
+"""Name of the inserted numbers, a buffer of the first layer that reads them."""
+
+
+def reason_against(
+    model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], decided: SitePlan | None
+) -> str | None:
+    """Why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be."""
+    graph, value = readings[0].graph, readings[0].value
+    flow = Flow(graph.graph)
+    root, layers = flow.root(value), {item.node for item in readings}
+    row = flow.row(root)
+    if decided is None:
+        return "it is not quantized"
+    if root.op == "placeholder":
+        return "it is a model input"
+    if flow.is_static(root):
+        return "it is computed from parameters"
+    if row is not None and row.role is Role.MERGE:
+        return "it shares its encoding with the values it merges"
+    if row is not None and row.inside is not None:
+        return f"it is quantized inside {op_name(root)}"
+    if value is not root and any(port.user not in layers for port in flow.readers(root)):
+        return f"the layers read it behind data movement, and others read {value_site(root)}"
+    for weight in weights:
+        if not _only_read_by(model, weight, layers):
+            return "its weight is read elsewhere too"
+    work = sum(multiplications(item, weight) for item, weight in zip(readings, weights, strict=True))
+    if work < LEAST_WORK * _elements(readings[0]):
+        return f"its layers make {work / _elements(readings[0]):.0f} multiplications an element, {LEAST_WORK} are required"
+    return None
+
+
+def inserting_steps(
+    model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], scale: Tensor
+) -> tuple[list[Step], str]:
+    """The steps that divide a value by ``scale`` in front of the layers that read it, and what that costs.
+
+    Shape: ``scale`` [C].
+    """
+    first = readings[0]
+    paths = {id(module): path for path, module in model.named_modules()}
+    owner = (label(first.node, OWNER) or "").partition("@")[0]
+    try:
+        owner = paths[id(model.get_submodule(owner))]
+    except AttributeError:  # a function called in a place that is no module
+        pass
+    name, ordinal, members = join(owner, SCALE), 0, Members(model)
+    while name in members:
+        ordinal += 1
+        name = join(owner, f"{SCALE}_{ordinal}")
+    sites = tuple(value_site(item.node).name for item in readings)
+    steps: list[Step] = [InsertChannelScale(sites, first.channel_axis, name, 1 / scale.cpu())]
+    for item, weight in {item.weight: (item, weight) for item, weight in zip(readings, weights, strict=True)}.values():
+        assert item.weight is not None
+        steps.append(ScaleParameter(item.weight, scale.cpu()[item.weight_index]))
+    work = sum(multiplications(item, weight) for item, weight in zip(readings, weights, strict=True))
+    elements = _elements(first)
+    return steps, f"multiplication inserted ({elements} elements, {elements / work:.2%} of what its layers multiply)"
+
+
+def _elements(item: WeightedInput) -> int:
+    return int(item.value.meta["val"].numel())
+
+
+def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[object]) -> bool:
+    """Whether the graphs of ``model`` read ``tensor`` only in the ops ``layers``."""
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for node in graph.graph.find_nodes(op="get_attr"):
+            if attribute(graph, str(node.target)) is tensor:
+                if any(port.user not in layers for port in flow.readers(node)):
+                    return False
+    return True

@@ -1,0 +1,229 @@
+"""SmoothQuant on a captured graph: which channels are scaled together, by how much, and whether it helps.
+
+Xiao et al., arXiv 2211.10438. ``ChannelScales`` says which channels of the inputs of layers may be scaled, and which
+parameters absorb the factors; layers whose inputs share a channel form a group with one alpha. With ``alpha="auto"`` a
+group is scaled if the outputs of its layers come closer to float on data that neither ranges nor scales have seen.
+
+Where no factor may go (behind GELU or softmax, in front of a residual connection), a multiplication is inserted in
+front of all layers that read the value, whatever alpha, only if it lowers the error by ``LEAST_GAIN_DB``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, output_error, search, smoothing_scale
+from qtk.calibrators.min_max import MinMax
+from qtk.calibrators.scheme import calibrator
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.flow import Flow
+from qtk.graph.sites import value_site
+from qtk.transforms.channel_scales import ChannelScales, WeightedInput
+from qtk.transforms.input_statistics import InputStatistics, TappedValue, gathering
+from qtk.transforms.inserted_scales import inserting_steps, reason_against
+from qtk.transforms.members import Members
+from qtk.transforms.proof import Group
+from qtk.transforms.quantized_products import input_plan, product, sampling, smoothed_input
+from qtk.transforms.steps import ScaleParameter, Step
+
+LEAST_GAIN_DB = 3.0
+"""By how much an inserted multiplication must lower the error: to a half."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadValue:
+    """A value that layers multiply with their weights.
+
+    Args:
+        readings: its readings by layers, all with the same channel axis.
+        weights: their weights.
+        flow: of the graph.
+        decided: how the value is quantized; ``None``: it stays in float.
+        tapped: the value, to gather statistics of.
+    """
+
+    readings: tuple[WeightedInput, ...]
+    weights: tuple[Tensor, ...]
+    flow: Flow
+    decided: SitePlan | None
+    tapped: TappedValue
+
+    @property
+    def variables(self) -> Tensor:
+        """Int64 [C]: the variable of every channel, -1 where its factor must be 1."""
+        return self.readings[0].variables
+
+    @property
+    def name(self) -> str:
+        """The site of the value."""
+        return value_site(self.flow.root(self.tapped.node)).name
+
+
+class SmoothQuant:
+    """The groups of layers of one model that SmoothQuant may scale, their statistics, and the steps that scale them.
+
+    Args:
+        model: a prepared model without quantizers.
+        scales: of the model.
+        plan: how it is quantized.
+    """
+
+    def __init__(self, model: nn.Module, scales: ChannelScales, plan: QuantPlan) -> None:
+        self._model = model
+        self._scales = scales
+        self._plan = plan
+        self._members = Members(model)
+        self.values = self._read_values()
+        self._statistics: dict[ReadValue, InputStatistics] = {}
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Gathers statistics of all values while the body runs the model over data."""
+        with gathering(self._model, [value.tapped for value in self.values]) as statistics:
+            yield
+        self._statistics = dict(zip(self.values, statistics, strict=True))
+
+    def groups(self, alpha: float | None, *, progress: bool = False) -> list[Group]:
+        """The steps of every group that is to be scaled, and the reasons for the others.
+
+        Requires: statistics are gathered.
+
+        Args:
+            alpha: the migration strength; ``None``: the best of a grid for every group, or none.
+            progress: show a bar.
+        """
+        components = tqdm(self._components(), desc="smoothing", unit="group", disable=not progress)
+        return [self._group(values, alpha) for values in components]
+
+    def _read_values(self) -> list[ReadValue]:
+        readings: dict[tuple[CapturedGraph, object, int], list[WeightedInput]] = {}
+        flows: dict[CapturedGraph, Flow] = {}
+        for item in self._scales.inputs:
+            if item.weight is not None:
+                flows.setdefault(item.graph, Flow(item.graph.graph))
+                readings.setdefault((item.graph, item.value, item.channel_axis), []).append(item)
+        values = []
+        for (graph, _, axis), items in readings.items():
+            weights = tuple(self._members.tensor(item.weight) for item in items if item.weight is not None)
+            decided = input_plan(items[0], flows[graph], self._plan)
+            kinds = {sampling(item, weight) for item, weight in zip(items, weights, strict=True)}
+            tapped = TappedValue(
+                graph, items[0].value, axis, max(kinds, key=lambda kind: kind.strictness),
+                keeps_rows=decided is not None and not isinstance(calibrator(decided.scheme), MinMax),
+            )
+            values.append(ReadValue(tuple(items), weights, flows[graph], decided, tapped))
+        return values
+
+    def _components(self) -> list[list[ReadValue]]:
+        """The values that share a variable, directly or through others; values without any by themselves."""
+        components: list[tuple[set[int], list[ReadValue]]] = []
+        for value in self.values:
+            variables = {int(variable) for variable in value.variables.unique() if variable >= 0}
+            touching = [component for component in components if variables & component[0]]
+            merged = (variables.union(*(own for own, _ in touching)), [v for _, vs in touching for v in vs] + [value])
+            components = [component for component in components if component not in touching] + [merged]
+        order = {value: index for index, value in enumerate(self.values)}
+        return sorted((values for _, values in components), key=lambda values: order[values[0]])
+
+    def _group(self, values: list[ReadValue], alpha: float | None) -> Group:
+        name = values[0].name + (f" and {len(values) - 1} more" if len(values) > 1 else "")
+        statistics = [self._statistics[value] for value in values]
+        is_free = any(bool((value.variables >= 0).any()) for value in values)
+        reason = _reason_to_leave(values, statistics)
+        if reason is None and not is_free:
+            reason = reason_against(self._model, values[0].readings, values[0].weights, values[0].decided)
+        if reason is not None:
+            return Group(name, (), reason)
+        choice, numbering = self._choice(values, statistics, alpha)
+        if choice.alpha is None:
+            return Group(name, (), "no alpha lowers the error", choice.before, choice.before)
+        if not is_free and choice.gain_db < LEAST_GAIN_DB:
+            reason = f"a multiplication would lower the error by {choice.gain_db:.1f} dB, {LEAST_GAIN_DB:g} are required"
+            return Group(name, (), reason, choice.before, choice.before)
+        if is_free:
+            steps, where = self._folding(values, numbering, choice.scale)
+        else:
+            steps, where = inserting_steps(self._model, values[0].readings, values[0].weights, choice.scale)
+        detail = f"alpha {choice.alpha:g}, {choice.gain_db:.1f} dB, {where}"
+        if not all(each.is_held_out for each in statistics):
+            detail += "; chosen on the data of the statistics, which cannot be divided"
+        return Group(name, tuple(steps), detail, choice.before, choice.after)
+
+    def _choice(
+        self, values: list[ReadValue], statistics: list[InputStatistics], alpha: float | None
+    ) -> tuple[ScaleChoice, Tensor]:
+        """The scale of a group, and the variables that its elements belong to."""
+        if bool((values[0].variables >= 0).any()):
+            numbering = torch.cat([value.variables for value in values]).unique()
+            numbering = numbering[numbering >= 0]
+            numbers = [_numbers(value.variables, numbering) for value in values]
+        else:  # one value, behind which a scale of its own is inserted
+            numbering = torch.arange(len(values[0].variables))
+            numbers = [numbering]
+        device = values[0].weights[0].device
+        input_absmax, weight_absmax = torch.zeros(2, len(numbering), dtype=torch.float64, device=device)
+        inputs: list[SmoothedInput] = []
+        for value, own, each in zip(values, numbers, statistics, strict=True):
+            own, (low, high) = own.to(device), each.range
+            _raise_to(input_absmax, own, torch.maximum(-low, high))
+            for item, weight in zip(value.readings, value.weights, strict=True):
+                channel = item.weight_index.to(device)
+                _raise_to(weight_absmax, own[channel], _absmax_like(weight, channel))
+            products = [product(item, weight, value.flow, self._plan)
+                        for item, weight in zip(value.readings, value.weights, strict=True)]
+            inputs.append(smoothed_input(value.readings, products, value.decided, own, each))
+        if alpha is None:
+            return search(inputs, input_absmax, weight_absmax), numbering
+        scale = smoothing_scale(input_absmax, weight_absmax, alpha)
+        errors = [output_error(inputs, candidate) for candidate in (torch.ones_like(scale), scale)]
+        return ScaleChoice(scale, alpha, *errors), numbering
+
+    def _folding(self, values: list[ReadValue], numbering: Tensor, scale: Tensor) -> tuple[list[Step], str]:
+        """The steps that multiply the variables by 1 / scale, and the parameters outside the layers that absorb it."""
+        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
+        factors[numbering] = 1 / scale.cpu()
+        changed = {name: factor for name, factor in self._scales.parameter_factors(factors).items()
+                   if bool((factor != 1).any())}
+        weights = {item.weight for value in values for item in value.readings}
+        producers = [name for name in changed if name not in weights] or list(changed)
+        shown = ", ".join(producers[:4]) + (f" and {len(producers) - 4} more" if len(producers) > 4 else "")
+        return [ScaleParameter(name, factor) for name, factor in changed.items()], f"into {shown}"
+
+
+def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStatistics]) -> str | None:
+    """Why a group is not scaled; ``None`` if nothing speaks against it."""
+    for value, each in zip(values, statistics, strict=True):
+        if not each.is_complete:
+            return f"no data reached {value.name}"
+        if value.decided is not None and (value.decided.range is not None or value.decided.bounds is not None):
+            return f"the config fixes the range of {value.name}"
+    return None
+
+
+def _numbers(variables: Tensor, numbering: Tensor) -> Tensor:
+    """Position of every variable in ``numbering``, which is sorted; -1 stays."""
+    return torch.where(variables >= 0, torch.searchsorted(numbering, variables.clamp(min=0)), -1)
+
+
+def _raise_to(maximum: Tensor, index: Tensor, values: Tensor) -> None:
+    """Raises the elements of ``maximum`` at ``index`` to ``values``, where that is more; -1 indexes nothing."""
+    counted = index >= 0
+    maximum.scatter_reduce_(0, index[counted], values[counted].to(maximum.dtype), "amax")
+
+
+def _absmax_like(weight: Tensor, channel: Tensor) -> Tensor:
+    """The largest |weight| over the axes along which ``channel`` does not vary. Shape: that of ``channel``."""
+    rank = weight.ndim
+    lined = [1] * (rank - channel.ndim) + list(channel.shape)
+    reduced = [axis for axis in range(rank) if lined[axis] == 1 and weight.shape[axis] > 1]
+    absmax = weight.detach().abs()
+    return (absmax.amax(reduced, keepdim=True) if reduced else absmax).reshape(channel.shape)
+
+
