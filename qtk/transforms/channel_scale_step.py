@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from qtk.capture.holders import free_name, holder
+from qtk.capture.holders import holder
+from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.graphs import graphs
 from qtk.graph.op_table import CHANNEL_SCALE, row_of
-from qtk.graph.sites import OP, OWNER, add_labels, join, label, value_site
+from qtk.graph.sites import GRAPH_PATH, OP, OWNER, add_labels, label
 from qtk.nn.channel_scale import ChannelScale
+from qtk.transforms.graph_editor import GraphEditor, add_module, beside
 from qtk.transforms.steps import State
 
 
@@ -21,51 +22,50 @@ class InsertChannelScale:
     """Inserts a ``ChannelScale`` between one value and layers that read it.
 
     Args:
-        readers: sites of the values of those layers, all in one graph and all reading the same value.
+        readers: sites of the values that those layers compute; all read the same value.
         axis: the channels of the value.
         scale: name of the buffer with the numbers.
         numbers: [C], float64.
     """
 
-    readers: tuple[str, ...]
+    readers: tuple[Site, ...]
     axis: int
     scale: str
     numbers: Tensor
 
     def update(self, state: State) -> None:
-        """Sets the buffer, in the dtype that it was given at insertion."""
+        """Sets the buffer, in the dtype of the value."""
         state[self.scale] = self.numbers.to(state[self.scale])
 
-    def edit(self, model: nn.Module) -> None:
-        """Inserts the call, and the buffer with ones."""
-        for path, graph in graphs(model).items():
-            layers = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")
-                      and value_site(node).name in self.readers and data_of(node) is not None]
-            if layers:
-                prefix = f"{path.partition('@')[0]}." if path else ""
-                self._insert(graph, layers, self.scale.removeprefix(prefix))
-                graph.recompile()
+    def edit(self, editor: GraphEditor) -> None:
+        """Inserts the call, with ones for numbers."""
+        layers: dict[CapturedGraph, list[fx.Node]] = {}
+        for site in self.readers:
+            for graph, node in editor.makers(site):
+                layers.setdefault(graph, []).append(node)
+        for graph, nodes in layers.items():
+            self._insert(graph, nodes)
 
-    def _insert(self, graph: CapturedGraph, layers: list[fx.Node], scale: str) -> None:
+    def _insert(self, graph: CapturedGraph, layers: list[fx.Node]) -> None:
         first = layers[0]
         value = data_of(first)
         assert value is not None
         assert all(data_of(layer) is value for layer in layers), f"{self.readers} read several values"
-        example = value.meta["val"]
-        owner, _, leaf = scale.rpartition(".")
-        like = next((p for p in graph.parameters() if p.is_floating_point()), torch.empty(0))
-        ones = torch.ones(len(self.numbers), dtype=example.dtype, device=like.device)
-        holder(graph, owner).register_buffer(leaf, ones)
-        target = free_name(graph, join(owner, "channel_scale"))
-        holder(graph, target.rpartition(".")[0]).add_module(target.rpartition(".")[2], ChannelScale(self.axis))
+        path = label(first, GRAPH_PATH)
+        scale = self.scale.removeprefix(f"{path}." if path else "")
+        example, (owner, _, leaf) = value.meta["val"], scale.rpartition(".")
+        device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
+        ones = torch.ones(len(self.numbers), dtype=example.dtype, device=device)
+        if leaf not in holder(graph, owner)._buffers:  # of another graph of the same module
+            holder(graph, owner).register_buffer(leaf, ones)
+        target = add_module(graph, beside(scale, CHANNEL_SCALE.kind), ChannelScale(self.axis))
         with graph.graph.inserting_before(first):
             numbers = graph.graph.create_node("get_attr", scale)
             call = graph.graph.call_module(target, (value, numbers))
         for node in (numbers, call):
             node.meta = dict(first.meta)
-        numbers.meta["val"] = example.fake_mode.from_tensor(ones)
-        call.meta["val"] = example
-        add_labels(call, **{OWNER: label(first, OWNER) or "", OP: free_op(graph, label(first, OWNER) or "")})
+        numbers.meta["val"], call.meta["val"] = example.fake_mode.from_tensor(ones), example
+        add_labels(call, **{OP: free_op(graph, label(first, OWNER))})
         for layer in layers:
             row = row_of(layer)
             assert row is not None
@@ -82,7 +82,7 @@ def data_of(node: fx.Node) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def free_op(graph: CapturedGraph, owner: str) -> str:
+def free_op(graph: CapturedGraph, owner: str | None) -> str:
     """The name, unique inside ``owner``, of a new channel scale: ``channel_scale``, ``channel_scale_1``, …"""
     taken = {label(node, OP) for node in graph.graph.nodes if label(node, OWNER) == owner}
     name, ordinal = CHANNEL_SCALE.kind, 0

@@ -73,7 +73,7 @@ def inserting_steps(
     while name in members:
         ordinal += 1
         name = join(owner, f"{SCALE}_{ordinal}")
-    sites = tuple(value_site(item.node).name for item in readings)
+    sites = tuple(value_site(item.node) for item in readings)
     steps: list[Step] = [InsertChannelScale(sites, first.channel_axis, name, 1 / scale.cpu())]
     for item, weight in {item.weight: (item, weight) for item, weight in zip(readings, weights, strict=True)}.values():
         assert item.weight is not None
