@@ -41,6 +41,15 @@ def smoothing_scale(input_absmax: Tensor, weight_absmax: Tensor, alpha: float) -
     return (logarithm - logarithm[alive].mean()).clamp(-limit, limit).exp().where(alive, 1.0)
 
 
+def at(scale: Tensor, index: Tensor) -> Tensor:
+    """``scale[index]``, with 1 where the index is -1.
+
+    >>> at(torch.tensor([2.0, 3.0]), torch.tensor([1, -1]))
+    tensor([3., 1.])
+    """
+    return torch.cat([scale, scale.new_ones(1)])[index]
+
+
 def per_channel(scale: Tensor, axis: int, rank: int) -> Tensor:
     """``scale`` [C], shaped to be broadcast against a tensor of ``rank`` with C channels at ``axis``.
 
@@ -56,7 +65,7 @@ class Product:
 
     Args:
         weight: the weight, before smoothing.
-        channel: int64, broadcastable to ``weight``: the input channel that each element multiplies.
+        channel: int64, broadcastable to ``weight``: the input channel that each element multiplies, -1 for none.
         exact: (input, weight) → output, in float.
         rounded: (input, weight) → output with the weight quantized.
     """
@@ -99,8 +108,7 @@ class SmoothedInput:
 
     def channel_scale(self, scale: Tensor) -> Tensor:
         """The scale of every channel. Shape: ``scale`` [variables]; result [C]."""
-        padded = torch.cat([scale, scale.new_ones(1)])
-        return padded[self.variable]  # index -1 is the padding
+        return at(scale, self.variable)
 
     def noise_to_signal(self, scale: Tensor) -> list[float]:
         """Squared error of every product's output relative to its squared size, quantized after smoothing by ``scale``.
@@ -109,7 +117,7 @@ class SmoothedInput:
         """
         factor = self.channel_scale(scale)
         noise, signal = [0.0] * len(self.products), [0.0] * len(self.products)
-        weights = [product.weight * factor[product.channel].to(product.weight.dtype) for product in self.products]
+        weights = [product.weight * at(factor, product.channel).to(product.weight.dtype) for product in self.products]
         for x, outputs in zip(self.samples, self.outputs, strict=True):
             smoothed = x / per_channel(factor, self.axis, x.ndim).to(x.dtype)
             rounded = self.round_input(smoothed, factor)

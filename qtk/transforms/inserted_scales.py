@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
+from qtk.algorithms.smooth_quant import at
 from qtk.core.plan import SitePlan
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
@@ -75,9 +77,13 @@ def inserting_steps(
         name = join(owner, f"{SCALE}_{ordinal}")
     sites = tuple(value_site(item.node) for item in readings)
     steps: list[Step] = [InsertChannelScale(sites, first.channel_axis, name, 1 / scale.cpu())]
-    for item, weight in {item.weight: (item, weight) for item, weight in zip(readings, weights, strict=True)}.values():
+    seen: list[tuple[str, Tensor]] = []
+    for item in readings:
         assert item.weight is not None
-        steps.append(ScaleParameter(item.weight, scale.cpu()[item.weight_index]))
+        assert item.weight_index is not None
+        if not any(item.weight == name and torch.equal(item.weight_index, index) for name, index in seen):
+            seen.append((item.weight, item.weight_index))
+            steps.append(ScaleParameter(item.weight, at(scale.cpu(), item.weight_index)))
     work = sum(multiplications(item, weight) for item, weight in zip(readings, weights, strict=True))
     elements = _elements(first)
     return steps, f"multiplication inserted ({elements} elements, {elements / work:.2%} of what its layers multiply)"

@@ -10,7 +10,7 @@ front of all layers that read the value, whatever alpha, only if it lowers the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from tqdm import tqdm
 from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, output_error, search, smoothing_scale
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
+from qtk.capture.calls import Call
+from qtk.capture.prepared_model import PreparedModel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
@@ -29,8 +31,9 @@ from qtk.transforms.channel_scales import ChannelScales, WeightedInput
 from qtk.transforms.input_statistics import InputStatistics, TappedValue, gathering
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
 from qtk.transforms.members import Members
-from qtk.transforms.proof import Group
+from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.quantized_products import input_plan, product, sampling, smoothed_input
+from qtk.transforms.result import TransformResult
 from qtk.transforms.steps import ScaleParameter, Step
 
 LEAST_GAIN_DB = 3.0
@@ -44,6 +47,7 @@ class ReadValue:
     Args:
         readings: its readings by layers, all with the same channel axis.
         weights: their weights.
+        variables: int64 [C], the variable of every channel; -1 where its factor must be 1.
         flow: of the graph.
         decided: how the value is quantized; ``None``: it stays in float.
         tapped: the value, to gather statistics of.
@@ -51,14 +55,10 @@ class ReadValue:
 
     readings: tuple[WeightedInput, ...]
     weights: tuple[Tensor, ...]
+    variables: Tensor
     flow: Flow
     decided: SitePlan | None
     tapped: TappedValue
-
-    @property
-    def variables(self) -> Tensor:
-        """Int64 [C]: the variable of every channel, -1 where its factor must be 1."""
-        return self.readings[0].variables
 
     @property
     def name(self) -> str:
@@ -105,8 +105,11 @@ class SmoothQuant:
     def _read_values(self) -> list[ReadValue]:
         readings: dict[tuple[CapturedGraph, object, int], list[WeightedInput]] = {}
         flows: dict[CapturedGraph, Flow] = {}
+        seen = set()
         for item in self._scales.inputs:
-            if item.weight is not None:
+            key = (item.graph, item.node, item.value, item.weight)  # a graph may be called with several shapes
+            if item.weight is not None and key not in seen:
+                seen.add(key)
                 flows.setdefault(item.graph, Flow(item.graph.graph))
                 readings.setdefault((item.graph, item.value, item.channel_axis), []).append(item)
         values = []
@@ -118,7 +121,10 @@ class SmoothQuant:
                 graph, items[0].value, axis, max(kinds, key=lambda kind: kind.strictness),
                 keeps_rows=decided is not None and not isinstance(calibrator(decided.scheme), MinMax),
             )
-            values.append(ReadValue(tuple(items), weights, flows[graph], decided, tapped))
+            variables = items[0].variables
+            bounded = (variables >= 0) & self._scales.clamped[variables]  # by a ReLU6: its bounds stay
+            variables = variables.where(~bounded, -1)
+            values.append(ReadValue(tuple(items), weights, variables, flows[graph], decided, tapped))
         return values
 
     def _components(self) -> list[list[ReadValue]]:
@@ -174,8 +180,10 @@ class SmoothQuant:
             own, (low, high) = own.to(device), each.range
             _raise_to(input_absmax, own, torch.maximum(-low, high))
             for item, weight in zip(value.readings, value.weights, strict=True):
+                assert item.weight_index is not None
                 channel = item.weight_index.to(device)
-                _raise_to(weight_absmax, own[channel], _absmax_like(weight, channel))
+                numbered = torch.where(channel >= 0, own[channel], -1)
+                _raise_to(weight_absmax, numbered, _absmax_like(weight, channel))
             products = [product(item, weight, value.flow, self._plan)
                         for item, weight in zip(value.readings, value.weights, strict=True)]
             inputs.append(smoothed_input(value.readings, products, value.decided, own, each))
@@ -195,6 +203,29 @@ class SmoothQuant:
         producers = [name for name in changed if name not in weights] or list(changed)
         shown = ", ".join(producers[:4]) + (f" and {len(producers) - 4} more" if len(producers) > 4 else "")
         return [ScaleParameter(name, factor) for name, factor in changed.items()], f"into {shown}"
+
+
+def smooth(
+    model: PreparedModel, call: Call, plan: QuantPlan, run: Callable[[], None], alpha: float | None, *, progress: bool
+) -> TransformResult:
+    """Applies SmoothQuant to a prepared model without quantizers, every group proved on the example inputs.
+
+    Changes ``model``; parameters are replaced, not written to.
+
+    Args:
+        model: the model.
+        call: the example inputs.
+        plan: how it is quantized.
+        run: runs the model over data.
+        alpha: as for ``SmoothQuant.groups``.
+        progress: show bars.
+    """
+    layers = SmoothQuant(model, ChannelScales(model, call.args, call.kwargs), plan)
+    if layers.values:
+        with layers.gathering():
+            run()
+    groups = layers.groups(alpha, progress=progress)
+    return rewrite(model, call, groups, transform="smooth_quant", nothing="the model has no layer with a weight")
 
 
 def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStatistics]) -> str | None:
