@@ -83,7 +83,7 @@ def data_of(node: fx.Node) -> fx.Node | None:
 
 
 def free_op(graph: CapturedGraph, owner: str | None) -> str:
-    """The name, unique inside ``owner``, of a new channel scale: ``channel_scale``, ``channel_scale_1``, …"""
+    """The name of a new channel scale, unique inside ``owner``: ``channel_scale``, ``channel_scale_1`` and so on."""
     taken = {label(node, OP) for node in graph.graph.nodes if label(node, OWNER) == owner}
     name, ordinal = CHANNEL_SCALE.kind, 0
     while name in taken:

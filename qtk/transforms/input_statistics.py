@@ -67,6 +67,8 @@ class InputStatistics:
     Whether there is more than one batch is known only at the end: the first batch is taken in two parts, of which the
     second is held-out data if no other batch comes, else part of the statistics.
 
+    ``elements``: of the largest value seen.
+
     Args:
         value: the value.
     """
@@ -77,11 +79,11 @@ class InputStatistics:
         self._held_out = _Samples(value.sampling)
         self._first_rest = _Ranges(value)
         self._first_held_out = _Samples(value.sampling)
-        self._batches: set[int] = set()
+        self.elements = 0
 
     def observe(self, x: Tensor, batch: int) -> None:
         """Adds a value of batch number ``batch``. Raises: CalibrationError if it holds NaN or infinity."""
-        self._batches.add(batch)
+        self.elements = max(self.elements, x.numel())
         if x.numel() == 0:
             return
         if batch == 0:
@@ -214,7 +216,8 @@ def gathering(model: nn.Module, values: Sequence[TappedValue]) -> Iterator[list[
     batches = _BatchCounter()
     statistics = [InputStatistics(value) for value in values]
     calls: list[fx.Node] = []
-    handles = [module.register_forward_pre_hook(batches) for module in (model, *getattr(model, "variants", {}).values())]
+    called = (model, *model.variants.values()) if isinstance(model, CapturedGraph) else (model,)
+    handles = [module.register_forward_pre_hook(batches) for module in called]
     try:
         for index, (value, each) in enumerate(zip(values, statistics, strict=True)):
             value.graph.add_module(f"{TAP}_{index}", _StatisticsTap(each, batches))

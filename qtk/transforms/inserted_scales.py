@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,6 @@ from qtk.graph.targets import attribute
 from qtk.transforms.channel_scale_step import InsertChannelScale
 from qtk.transforms.channel_scales import WeightedInput
 from qtk.transforms.members import Members
-from qtk.transforms.quantized_products import multiplications
 from qtk.transforms.steps import ScaleParameter, Step
 
 LEAST_WORK = 32
@@ -29,9 +29,18 @@ SCALE = "smooth_scale"
 
 
 def reason_against(
-    model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], decided: SitePlan | None
+    model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], decided: SitePlan | None,
+    work: float,
 ) -> str | None:
-    """Why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be."""
+    """Why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be.
+
+    Args:
+        model: the model.
+        readings: the layers that read the value.
+        weights: their weights.
+        decided: how the value is quantized.
+        work: multiplications that the layers make for each element of the value.
+    """
     graph, value = readings[0].graph, readings[0].value
     flow = Flow(graph.graph)
     root, layers = flow.root(value), {item.node for item in readings}
@@ -51,26 +60,21 @@ def reason_against(
     for weight in weights:
         if not _only_read_by(model, weight, layers):
             return "its weight is read elsewhere too"
-    work = sum(multiplications(item, weight) for item, weight in zip(readings, weights, strict=True))
-    if work < LEAST_WORK * _elements(readings[0]):
-        return f"its layers make {work / _elements(readings[0]):.0f} multiplications an element, {LEAST_WORK} are required"
+    if work < LEAST_WORK:
+        return f"its layers make {work:.0f} multiplications an element, {LEAST_WORK} are required"
     return None
 
 
-def inserting_steps(
-    model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], scale: Tensor
-) -> tuple[list[Step], str]:
-    """The steps that divide a value by ``scale`` in front of the layers that read it, and what that costs.
+def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: Tensor) -> list[Step]:
+    """The steps that divide a value by ``scale`` in front of the layers that read it.
 
     Shape: ``scale`` [C].
     """
     first = readings[0]
     paths = {id(module): path for path, module in model.named_modules()}
     owner = (label(first.node, OWNER) or "").partition("@")[0]
-    try:
+    with contextlib.suppress(AttributeError):  # the layer may be a function called in a place that is no module
         owner = paths[id(model.get_submodule(owner))]
-    except AttributeError:  # a function called in a place that is no module
-        pass
     name, ordinal, members = join(owner, SCALE), 0, Members(model)
     while name in members:
         ordinal += 1
@@ -84,13 +88,7 @@ def inserting_steps(
         if not any(item.weight == name and torch.equal(item.weight_index, index) for name, index in seen):
             seen.append((item.weight, item.weight_index))
             steps.append(ScaleParameter(item.weight, at(scale.cpu(), item.weight_index)))
-    work = sum(multiplications(item, weight) for item, weight in zip(readings, weights, strict=True))
-    elements = _elements(first)
-    return steps, f"multiplication inserted ({elements} elements, {elements / work:.2%} of what its layers multiply)"
-
-
-def _elements(item: WeightedInput) -> int:
-    return int(item.value.meta["val"].numel())
+    return steps
 
 
 def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[object]) -> bool:
@@ -98,7 +96,7 @@ def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[object]) -> bool
     for graph in graphs(model).values():
         flow = Flow(graph.graph)
         for node in graph.graph.find_nodes(op="get_attr"):
-            if attribute(graph, str(node.target)) is tensor:
-                if any(port.user not in layers for port in flow.readers(node)):
-                    return False
+            is_read = attribute(graph, str(node.target)) is tensor
+            if is_read and any(port.user not in layers for port in flow.readers(node)):
+                return False
     return True

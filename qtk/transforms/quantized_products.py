@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,14 +44,14 @@ def sampling(item: WeightedInput, weight: Tensor) -> Sampling:
     return Sampling.MAPS if value.ndim == weight.ndim else Sampling.WHOLE
 
 
-def multiplications(item: WeightedInput, weight: Tensor) -> int:
-    """How many multiplications a layer makes on the example inputs."""
+def multiplications(item: WeightedInput, product: Product, x: Tensor) -> float:
+    """How many multiplications a layer makes for each element of its input ``x``."""
     row = Flow(item.node.graph).row(item.node)
-    outputs = math.prod(int(length) for length in item.node.meta["val"].shape)
-    inputs = math.prod(int(length) for length in item.value.meta["val"].shape)
+    weight = product.weight
     if row is not None and row.product is ProductKind.CONV:
-        return outputs * (weight.numel() // weight.shape[0])
-    return inputs * (weight.numel() // int(item.value.meta["val"].shape[item.channel_axis]))
+        outputs = product.exact(x, weight).numel()
+        return outputs * (weight.numel() // weight.shape[0]) / x.numel()
+    return weight.numel() / len(item.variables)
 
 
 def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) -> Product:

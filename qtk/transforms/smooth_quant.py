@@ -24,6 +24,7 @@ from qtk.calibrators.scheme import calibrator
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import value_site
@@ -32,12 +33,15 @@ from qtk.transforms.input_statistics import InputStatistics, TappedValue, gather
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
-from qtk.transforms.quantized_products import input_plan, product, sampling, smoothed_input
+from qtk.transforms.quantized_products import input_plan, multiplications, product, sampling, smoothed_input
 from qtk.transforms.result import TransformResult
 from qtk.transforms.steps import ScaleParameter, Step
 
 LEAST_GAIN_DB = 3.0
 """By how much an inserted multiplication must lower the error: to a half."""
+
+SHOWN = 4
+"""Parameters that a result names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,68 +145,75 @@ class SmoothQuant:
     def _group(self, values: list[ReadValue], alpha: float | None) -> Group:
         name = values[0].name + (f" and {len(values) - 1} more" if len(values) > 1 else "")
         statistics = [self._statistics[value] for value in values]
-        is_free = any(bool((value.variables >= 0).any()) for value in values)
         reason = _reason_to_leave(values, statistics)
-        if reason is None and not is_free:
-            reason = reason_against(self._model, values[0].readings, values[0].weights, values[0].decided)
         if reason is not None:
             return Group(name, (), reason)
-        choice, numbering = self._choice(values, statistics, alpha)
+        if any(bool((value.variables >= 0).any()) for value in values):
+            return self._folded(name, values, statistics, alpha)
+        return self._inserted(name, values[0], statistics[0], alpha)
+
+    def _folded(
+        self, name: str, values: list[ReadValue], statistics: list[InputStatistics], alpha: float | None
+    ) -> Group:
+        """The group of values that share variables: parameters absorb their factors."""
+        numbering = torch.cat([value.variables for value in values]).unique()
+        numbering = numbering[numbering >= 0]
+        numbers = [_numbers(value.variables, numbering) for value in values]
+        inputs = [self._smoothed(*each) for each in zip(values, numbers, statistics, strict=True)]
+        choice = self._choice(values, inputs, statistics, len(numbering), alpha)
         if choice.alpha is None:
-            return Group(name, (), "no alpha lowers the error", choice.before, choice.before)
-        if not is_free and choice.gain_db < LEAST_GAIN_DB:
-            reason = f"a multiplication would lower the error by {choice.gain_db:.1f} dB, {LEAST_GAIN_DB:g} are required"
-            return Group(name, (), reason, choice.before, choice.before)
-        if is_free:
-            steps, where = self._folding(values, numbering, choice.scale)
-        else:
-            steps, where = inserting_steps(self._model, values[0].readings, values[0].weights, choice.scale)
-        detail = f"alpha {choice.alpha:g}, {choice.gain_db:.1f} dB, {where}"
-        if not all(each.is_held_out for each in statistics):
-            detail += "; chosen on the data of the statistics, which cannot be divided"
-        return Group(name, tuple(steps), detail, choice.before, choice.after)
+            return Group(name, (), "no alpha lowers the error", (), choice.before, choice.before)
+        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
+        factors[numbering] = 1 / choice.scale.cpu()
+        changed = self._scales.parameter_factors(factors)
+        weights = {item.weight for value in values for item in value.readings}
+        producers = [parameter for parameter in changed if parameter not in weights] or list(changed)
+        shown = ", ".join(producers[:SHOWN]) + (f" and {len(producers) - SHOWN} more" if len(producers) > SHOWN else "")
+        steps = tuple(ScaleParameter(parameter, factor) for parameter, factor in changed.items())
+        return _scaled(name, steps, (), choice, f"into {shown}", statistics)
+
+    def _inserted(self, name: str, value: ReadValue, statistics: InputStatistics, alpha: float | None) -> Group:
+        """The group of the layers that read one value whose channels are pinned: a multiplication is inserted."""
+        own = torch.arange(len(value.variables))
+        smoothed = self._smoothed(value, own, statistics)
+        samples = statistics.samples[0]
+        work = sum(multiplications(item, each, samples)
+                   for item, each in zip(value.readings, smoothed.products, strict=True))
+        reason = reason_against(self._model, value.readings, value.weights, value.decided, work)
+        if reason is not None:
+            return Group(name, (), reason)
+        choice = self._choice([value], [smoothed], [statistics], len(own), alpha)
+        if choice.gain_db < LEAST_GAIN_DB:
+            gain = f"{choice.gain_db:.1f} dB"
+            reason = f"a multiplication would lower the error by {gain}, {LEAST_GAIN_DB:g} dB are required"
+            return Group(name, (), reason, (), choice.before, choice.before)
+        steps = tuple(inserting_steps(self._model, value.readings, choice.scale))
+        where = f"by a multiplication of {statistics.elements} elements, 1/{work:.0f} of those of its layers"
+        return _scaled(name, steps, (), choice, where, [statistics])
+
+    def _smoothed(self, value: ReadValue, own: Tensor, statistics: InputStatistics) -> SmoothedInput:
+        products = [product(item, weight, value.flow, self._plan)
+                    for item, weight in zip(value.readings, value.weights, strict=True)]
+        own = own.to(value.weights[0].device)
+        return smoothed_input(value.readings, products, value.decided, own, statistics)
 
     def _choice(
-        self, values: list[ReadValue], statistics: list[InputStatistics], alpha: float | None
-    ) -> tuple[ScaleChoice, Tensor]:
-        """The scale of a group, and the variables that its elements belong to."""
-        if bool((values[0].variables >= 0).any()):
-            numbering = torch.cat([value.variables for value in values]).unique()
-            numbering = numbering[numbering >= 0]
-            numbers = [_numbers(value.variables, numbering) for value in values]
-        else:  # one value, behind which a scale of its own is inserted
-            numbering = torch.arange(len(values[0].variables))
-            numbers = [numbering]
+        self, values: Sequence[ReadValue], inputs: Sequence[SmoothedInput], statistics: Sequence[InputStatistics],
+        count: int, alpha: float | None,
+    ) -> ScaleChoice:
         device = values[0].weights[0].device
-        input_absmax, weight_absmax = torch.zeros(2, len(numbering), dtype=torch.float64, device=device)
-        inputs: list[SmoothedInput] = []
-        for value, own, each in zip(values, numbers, statistics, strict=True):
-            own, (low, high) = own.to(device), each.range
-            _raise_to(input_absmax, own, torch.maximum(-low, high))
-            for item, weight in zip(value.readings, value.weights, strict=True):
-                assert item.weight_index is not None
-                channel = item.weight_index.to(device)
-                numbered = torch.where(channel >= 0, own[channel], -1)
-                _raise_to(weight_absmax, numbered, _absmax_like(weight, channel))
-            products = [product(item, weight, value.flow, self._plan)
-                        for item, weight in zip(value.readings, value.weights, strict=True)]
-            inputs.append(smoothed_input(value.readings, products, value.decided, own, each))
+        input_absmax, weight_absmax = torch.zeros(2, count, dtype=torch.float64, device=device)
+        for each, gathered in zip(inputs, statistics, strict=True):
+            low, high = gathered.range
+            _raise_to(input_absmax, each.variable, torch.maximum(-low, high))
+            for factor in each.products:
+                numbered = torch.where(factor.channel >= 0, each.variable[factor.channel], -1)
+                _raise_to(weight_absmax, numbered, _absmax_like(factor.weight, factor.channel))
         if alpha is None:
-            return search(inputs, input_absmax, weight_absmax), numbering
+            return search(inputs, input_absmax, weight_absmax)
         scale = smoothing_scale(input_absmax, weight_absmax, alpha)
         errors = [output_error(inputs, candidate) for candidate in (torch.ones_like(scale), scale)]
-        return ScaleChoice(scale, alpha, *errors), numbering
-
-    def _folding(self, values: list[ReadValue], numbering: Tensor, scale: Tensor) -> tuple[list[Step], str]:
-        """The steps that multiply the variables by 1 / scale, and the parameters outside the layers that absorb it."""
-        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
-        factors[numbering] = 1 / scale.cpu()
-        changed = {name: factor for name, factor in self._scales.parameter_factors(factors).items()
-                   if bool((factor != 1).any())}
-        weights = {item.weight for value in values for item in value.readings}
-        producers = [name for name in changed if name not in weights] or list(changed)
-        shown = ", ".join(producers[:4]) + (f" and {len(producers) - 4} more" if len(producers) > 4 else "")
-        return [ScaleParameter(name, factor) for name, factor in changed.items()], f"into {shown}"
+        return ScaleChoice(scale, alpha, *errors)
 
 
 def smooth(
@@ -236,6 +247,16 @@ def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStat
         if value.decided is not None and (value.decided.range is not None or value.decided.bounds is not None):
             return f"the config fixes the range of {value.name}"
     return None
+
+
+def _scaled(
+    name: str, steps: tuple[Step, ...], sites: tuple[Site, ...], choice: ScaleChoice, where: str,
+    statistics: Sequence[InputStatistics],
+) -> Group:
+    detail = f"alpha {choice.alpha:g}, {choice.gain_db:.1f} dB, {where}"
+    if not all(each.is_held_out for each in statistics):
+        detail += "; chosen on the data of the statistics, which cannot be divided"
+    return Group(name, steps, detail, sites, choice.before, choice.after)
 
 
 def _numbers(variables: Tensor, numbering: Tensor) -> Tensor:
