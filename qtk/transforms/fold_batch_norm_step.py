@@ -139,6 +139,11 @@ class FoldBatchNorm:
         return call
 
 
+def owner_of(name: str) -> str:
+    """The path of the module that holds a parameter; the parameter itself if that is the model."""
+    return name.rpartition(".")[0] or name
+
+
 def _give_bias(graph: CapturedGraph, node: fx.Node, layer: Layer, new: nn.Parameter | None) -> nn.Parameter | None:
     """Lets a layer read its bias, which is added as ``new``, or as zeros, if it has none. Returns: what was added."""
     row, weight = row_of(node), weight_parameter(node)

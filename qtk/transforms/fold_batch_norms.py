@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
+from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.targets import attribute
-from qtk.transforms.fold_batch_norm_step import FoldBatchNorm
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.members import Members
 from qtk.transforms.proof import rewrite
@@ -45,6 +46,15 @@ def fold_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
         unread = _unread(model, [step for step in steps_of(model)[made:] if isinstance(step, FoldBatchNorm)])
         make(model, [RemoveParameters(unread)] if unread else [])
     return result
+
+
+def folded_sites(model: PreparedModel) -> dict[Site, str]:
+    """The values of batch norms that were folded into layers, each with where they went."""
+    folds = [step for step in steps_of(model) if isinstance(step, FoldBatchNorm) and step.layers]
+    return {
+        site: f"folded into {', '.join(owner_of(layer.weight) for layer in step.layers)}"
+        for step in folds for site in step.calls
+    }
 
 
 def _unread(model: PreparedModel, steps: list[FoldBatchNorm]) -> tuple[str, ...]:

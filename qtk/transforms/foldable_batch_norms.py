@@ -16,7 +16,7 @@ from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.batch_norm import BatchNorm
-from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import weight_parameter
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group
@@ -94,12 +94,12 @@ class _Finder:
             layer, calls, ops = self._producer(call, together)
             step = self._step(calls, Into.PRODUCER, (layer,))
             sites = tuple(value_site(op) for op in ops)
-            return Group(name, (step,), f"into {_owner(layer.weight)}", sites), calls
+            return Group(name, (step,), f"into {owner_of(layer.weight)}", sites), calls
         except _NotFoldable as error:
             reason = str(error)
         try:
             layers = self._consumers(call)
-            detail = f"into {', '.join(_owner(layer.weight) for layer in layers)}, behind it"
+            detail = f"into {', '.join(owner_of(layer.weight) for layer in layers)}, behind it"
             return Group(name, (self._step([call], Into.CONSUMERS, layers),), detail), [call]
         except _NotFoldable as error:
             reason = f"{reason}; {error}"
@@ -110,7 +110,7 @@ class _Finder:
         weight, bias, mean, var = calls[0].tensors
         assert mean is not None
         assert var is not None
-        owner = _owner(mean)
+        owner = owner_of(mean)
         sites = tuple(value_site(call.node) for call in calls)
         affine = [weight or join(owner, "weight"), bias or join(owner, "bias")]
         if into is Into.SCALE_SHIFT and not self._only_read_by(affine, [call.node for call in calls]):
@@ -153,7 +153,7 @@ class _Finder:
         layer = self._layer(op)
         out_axis = value.meta["val"].ndim - 1 if layer.product in (Product.OUT_IN, Product.IN_OUT) else 1
         if axis != out_axis:
-            raise _NotFoldable(f"its channels are not those of {_owner(layer.weight)}")
+            raise _NotFoldable(f"its channels are not those of {owner_of(layer.weight)}")
         return layer, op
 
     def _consumers(self, call: _Call) -> tuple[Layer, ...]:
@@ -177,16 +177,16 @@ class _Finder:
         matrix = layer.product in (Product.OUT_IN, Product.IN_OUT)
         axis = port.value.meta["val"].ndim - 1 if matrix else 1
         if port.arg != row.data_arg or _axis_at(call.flow, port.value, call.node, axis) != 1:
-            raise _NotFoldable(f"its channels are not the inputs of {_owner(layer.weight)}")
+            raise _NotFoldable(f"its channels are not the inputs of {owner_of(layer.weight)}")
         if matrix:
             return
         given = schema_arguments(op)
         kernel = op.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
         if layer.product is Product.CONV_TRANSPOSE and any(size != 1 for size in kernel):
-            raise _NotFoldable(f"{_owner(layer.weight)} is transposed: its output has borders")
+            raise _NotFoldable(f"{owner_of(layer.weight)} is transposed: its output has borders")
         padding = given["padding"]
         if padding not in ("valid",) and any(padding if isinstance(padding, (list, tuple)) else [padding]):
-            raise _NotFoldable(f"{_owner(layer.weight)} pads its input")
+            raise _NotFoldable(f"{owner_of(layer.weight)} pads its input")
 
     def _layer(self, op: fx.Node) -> Layer:
         """The layer that ``op`` computes. Raises: _NotFoldable if it is none, or its weight is no parameter."""
@@ -213,13 +213,13 @@ class _Finder:
             return join(owner, leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias")
         name = self._name(bias)
         if name is None or bias.meta["val"].ndim != 1:  # type: ignore[union-attr]
-            raise _NotFoldable(f"the bias of {_owner(weight)} is computed")
+            raise _NotFoldable(f"the bias of {owner_of(weight)} is computed")
         return name
 
     def _check_owned(self, layer: Layer, ops: Sequence[fx.Node], uses: Sequence[fx.Node]) -> None:
         """Raises: _NotFoldable if weight or bias are read by anything but ``ops``."""
         if layer.weight in self._outside or layer.bias in self._outside:
-            raise _NotFoldable(f"{_owner(layer.weight)} is used by code outside the graphs too")
+            raise _NotFoldable(f"{owner_of(layer.weight)} is used by code outside the graphs too")
         others = [use for use in (*uses, *self._uses.get(layer.bias, ())) if use not in ops]
         if others:
             raise _NotFoldable(f"{layer.weight} is shared with {', '.join(sorted(set(map(_reader, others))))}")
@@ -264,10 +264,6 @@ def _held_outside(model: nn.Module, members: Members) -> set[str]:
     outside = [module for module in model.modules() if id(module) not in inside]
     held = [t for module in outside for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     return {name for tensor in held if (name := members.name(tensor)) is not None}
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0] or name
 
 
 def _reader(node: fx.Node) -> str:

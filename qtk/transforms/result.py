@@ -48,14 +48,14 @@ class TransformResult:
         transform: its name.
         groups: one result for each group, in graph order.
         sites: of the values that changed; those of changed parameters are not listed.
-        difference: largest change of an output, relative to the largest output.
+        difference: largest change of an output, relative to the largest output; ``None`` if it was to change.
         nothing: what the model has none of, for the message if there are no groups.
     """
 
     transform: str
     groups: tuple[GroupResult, ...]
     sites: tuple[Site, ...] = ()
-    difference: float = 0.0
+    difference: float | None = None
     nothing: str = "nothing to do"
 
     @property
@@ -80,7 +80,8 @@ class TransformResult:
             return f"{self.transform}: {self.nothing}"
         counts = Counter(group.outcome.value for group in self.groups)
         parts = ", ".join(f"{counts[outcome.value]} {outcome.value}" for outcome in Outcome if counts[outcome.value])
-        return f"{self.transform}: {parts}; outputs changed by {self.difference:.1e}"
+        proof = "" if self.difference is None else f"; outputs changed by {self.difference:.1e}"
+        return f"{self.transform}: {parts}{proof}"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {group}" for group in self.groups)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtk.capture.prepared_model import PreparedModel
 from qtk.transforms.graph_editor import GraphEditor
@@ -70,14 +70,21 @@ class RemoveParameters:
             state.pop(name, None)
 
 
-def steps_of(model: PreparedModel) -> tuple[Step, ...]:
+def steps_of(model: nn.Module) -> tuple[Step, ...]:
     """The steps made on a prepared model."""
-    steps: tuple[Step, ...] = model.meta.get(STEPS, ())
+    meta = vars(model).get("meta") or {}
+    steps: tuple[Step, ...] = meta.get(STEPS, ())
     return steps
+
+
+def is_transformed(model: PreparedModel) -> bool:
+    """Whether ``make`` has run on a prepared model, even without a step."""
+    return STEPS in model.meta
 
 
 def make(model: PreparedModel, steps: Sequence[Step]) -> None:
     """Makes ``steps`` in order and adds them to those of the model. Changes ``model``; no tensor is written to."""
+    model.meta[STEPS] = (*steps_of(model), *steps)
     if not steps:
         return
     editor = GraphEditor(model)
@@ -93,4 +100,3 @@ def make(model: PreparedModel, steps: Sequence[Step]) -> None:
     members.replace({name: tensor for name, tensor in state.items() if tensor is not before.get(name)})
     for name in before.keys() - state.keys():
         members.remove(name)
-    model.meta[STEPS] = (*steps_of(model), *steps)
