@@ -1,0 +1,1 @@
+"""Rewrites that keep the function of a model, each proved."""
