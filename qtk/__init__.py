@@ -19,6 +19,7 @@ from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+from qtk.workflow.smooth_quant import apply_smooth_quant
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "apply_gptq",
     "apply_layerwise",
     "apply_seq_mse",
+    "apply_smooth_quant",
     "backends",
     "correct_bias",
     "dtype",

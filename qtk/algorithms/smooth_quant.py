@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 LARGEST_SCALE = 1e4
-"""Scales are clamped to [1 / this, this]: what is multiplied by more leaves the range of half precision."""
+"""Scales are clamped to their geometric mean times or by this: nearly dead channels are not blown up to any size."""
 
 GRID = tuple(tenth / 10 for tenth in range(11))
 """The migration strengths tried by the search."""
 
 
 def smoothing_scale(input_absmax: Tensor, weight_absmax: Tensor, alpha: float) -> Tensor:
-    """``s = input_absmax^alpha / weight_absmax^(1 - alpha)`` (equation 4), divided by its geometric mean.
+    """``s = input_absmax^alpha / weight_absmax^(1 - alpha)`` (equation 4), times what keeps the largest input.
 
-    A common factor of all ``s`` changes no rounding error of a per-tensor activation, and a mean of 1 keeps values in
-    the range they had. Channels whose input or weights are all 0 get scale 1.
+    A common factor of all ``s`` changes no rounding error of the activation itself. This one leaves its range as it is,
+    so that a tensor of which it is a part, such as queries, keys and values, is quantized no more coarsely. Channels
+    whose input or weights are all 0 get scale 1.
 
     Shape: ``input_absmax``, ``weight_absmax`` [channels]; result likewise, float64.
 
     >>> smoothing_scale(torch.tensor([64.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0]), 0.5)
-    tensor([2.8284, 0.3536, 1.0000], dtype=torch.float64)
+    tensor([1.0000, 0.1250, 1.0000], dtype=torch.float64)
     """
     inputs, weights = input_absmax.to(torch.float64), weight_absmax.to(torch.float64)
     alive = (inputs > 0) & (weights > 0)
@@ -38,7 +39,8 @@ def smoothing_scale(input_absmax: Tensor, weight_absmax: Tensor, alpha: float) -
         return torch.ones_like(inputs)
     logarithm = alpha * inputs.where(alive, 1.0).log() - (1 - alpha) * weights.where(alive, 1.0).log()
     limit = math.log(LARGEST_SCALE)
-    return (logarithm - logarithm[alive].mean()).clamp(-limit, limit).exp().where(alive, 1.0)
+    scale = (logarithm - logarithm[alive].mean()).clamp(-limit, limit).exp()
+    return (scale * (inputs / scale)[alive].max() / inputs[alive].max()).where(alive, 1.0)
 
 
 def at(scale: Tensor, index: Tensor) -> Tensor:

@@ -123,7 +123,9 @@ def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
 def _after(value: fx.Node, target: str, site: Site) -> None:
     with value.graph.inserting_after(value):
         call = _call(target, value, site)
-    value.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE)
+    value.replace_all_uses_with(
+        call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
+    )
 
 
 def _on_edge(port: Port, target: str, site: Site) -> None:

@@ -192,10 +192,11 @@ RECURRENT = {
 }
 
 CHANNEL_SCALE = OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT)
-"""``ChannelScale``, called as (x, scale): it reads x before the quantizer of x, and only its own output is quantized."""
+"""``ChannelScale``, called as (x, scale): reads x in front of its quantizer; only the product is quantized."""
 
 OP_NAMES = frozenset(
-    name for row in (*ROWS.values(), *RECURRENT.values(), CHANNEL_SCALE) for name in (*row.names, row.inside) if name is not None
+    name for row in (*ROWS.values(), *RECURRENT.values(), CHANNEL_SCALE) for name in (*row.names, row.inside)
+    if name is not None
 ) | {"input"}
 """Every op name a config rule may use."""
 

@@ -72,9 +72,13 @@ class Clamp:
 
 @dataclass(slots=True)
 class Findings:
-    """What the walks through all graphs of a model have found, in graph order."""
+    """What the walks through all graphs of a model have found, in graph order.
+
+    ``values``: every op that makes float values, with the variables of its channels.
+    """
 
     reads: list[tuple[CapturedGraph, ChannelRead]] = field(default_factory=list)
     writes: list[tuple[CapturedGraph, ChannelWrite]] = field(default_factory=list)
     clamps: list[tuple[CapturedGraph, Clamp]] = field(default_factory=list)
     products: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    values: list[tuple[fx.Node, Tensor]] = field(default_factory=list)

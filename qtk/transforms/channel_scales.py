@@ -162,11 +162,21 @@ class ChannelScales:
             raise SpecError("only the factors of free classes may differ from 1")
         return self._absorbers.factors(factors.double()[self._representatives])
 
+    def scaled_values(self, factors: Tensor) -> list[fx.Node]:
+        """The ops whose values have a channel that ``factors`` multiplies by another number than 1, in graph order.
+
+        Shape: ``factors`` [num_variables], as for ``parameter_factors``.
+        """
+        by_variable = factors[self._representatives]
+        scaled = [node for node, labels in self._values if bool((by_variable[labels.long()] != 1).any())]
+        return list(dict.fromkeys(scaled))
+
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
 
     def _collect(self, findings: Findings) -> None:
+        self._values = findings.values
         self.inputs = [
             WeightedInput(
                 graph, read.node, read.value, read.axis, self._named(read.labels), read.parameter, read.index

@@ -163,7 +163,7 @@ class _Samples:
     def tensors(self) -> list[Tensor]:
         if self._rows is None or self._shape is None:
             return []
-        samples = self._rows.rows[0].unflatten(1, self._shape)
+        samples = self._rows.rows[0].reshape(-1, *self._shape)
         return list(samples) if self._sampling is Sampling.WHOLE else [samples]
 
     def add(self, x: Tensor) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtk.algorithms.smooth_quant import at
 from qtk.core.plan import SitePlan
@@ -91,7 +91,7 @@ def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: 
     return steps
 
 
-def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[object]) -> bool:
+def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[fx.Node]) -> bool:
     """Whether the graphs of ``model`` read ``tensor`` only in the ops ``layers``."""
     for graph in graphs(model).values():
         flow = Flow(graph.graph)

@@ -56,6 +56,7 @@ def multiplications(item: WeightedInput, product: Product, x: Tensor) -> float:
 
 def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) -> Product:
     """The product that ``item`` enters, with the parameter ``weight``."""
+    assert item.weight_index is not None
     port, source = next(
         (port, read) for port in ports(item.node) if port.value is not item.value and flow.is_static(port.value)
         for read in (port.value, *ancestors(port.value)) if _is_read_of(read, weight)

@@ -10,7 +10,7 @@ front of all layers that read the value, whatever alpha, only if it lowers the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,21 +21,19 @@ from tqdm import tqdm
 from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, output_error, search, smoothing_scale
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
-from qtk.capture.calls import Call
-from qtk.capture.prepared_model import PreparedModel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
-from qtk.graph.sites import value_site
+from qtk.graph.sites import edge_site, ports, value_site
 from qtk.transforms.channel_scales import ChannelScales, WeightedInput
 from qtk.transforms.input_statistics import InputStatistics, TappedValue, gathering
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
 from qtk.transforms.members import Members
-from qtk.transforms.proof import Group, rewrite
+from qtk.transforms.proof import Group
 from qtk.transforms.quantized_products import input_plan, multiplications, product, sampling, smoothed_input
-from qtk.transforms.result import TransformResult
 from qtk.transforms.steps import ScaleParameter, Step
+from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 
 LEAST_GAIN_DB = 3.0
 """By how much an inserted multiplication must lower the error: to a half."""
@@ -87,6 +85,14 @@ class SmoothQuant:
         self.values = self._read_values()
         self._statistics: dict[ReadValue, InputStatistics] = {}
 
+    @property
+    def sites(self) -> list[Site]:
+        """The sites of all values and weights that parameters may absorb factors of, in graph order."""
+        free = [value for value in self.values if bool((value.variables >= 0).any())]
+        sites = [value_site(value.flow.root(value.tapped.node)) for value in free]
+        weights = [item.weight for value in free for item in value.readings if item.weight is not None]
+        return [*sites, *map(Site.parameter, dict.fromkeys(weights))]
+
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Gathers statistics of all values while the body runs the model over data."""
@@ -135,7 +141,7 @@ class SmoothQuant:
         """The values that share a variable, directly or through others; values without any by themselves."""
         components: list[tuple[set[int], list[ReadValue]]] = []
         for value in self.values:
-            variables = {int(variable) for variable in value.variables.unique() if variable >= 0}
+            variables = {variable for variable in value.variables.tolist() if variable >= 0}
             touching = [component for component in components if variables & component[0]]
             merged = (variables.union(*(own for own, _ in touching)), [v for _, vs in touching for v in vs] + [value])
             components = [component for component in components if component not in touching] + [merged]
@@ -156,8 +162,8 @@ class SmoothQuant:
         self, name: str, values: list[ReadValue], statistics: list[InputStatistics], alpha: float | None
     ) -> Group:
         """The group of values that share variables: parameters absorb their factors."""
-        numbering = torch.cat([value.variables for value in values]).unique()
-        numbering = numbering[numbering >= 0]
+        variables = torch.cat([value.variables for value in values]).tolist()
+        numbering = torch.tensor(sorted({variable for variable in variables if variable >= 0}))
         numbers = [_numbers(value.variables, numbering) for value in values]
         inputs = [self._smoothed(*each) for each in zip(values, numbers, statistics, strict=True)]
         choice = self._choice(values, inputs, statistics, len(numbering), alpha)
@@ -170,7 +176,8 @@ class SmoothQuant:
         producers = [parameter for parameter in changed if parameter not in weights] or list(changed)
         shown = ", ".join(producers[:SHOWN]) + (f" and {len(producers) - SHOWN} more" if len(producers) > SHOWN else "")
         steps = tuple(ScaleParameter(parameter, factor) for parameter, factor in changed.items())
-        return _scaled(name, steps, (), choice, f"into {shown}", statistics)
+        sites = sites_of_values(self._scales.scaled_values(factors)) | sites_of_parameters(self._model, changed)
+        return _scaled(name, steps, tuple(sites), choice, f"into {shown}", statistics)
 
     def _inserted(self, name: str, value: ReadValue, statistics: InputStatistics, alpha: float | None) -> Group:
         """The group of the layers that read one value whose channels are pinned: a multiplication is inserted."""
@@ -189,7 +196,10 @@ class SmoothQuant:
             return Group(name, (), reason, (), choice.before, choice.before)
         steps = tuple(inserting_steps(self._model, value.readings, choice.scale))
         where = f"by a multiplication of {statistics.elements} elements, 1/{work:.0f} of those of its layers"
-        return _scaled(name, steps, (), choice, where, [statistics])
+        changed = {item.weight for item in value.readings}
+        sites = {edge_site(port) for item in value.readings for port in ports(item.node)}
+        sites |= sites_of_parameters(self._model, changed)
+        return _scaled(name, steps, tuple(sites), choice, where, [statistics])
 
     def _smoothed(self, value: ReadValue, own: Tensor, statistics: InputStatistics) -> SmoothedInput:
         products = [product(item, weight, value.flow, self._plan)
@@ -214,29 +224,6 @@ class SmoothQuant:
         scale = smoothing_scale(input_absmax, weight_absmax, alpha)
         errors = [output_error(inputs, candidate) for candidate in (torch.ones_like(scale), scale)]
         return ScaleChoice(scale, alpha, *errors)
-
-
-def smooth(
-    model: PreparedModel, call: Call, plan: QuantPlan, run: Callable[[], None], alpha: float | None, *, progress: bool
-) -> TransformResult:
-    """Applies SmoothQuant to a prepared model without quantizers, every group proved on the example inputs.
-
-    Changes ``model``; parameters are replaced, not written to.
-
-    Args:
-        model: the model.
-        call: the example inputs.
-        plan: how it is quantized.
-        run: runs the model over data.
-        alpha: as for ``SmoothQuant.groups``.
-        progress: show bars.
-    """
-    layers = SmoothQuant(model, ChannelScales(model, call.args, call.kwargs), plan)
-    if layers.values:
-        with layers.gathering():
-            run()
-    groups = layers.groups(alpha, progress=progress)
-    return rewrite(model, call, groups, transform="smooth_quant", nothing="the model has no layer with a weight")
 
 
 def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStatistics]) -> str | None:
