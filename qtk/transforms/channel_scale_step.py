@@ -25,17 +25,19 @@ class InsertChannelScale:
         readers: sites of the values that those layers compute; all read the same value.
         axis: the channels of the value.
         scale: name of the buffer with the numbers.
+        like: name of a parameter, whose dtype and device the buffer gets.
         numbers: [C], float64.
     """
 
     readers: tuple[Site, ...]
     axis: int
     scale: str
+    like: str
     numbers: Tensor
 
     def update(self, state: State) -> None:
-        """Sets the buffer, in the dtype of the value."""
-        state[self.scale] = self.numbers.to(state[self.scale])
+        """Sets the buffer."""
+        state[self.scale] = self.numbers.to(state[self.like])
 
     def edit(self, editor: GraphEditor) -> None:
         """Inserts the call, with ones for numbers."""
@@ -44,9 +46,9 @@ class InsertChannelScale:
             for graph, node in editor.makers(site):
                 layers.setdefault(graph, []).append(node)
         for graph, nodes in layers.items():
-            self._insert(graph, nodes)
+            self._insert(graph, nodes, torch.ones_like(self.numbers).to(editor.members.tensor(self.like)))
 
-    def _insert(self, graph: CapturedGraph, layers: list[fx.Node]) -> None:
+    def _insert(self, graph: CapturedGraph, layers: list[fx.Node], ones: Tensor) -> None:
         first = layers[0]
         value = data_of(first)
         assert value is not None
@@ -54,8 +56,6 @@ class InsertChannelScale:
         path = label(first, GRAPH_PATH)
         scale = self.scale.removeprefix(f"{path}." if path else "")
         example, (owner, _, leaf) = value.meta["val"], scale.rpartition(".")
-        device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
-        ones = torch.ones(len(self.numbers), dtype=example.dtype, device=device)
         if leaf not in holder(graph, owner)._buffers:  # of another graph of the same module
             holder(graph, owner).register_buffer(leaf, ones)
         target = add_module(graph, beside(scale, CHANNEL_SCALE.kind), ChannelScale(self.axis))

@@ -80,7 +80,8 @@ def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: 
         ordinal += 1
         name = join(owner, f"{SCALE}_{ordinal}")
     sites = tuple(value_site(item.node) for item in readings)
-    steps: list[Step] = [InsertChannelScale(sites, first.channel_axis, name, 1 / scale.cpu())]
+    assert first.weight is not None
+    steps: list[Step] = [InsertChannelScale(sites, first.channel_axis, name, first.weight, 1 / scale.cpu())]
     seen: list[tuple[str, Tensor]] = []
     for item in readings:
         assert item.weight is not None

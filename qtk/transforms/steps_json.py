@@ -9,11 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from qtk.errors import EncodingError
+from qtk.transforms.channel_scale_step import InsertChannelScale
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm
 from qtk.transforms.steps import RemoveParameters, ScaleParameter, Step
 
 KINDS: dict[str, type] = {
     "fold_batch_norm": FoldBatchNorm,
+    "insert_channel_scale": InsertChannelScale,
     "remove_parameters": RemoveParameters,
     "scale_parameter": ScaleParameter,
 }
