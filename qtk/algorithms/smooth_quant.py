@@ -125,13 +125,41 @@ class SmoothedInput:
             rounded = self.round_input(smoothed, factor)
             for index, (product, exact) in enumerate(zip(self.products, outputs, strict=True)):
                 error = product.rounded(rounded, weights[index]) - exact
-                noise[index] += float(error.to(torch.float32).square().sum())
-                signal[index] += float(exact.to(torch.float32).square().sum())
+                noise[index] += float(error.double().square().sum())
+                signal[index] += float(exact.double().square().sum())
         return [a / b if b > 0 else 0.0 for a, b in zip(noise, signal, strict=True)]
 
 
-def output_error(inputs: Sequence[SmoothedInput], scale: Tensor) -> float:
-    """Mean over all products of their noise-to-signal ratio after smoothing by ``scale``, each counted once.
+class SmoothedSite:
+    """A quantized value that is divided by a smoothing scale, and read by other ops than products with weights.
+
+    Args:
+        samples: of the value.
+        variable: int64, broadcastable to each sample: the element of the scale that divides it; -1: none does.
+        round_value: a smoothed sample → the sample quantized.
+    """
+
+    def __init__(self, samples: Sequence[Tensor], variable: Tensor, round_value: Callable[[Tensor], Tensor]) -> None:
+        self.samples = samples
+        self.variable = variable
+        self.round_value = round_value
+
+    def noise_to_signal(self, scale: Tensor) -> list[float]:
+        """Squared error of the value relative to its squared size, quantized after smoothing by ``scale``.
+
+        Shape: ``scale`` [variables]; result [1].
+        """
+        noise = signal = 0.0
+        for x in self.samples:
+            factor = at(scale, self.variable).to(x.dtype)
+            error = self.round_value(x / factor) * factor - x
+            noise += float(error.double().square().sum())
+            signal += float(x.double().square().sum())
+        return [noise / signal if signal > 0 else 0.0]
+
+
+def output_error(inputs: Sequence[SmoothedInput | SmoothedSite], scale: Tensor) -> float:
+    """Mean of the noise-to-signal ratios of all products and sites after smoothing by ``scale``, each counted once.
 
     Shape: ``scale`` [variables].
     """
@@ -157,7 +185,7 @@ class ScaleChoice:
 
 
 def search(
-    inputs: Sequence[SmoothedInput], input_absmax: Tensor, weight_absmax: Tensor, alphas: Sequence[float] = GRID
+    inputs: Sequence[SmoothedInput | SmoothedSite], input_absmax: Tensor, weight_absmax: Tensor, alphas: Sequence[float] = GRID
 ) -> ScaleChoice:
     """The scale with the smallest output error: that of one of ``alphas``, or none.
 

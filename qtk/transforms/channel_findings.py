@@ -74,7 +74,7 @@ class Clamp:
 class Findings:
     """What the walks through all graphs of a model have found, in graph order.
 
-    ``values``: every op that makes float values, with the variables of its channels.
+    ``values``: every op that makes a float value, with its labels, of length 1 along axes where they do not vary.
     """
 
     reads: list[tuple[CapturedGraph, ChannelRead]] = field(default_factory=list)

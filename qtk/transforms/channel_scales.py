@@ -124,6 +124,8 @@ class ChannelScales:
         inputs: every data input of a weighted op, in graph order, of all graphs.
         outputs: every parameter along whose output axis factors can be absorbed.
         clamps: every clamp that hands on factors.
+        values: op → the classes of the elements of the value it makes, −1 where their factor must be 1; of length 1
+            along axes where they do not vary. Ops all of whose elements are pinned are left out.
         added: parameter → the classes of its elements, of the parameters that are added: biases, position embeddings.
     """
 
@@ -167,16 +169,17 @@ class ChannelScales:
 
         Shape: ``factors`` [num_variables], as for ``parameter_factors``.
         """
-        by_variable = factors[self._representatives]
-        scaled = [node for node, labels in self._values if bool((by_variable[labels.long()] != 1).any())]
-        return list(dict.fromkeys(scaled))
+        padded = torch.cat([factors, factors.new_ones(1)])
+        return [node for node, variables in self.values.items() if bool((padded[variables] != 1).any())]
 
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
 
     def _collect(self, findings: Findings) -> None:
-        self._values = findings.values
+        named = {node: self._named(labels) for node, labels in reversed(findings.values)}
+        free = [node for node, variables in named.items() if bool((variables >= 0).any())]
+        self.values = {node: named[node] for node in reversed(free)}
         self.inputs = [
             WeightedInput(
                 graph, read.node, read.value, read.axis, self._named(read.labels), read.parameter, read.index

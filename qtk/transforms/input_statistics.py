@@ -23,6 +23,9 @@ NUM_ROWS = 512
 NUM_MAPS, MAP_ELEMENTS = 8, 2**21
 """Feature maps kept of the input of a convolution: at most so many, and so many elements, but at least one."""
 
+SITE_ELEMENTS = 2**18
+"""Elements kept of a value that no weight is multiplied with; at least one feature map."""
+
 HELD_OUT_EVERY = 4
 """Every so-many-th batch is held out, the second first; of a single batch, the last so-many-th part."""
 
@@ -52,6 +55,7 @@ class TappedValue:
         axis: its channels.
         sampling: how it is sampled.
         keeps_rows: whether vectors of all channels are sampled from the data for statistics too.
+        is_input: whether weights are multiplied with it; else only samples are kept.
     """
 
     graph: CapturedGraph
@@ -59,6 +63,7 @@ class TappedValue:
     axis: int
     sampling: Sampling
     keeps_rows: bool = False
+    is_input: bool = True
 
 
 class InputStatistics:
@@ -76,9 +81,10 @@ class InputStatistics:
     def __init__(self, value: TappedValue) -> None:
         self._value = value
         self._ranges = _Ranges(value)
-        self._held_out = _Samples(value.sampling)
+        elements = MAP_ELEMENTS if value.is_input else SITE_ELEMENTS
+        self._held_out = _Samples(value.sampling, elements)
         self._first_rest = _Ranges(value)
-        self._first_held_out = _Samples(value.sampling)
+        self._first_held_out = _Samples(value.sampling, elements)
         self.elements = 0
 
     def observe(self, x: Tensor, batch: int) -> None:
@@ -138,7 +144,7 @@ class _Ranges:
         self.rows = _Samples(Sampling.ROWS)
 
     def add(self, x: Tensor) -> None:
-        if x.numel() == 0:
+        if x.numel() == 0 or not self._value.is_input:
             return
         others = [axis for axis in range(x.ndim) if axis != self._value.axis % x.ndim]
         low, high = (x.amin(others), x.amax(others)) if others else (x, x)
@@ -154,8 +160,9 @@ class _Ranges:
 class _Samples:
     """An evenly spaced sample of what it is shown; maps of another shape than the first are left out."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, elements: int = MAP_ELEMENTS) -> None:
         self._sampling = sampling
+        self._elements = elements
         self._rows: RowSample | None = None
         self._shape: torch.Size | None = None
 
@@ -175,7 +182,7 @@ class _Samples:
             x = x[None]
         if self._rows is None:
             self._shape, per_sample = x.shape[1:], x[0].numel()
-            limit = NUM_ROWS if self._sampling is Sampling.ROWS else min(NUM_MAPS, max(1, MAP_ELEMENTS // per_sample))
+            limit = NUM_ROWS if self._sampling is Sampling.ROWS else min(NUM_MAPS, max(1, self._elements // per_sample))
             self._rows = RowSample(limit)
         if x.shape[1:] == self._shape:
             self._rows.add(x.reshape(1, len(x), -1))

@@ -45,16 +45,12 @@ class LabelWalk(LabelState):
             else:
                 self.values[node] = evaluate_node(node, self.values.__getitem__)
                 self.labels[node] = _checked(self._label(node), self.values[node])
-                self._note_variables(node)
+                if isinstance(labels := self.labels[node], Tensor):
+                    self.findings.values.append((node, core(labels)))
             for read in node.all_input_nodes:
                 remaining[read] -= 1
                 if not remaining[read]:
                     del self.values[read], self.labels[read]
-
-    def _note_variables(self, node: fx.Node) -> None:
-        labels = [core(label).flatten() for label in pytree.tree_leaves(self.labels[node]) if isinstance(label, Tensor)]
-        if labels:
-            self.findings.values.append((node, torch.cat(labels).unique()))  # type: ignore[no-untyped-call]
 
     def _label(self, node: fx.Node) -> Labels:
         if node.op == "get_attr":
