@@ -185,7 +185,8 @@ class ScaleChoice:
 
 
 def search(
-    inputs: Sequence[SmoothedInput | SmoothedSite], input_absmax: Tensor, weight_absmax: Tensor, alphas: Sequence[float] = GRID
+    inputs: Sequence[SmoothedInput | SmoothedSite], input_absmax: Tensor, weight_absmax: Tensor,
+    alphas: Sequence[float] = GRID,
 ) -> ScaleChoice:
     """The scale with the smallest output error: that of one of ``alphas``, or none.
 

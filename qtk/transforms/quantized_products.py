@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from qtk.algorithms.smooth_quant import Product, SmoothedInput
+from qtk.algorithms.smooth_quant import Product, SmoothedInput, SmoothedSite
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
 from qtk.core.encoding import Encoding
@@ -124,6 +124,26 @@ def _rounding(decided: SitePlan | None, statistics: InputStatistics) -> Callable
         return _simulated(x, encoding)
 
     return in_scheme
+
+
+def smoothed_site(decided: SitePlan, variable: Tensor, statistics: InputStatistics) -> SmoothedSite:
+    """A quantized value, ready for measuring errors: rounded in the range that its scheme finds for each sample.
+
+    Args:
+        decided: how the value is quantized.
+        variable: as for ``SmoothedSite``.
+        statistics: of the value.
+    """
+    scheme = calibrator(decided.scheme)
+
+    def rounded(x: Tensor) -> Tensor:
+        observer = scheme.observer(decided.spec.granularity)
+        observer.observe(x)
+        (encoding,) = scheme.encodings([observer], [decided.spec])
+        return _simulated(x, encoding)
+
+    finite = [x for x in statistics.samples if bool(x.isfinite().all())]
+    return SmoothedSite(finite, variable, rounded)
 
 
 def _min_max_rounded(weight: Tensor, spec: QuantSpec) -> Tensor:

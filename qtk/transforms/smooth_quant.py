@@ -18,20 +18,28 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, output_error, search, smoothing_scale
+from qtk.algorithms.smooth_quant import ScaleChoice, SmoothedInput, SmoothedSite, output_error, search, smoothing_scale
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
+from qtk.core.granularity import PerTensor
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.transforms.channel_scales import ChannelScales, WeightedInput
-from qtk.transforms.input_statistics import InputStatistics, TappedValue, gathering
+from qtk.transforms.input_statistics import InputStatistics, Sampling, TappedValue, gathering
 from qtk.transforms.inserted_scales import inserting_steps, reason_against
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group
-from qtk.transforms.quantized_products import input_plan, multiplications, product, sampling, smoothed_input
+from qtk.transforms.quantized_products import (
+    input_plan,
+    multiplications,
+    product,
+    sampling,
+    smoothed_input,
+    smoothed_site,
+)
 from qtk.transforms.steps import ScaleParameter, Step
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 
@@ -68,6 +76,21 @@ class ReadValue:
         return value_site(self.flow.root(self.tapped.node)).name
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledSite:
+    """A quantized value whose channels are scaled, and which is read by other ops than layers too.
+
+    Args:
+        variables: int64, broadcastable to the value: the variable of every element, -1 where its factor must be 1.
+        decided: how the value is quantized.
+        tapped: the value, to take samples of.
+    """
+
+    variables: Tensor
+    decided: SitePlan
+    tapped: TappedValue
+
+
 class SmoothQuant:
     """The groups of layers of one model that SmoothQuant may scale, their statistics, and the steps that scale them.
 
@@ -83,7 +106,8 @@ class SmoothQuant:
         self._plan = plan
         self._members = Members(model)
         self.values = self._read_values()
-        self._statistics: dict[ReadValue, InputStatistics] = {}
+        self._scaled_sites = list(self._read_sites())
+        self._statistics: dict[ReadValue | ScaledSite, InputStatistics] = {}
 
     @property
     def sites(self) -> list[Site]:
@@ -96,9 +120,10 @@ class SmoothQuant:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Gathers statistics of all values while the body runs the model over data."""
-        with gathering(self._model, [value.tapped for value in self.values]) as statistics:
+        gathered: list[ReadValue | ScaledSite] = [*self.values, *self._scaled_sites]
+        with gathering(self._model, [each.tapped for each in gathered]) as statistics:
             yield
-        self._statistics = dict(zip(self.values, statistics, strict=True))
+        self._statistics = dict(zip(gathered, statistics, strict=True))
 
     def groups(self, alpha: float | None, *, progress: bool = False) -> list[Group]:
         """The steps of every group that is to be scaled, and the reasons for the others.
@@ -137,6 +162,20 @@ class SmoothQuant:
             values.append(ReadValue(tuple(items), weights, variables, flows[graph], decided, tapped))
         return values
 
+    def _read_sites(self) -> Iterator[ScaledSite]:
+        layers = {item.node for item in self._scales.inputs}
+        flows: dict[object, Flow] = {}
+        for node, variables in self._scales.values.items():
+            graph = node.graph.owning_module
+            assert isinstance(graph, CapturedGraph)
+            decided, flow = self._plan.get(value_site(node)), flows.setdefault(graph, Flow(graph.graph))
+            if decided is None or decided.static or decided.leader is not None or decided.spec.dynamic:
+                continue
+            is_read = any(port.user not in layers for port in flow.readers(node))
+            if is_read and isinstance(decided.spec.granularity, PerTensor):
+                sampling = Sampling.MAPS if variables.ndim > 1 and len(variables) == 1 else Sampling.WHOLE
+                yield ScaledSite(variables, decided, TappedValue(graph, node, -1, sampling, is_input=False))
+
     def _components(self) -> list[list[ReadValue]]:
         """The values that share a variable, directly or through others; values without any by themselves."""
         components: list[tuple[set[int], list[ReadValue]]] = []
@@ -166,7 +205,7 @@ class SmoothQuant:
         numbering = torch.tensor(sorted({variable for variable in variables if variable >= 0}))
         numbers = [_numbers(value.variables, numbering) for value in values]
         inputs = [self._smoothed(*each) for each in zip(values, numbers, statistics, strict=True)]
-        choice = self._choice(values, inputs, statistics, len(numbering), alpha)
+        choice = self._choice(values, inputs, statistics, len(numbering), alpha, self._smoothed_sites(numbering))
         if choice.alpha is None:
             return Group(name, (), "no alpha lowers the error", (), choice.before, choice.before)
         factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
@@ -207,9 +246,18 @@ class SmoothQuant:
         own = own.to(value.weights[0].device)
         return smoothed_input(value.readings, products, value.decided, own, statistics)
 
+    def _smoothed_sites(self, numbering: Tensor) -> list[SmoothedSite]:
+        sites = []
+        for site in self._scaled_sites:
+            own = _numbers(site.variables, numbering)
+            if bool((own >= 0).any()):
+                own = own.to(next(self._model.parameters()).device)
+                sites.append(smoothed_site(site.decided, own, self._statistics[site]))
+        return [site for site in sites if site.samples]
+
     def _choice(
         self, values: Sequence[ReadValue], inputs: Sequence[SmoothedInput], statistics: Sequence[InputStatistics],
-        count: int, alpha: float | None,
+        count: int, alpha: float | None, sites: Sequence[SmoothedSite] = (),
     ) -> ScaleChoice:
         device = values[0].weights[0].device
         input_absmax, weight_absmax = torch.zeros(2, count, dtype=torch.float64, device=device)
@@ -220,9 +268,9 @@ class SmoothQuant:
                 numbered = torch.where(factor.channel >= 0, each.variable[factor.channel], -1)
                 _raise_to(weight_absmax, numbered, _absmax_like(factor.weight, factor.channel))
         if alpha is None:
-            return search(inputs, input_absmax, weight_absmax)
+            return search([*inputs, *sites], input_absmax, weight_absmax)
         scale = smoothing_scale(input_absmax, weight_absmax, alpha)
-        errors = [output_error(inputs, candidate) for candidate in (torch.ones_like(scale), scale)]
+        errors = [output_error([*inputs, *sites], candidate) for candidate in (torch.ones_like(scale), scale)]
         return ScaleChoice(scale, alpha, *errors)
 
 
@@ -247,8 +295,9 @@ def _scaled(
 
 
 def _numbers(variables: Tensor, numbering: Tensor) -> Tensor:
-    """Position of every variable in ``numbering``, which is sorted; -1 stays."""
-    return torch.where(variables >= 0, torch.searchsorted(numbering, variables.clamp(min=0)), -1)
+    """Position of every variable in ``numbering``, which is sorted; -1 for those that are not in it."""
+    position = torch.searchsorted(numbering, variables.contiguous()).clamp(max=len(numbering) - 1)
+    return torch.where(numbering[position] == variables, position, -1)
 
 
 def _raise_to(maximum: Tensor, index: Tensor, values: Tensor) -> None:
