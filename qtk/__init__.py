@@ -15,8 +15,10 @@ from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
 from qtk.workflow.export import EXPORTERS
+from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
+from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
 
 __version__ = "0.1.0"
 
@@ -47,5 +49,7 @@ __all__ = [
     "backends",
     "correct_bias",
     "dtype",
+    "fold_batch_norms",
     "prepare_model",
+    "reestimate_batch_norms",
 ]

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from qtk.calibrators.scheme import calibrator, canonical_scheme
+from qtk.capture.calls import Call
+from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
@@ -24,10 +26,13 @@ from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
+from qtk.transforms.steps import is_transformed, make
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
 from qtk.workflow.export import export
+from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.ranges import forget, freeze, set_range
@@ -110,17 +115,29 @@ class QuantSim:
         if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
             prepared = prepare_model(model, example_inputs)
         prepared = prepared if in_place else copy.deepcopy(prepared)
-        decided = plan(
-            prepared, self.config, weight_bits=weight_bits, activation_bits=activation_bits, scheme=self.scheme
-        )
+        if self.config.fold_batch_norms and not is_transformed(prepared):
+            fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
+        decided = self.plan_of(prepared)
         self._simulation = Simulation(prepared, decided, insert(prepared, decided))
         for quantizer in self._simulation.quantizers.values():
             quantizer.mode = Mode.SIMULATE
 
     @property
     def simulation(self) -> Simulation:
-        """Model, plan and quantizers as they are now."""
+        """Model, plan and quantizers as they are now; only qtk's own functions set them."""
         return self._simulation
+
+    @simulation.setter
+    def simulation(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def plan_of(self, prepared: PreparedModel) -> QuantPlan:
+        """The plan that the settings of this simulation give a prepared model."""
+        decided = plan(
+            prepared, self.config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
+            scheme=self.scheme,
+        )
+        return replace(decided, unquantized={**decided.unquantized, **folded_sites(prepared)})
 
     @property
     def model(self) -> PreparedModel:
@@ -342,6 +359,26 @@ class QuantSim:
         """
         return verify_export(self.model, directory, data, forward=forward)
 
+    def load_float_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads a float checkpoint of the original model; batch norms are folded again, and so on.
+
+        >>> import qtk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
+        >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8))
+        >>> list(sim.model.state_dict())
+        ['0.weight', '0.bias']
+        >>> _ = torch.nn.init.normal_(model[1].weight)
+        >>> sim.load_float_state_dict(model.state_dict())
+
+        Encodings are forgotten: they belong to the weights that were there before.
+
+        Args:
+            state: a ``state_dict`` with the keys of the float model that the simulation was made from.
+
+        Raises: EncodingError listing every missing, unexpected or misshapen tensor; nothing has changed then.
+        """
+        load_float_state(self._simulation, state)
+
     def save(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
         """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
 
@@ -394,6 +431,11 @@ class QuantSim:
             name: width_from_json(value) if name in ("weight_bits", "activation_bits") else value
             for name, value in stored.arguments.items()
         }
-        sim = cls(model, example_inputs, in_place=in_place, **arguments)  # type: ignore[arg-type]
+        prepared = model
+        if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
+            prepared = prepare_model(model, example_inputs)
+        prepared = prepared if in_place else copy.deepcopy(prepared)
+        make(prepared, stored.steps)
+        sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
         sim._simulation = restore(stored, sim._simulation)
         return sim

@@ -42,6 +42,7 @@ class PrepareReport:
         covered: share of all parameter elements that are in graphs, 0 to 1.
         parts: how the model and its submodules were captured, if it is not one graph.
         notes: warnings for the user.
+        transforms: what rewrites did to the model afterwards, a line each.
         elapsed_s: duration of ``prepare_model`` in seconds.
     """
 
@@ -57,6 +58,7 @@ class PrepareReport:
     covered: float = 1.0
     parts: tuple[Part, ...] = ()
     notes: tuple[str, ...] = ()
+    transforms: tuple[str, ...] = ()
     elapsed_s: float = 0.0
 
     def __str__(self) -> str:
@@ -73,7 +75,7 @@ class PrepareReport:
         ]
         lines += [f"not quantizable, no row in the op table: {name}" for name in self.unknown_ops]
         lines += [f"opaque, its inside is not quantized: {name}" for name in self.opaque_parts]
-        return "\n".join([*lines, *self.reasons, *self.notes])
+        return "\n".join([*lines, *self.reasons, *self.notes, *self.transforms])
 
     def _line(self, part: Part) -> str:
         share = part.parameters / self.parts[0].parameters if self.parts[0].parameters else 0.0

@@ -15,8 +15,9 @@ from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES
 
-REPORT, SIGNATURE = "report", "qtk_signature"
-"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``."""
+REPORT, SIGNATURE, EXAMPLE = "report", "qtk_signature", "qtk_example"
+"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
+with."""
 
 
 class PreparedModel(nn.Module):
@@ -26,6 +27,12 @@ class PreparedModel(nn.Module):
     """
 
     meta: dict[str, Any]
+
+    @property
+    def example(self) -> Call | None:
+        """The call it was captured with; ``None`` if it was traced without inputs."""
+        example: Call | None = self.meta.get(EXAMPLE)
+        return example
 
     @property
     def report(self) -> PrepareReport:

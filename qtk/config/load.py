@@ -58,6 +58,9 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
     return QuantConfig(
         version=extension.version,
         defaults=base.defaults.model_copy(update=defaults),
+        fold_batch_norms=(
+            extension.fold_batch_norms if "fold_batch_norms" in extension.model_fields_set else base.fold_batch_norms
+        ),
         rules=(*base.rules, *extension.rules),
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),

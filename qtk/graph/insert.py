@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx, nn
 
@@ -25,10 +26,17 @@ def quantizer_target(site: Site) -> str:
     return f"{QUANTIZERS}.{site.name}"
 
 
-def insert(model: nn.Module, plan: QuantPlan) -> dict[Site, Quantizer]:
+def insert(
+    model: nn.Module, plan: QuantPlan, *, known: Mapping[Site, Quantizer] = MappingProxyType({})
+) -> dict[Site, Quantizer]:
     """Adds one quantizer for every leader of ``plan``, called at the leader and at every follower.
 
-    Changes ``model``, a prepared one. Returns: site → quantizer, in plan order; followers map to their leader's.
+    Args:
+        model: a prepared model; changed.
+        plan: what is quantized, and how.
+        known: quantizers to use instead of new ones.
+
+    Returns: site → quantizer, in plan order; followers map to their leader's.
 
     Raises: EncodingError if the plan names a site the model does not have.
     """
@@ -38,6 +46,8 @@ def insert(model: nn.Module, plan: QuantPlan) -> dict[Site, Quantizer]:
     for module, values, edges in located:
         for site in [site for site in plan if site in values or site in edges]:
             leader = _leader(plan, site)
+            if leader not in quantizers and leader in known:
+                quantizers[leader] = known[leader]
             if leader not in quantizers:
                 cache = plan[leader].static and leader in values
                 quantizers[leader] = Quantizer(plan[leader].spec, site=leader.name, cache=cache)

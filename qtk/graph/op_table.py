@@ -31,6 +31,7 @@ from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
+from qtk.nn.scale_shift import ScaleShift
 from qtk.torch_private import schema_of
 
 COMPUTE, MOVEMENT, MERGE, CREATE = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE
@@ -72,6 +73,8 @@ _add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2
 # Normalizations: scale and shift are parameters of the op.
 _add("batch_norm _native_batch_norm_legit_no_training", OpRow("batch_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2,
                                                               fresh=True, scaling=Scaling.CHANNEL_NORM))
+_add("qtk::scale_shift", OpRow("scale_shift", COMPUTE, family="batch_norm", inputs=(0,), fresh=True,
+                               scaling=Scaling.SCALE_SHIFT))
 _add("instance_norm", OpRow("instance_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True,
                             scaling=Scaling.CHANNEL_NORM))
 _add("layer_norm native_layer_norm", OpRow("layer_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True,
@@ -207,6 +210,8 @@ def row_of(node: fx.Node) -> OpRow | None:
         match called_module(node):
             case BatchNorm():
                 return ROWS["batch_norm"]
+            case ScaleShift():
+                return ROWS["qtk::scale_shift"]
             case Dropout():
                 return ROWS["dropout"]
             case InstanceNorm():

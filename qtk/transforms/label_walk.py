@@ -22,7 +22,7 @@ from qtk.transforms.absorbers import ParameterOperand
 from qtk.transforms.channel_classes import PINNED, ZERO, compact, constant_labels, core
 from qtk.transforms.channel_findings import Clamp
 from qtk.transforms.label_state import Labels, LabelState, is_fixed_point, is_float, pinned, reads_shape_only
-from qtk.transforms.weight_rules import attention, channel_norm, columns, trailing_norm, weighted, write
+from qtk.transforms.weight_rules import attention, channel_norm, columns, scale_shift, trailing_norm, weighted, write
 
 
 class LabelWalk(LabelState):
@@ -284,6 +284,7 @@ RULES: Mapping[Scaling, Callable[[LabelState, fx.Node, OpRow], Labels]] = {
     Scaling.DIVIDED: _divided,
     Scaling.WEIGHTED: weighted,
     Scaling.COLUMNS: columns,
+    Scaling.SCALE_SHIFT: scale_shift,
     Scaling.CHANNEL_NORM: channel_norm,
     Scaling.TRAILING_NORM: trailing_norm,
     Scaling.ATTENTION: attention,

@@ -16,7 +16,7 @@ from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import REPORT, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import EXAMPLE, REPORT, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, first_line, with_batch_of_two
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
@@ -111,6 +111,7 @@ def prepare_model(
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
     difference, differences = _train_difference(model, prepared, args, kwargs, expected) if verify else (None, [])
     _restore_training_flags(prepared, model)
+    prepared.meta[EXAMPLE] = Call(args, kwargs, None)
     prepared.meta[REPORT] = replace(
         prepared.report,
         train_difference=difference,

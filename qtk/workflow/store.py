@@ -2,7 +2,8 @@
 
 ``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
 buffers that are not persistent, and tensors that the model's code holds without registering them.
-``sim.json`` holds the arguments of ``QuantSim``, the plan, and name, dtype and shape of every tensor.
+``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
+``transforms.safetensors``), and name, dtype and shape of every tensor.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
 from qtk.registry import did_you_mean
+from qtk.transforms.steps import Step, steps_of
+from qtk.transforms.steps_json import steps_from_json, steps_to_json
 
-FORMAT, VERSION = "qtk.sim", 2
-STATE_FILE, SIM_FILE = "model.safetensors", "sim.json"
+FORMAT, VERSION = "qtk.sim", 3
+STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
 LISTED = 10
 """Findings that an error lists."""
 
@@ -42,11 +45,13 @@ class Stored:
         arguments: keyword arguments of ``QuantSim``, as JSON holds them.
         plan: the plan it had.
         state: its tensors, on the CPU.
+        steps: of the transforms made on its float model.
     """
 
     arguments: Mapping[str, object]
     plan: QuantPlan
     state: Mapping[str, Tensor]
+    steps: tuple[Step, ...] = ()
 
 
 def _full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -76,16 +81,20 @@ def save(
     state = _full_state(simulation.model)
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
+    steps, step_tensors = steps_to_json(steps_of(simulation.model))
     record = {
         "format": FORMAT,
         "version": VERSION,
         "arguments": dict(arguments),
         "plan": plan_to_json(simulation.plan),
+        "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
         "tied": {name: original for name, original in originals.items() if original != name},
     }
     with staged_directory(directory, force=force) as folder:
         save_file(_unshared(kept), folder / STATE_FILE)
+        if step_tensors:
+            save_file(_unshared(step_tensors), folder / STEPS_FILE)
         (folder / SIM_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -95,24 +104,34 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     Raises: EncodingError if a file is missing, malformed, of another version, or the two do not belong together.
     """
     record = load_object(Path(directory) / SIM_FILE)
+    if record.get("format") != FORMAT:
+        raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
+    if record.get("version") != VERSION:
+        raise EncodingError(f"{directory}: version {record.get('version')} is not known; this qtk reads {VERSION}")
     match record:
         case {
-            "format": str(name), "version": int(version), "arguments": dict(arguments), "plan": dict(plan),
-            "tensors": dict(tensors), "tied": dict(tied),
-        } if name == FORMAT:
-            if version != VERSION:
-                raise EncodingError(f"{directory}: version {version} is not known; this qtk reads {VERSION}")
+            "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
+            "tied": dict(tied),
+        }:
+            pass
         case _:
             raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
     path = Path(directory) / STATE_FILE
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise EncodingError(f"cannot read {path}: {error}") from error
+    state = _tensors(path)
+    step_tensors = _tensors(Path(directory) / STEPS_FILE) if (Path(directory) / STEPS_FILE).is_file() else {}
     state |= {name: state[original] for name, original in tied.items() if original in state}
     if {name: _fingerprint(tensor) for name, tensor in state.items()} != tensors:
         raise EncodingError(f"{path} does not hold the tensors that {SIM_FILE} lists; the files are of two simulations")
-    return Stored(arguments, plan_from_json(plan), {name: state[name] for name in tensors})
+    state = {name: state[name] for name in tensors}
+    return Stored(arguments, plan_from_json(plan), state, steps_from_json(steps, step_tensors))
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file. Raises: EncodingError if it cannot be read."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise EncodingError(f"cannot read {path}: {error}") from error
 
 
 def restore(stored: Stored, simulation: Simulation) -> Simulation:

@@ -263,3 +263,138 @@ def test_what_is_free_is_what_must_be(name: str) -> None:
     assert scaled.pinned_weights() >= of(pinned)
     assert scaled.error(scaled.scaled(scaled.random_factors())) <= 1e-10
     assert count_symmetries(model, inputs) == int(scaled.scales.free.sum()) + beyond
+
+
+# Single questions.
+
+
+def test_the_constant_of_a_spelled_out_gelu_stays() -> None:
+    half = torch.tensor(0.5)
+
+    def model() -> nn.Module:
+        return net(
+            lambda m, x: m.b(m.act(m.a(m.norm(x)))) + m.d(m.act2(m.c(m.norm2(x)))), norm=norm(4), a=linear(4, 6),
+            b=linear(6, 4), act=SpelledGelu(half), norm2=norm(4), c=linear(4, 6), d=linear(6, 4), act2=SpelledGelu(half),
+        ).double().eval()
+
+    x = batch(4)
+    decomposed = torch.export.export(model(), (x,)).run_decompositions().module()
+    for scaled in (Scaled(model(), x), Scaled(decomposed_net(decomposed), x)):
+        assert scaled.free_weights() == {"a.weight", "c.weight"}
+        assert scaled.pinned_weights() == {"b.weight", "d.weight"}
+        changed = scaled.scaled(scaled.random_factors())
+        assert scaled.error(changed) <= 1e-10
+        for before, after in zip(scaled.model.buffers(), changed.buffers(), strict=True):
+            assert torch.equal(before, after)
+
+
+def decomposed_net(program: nn.Module) -> nn.Module:
+    """An exported program as a module that can be put in eval mode."""
+    program.eval = lambda: program  # type: ignore[method-assign]
+    return program
+
+
+def test_clamps_hand_factors_on_if_their_bounds_do() -> None:
+    model = net(lambda m, x: m.b(F.relu6(m.a(x))), a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(3, 2, 1))
+    scaled = Scaled(model, batch(2, 4, 4) * 10)
+    (clamp,) = scaled.scales.clamps
+    assert (clamp.channel_axis, clamp.lower, clamp.upper) == (1, 0.0, 6.0)
+    assert torch.equal(clamp.variables, scaled.writes("a.weight"))
+    assert bool((scaled.scales.clamped & scaled.scales.free)[clamp.variables].all())
+    changed = scaled.scaled(scaled.random_factors(clamped=True))
+    assert scaled.error(changed) > 1e-3  # the bound is still 6
+    (upper,) = (scaled.random_factors(clamped=True)[clamp.variables] * 6,)
+    a, b = (changed.get_submodule(name) for name in "ab")
+    x = F.conv2d(scaled.args[0], a.weight, a.bias)
+    y = F.conv2d(torch.minimum(x.relu(), upper.view(1, -1, 1, 1)), b.weight, b.bias)
+    assert float((y - scaled.model(*scaled.args)).abs().max()) < 1e-10
+
+
+def test_the_index_says_which_channel_an_element_multiplies() -> None:
+    model = net(
+        lambda m, x: m.b(F.relu(m.a(F.relu(m.first(x))))), first=nn.Conv1d(1, 4, 1), a=nn.Conv1d(4, 6, 2, groups=2),
+        b=nn.ConvTranspose1d(6, 4, 2, groups=2),
+    )
+    scaled = Scaled(model, batch(1, 5))
+    for name, expected in {
+        "a.weight": [[[0], [1]]] * 3 + [[[2], [3]]] * 3,
+        "b.weight": [[[0]] * 2, [[1]] * 2, [[2]] * 2, [[3]] * 2, [[4]] * 2, [[5]] * 2],
+    }.items():
+        (read,) = (read for read in scaled.scales.inputs if read.weight == name)
+        weight = dict(scaled.model.named_parameters())[name]
+        assert read.weight_index is not None
+        assert read.weight_index.expand(weight.shape)[..., :1].tolist() == expected
+        assert read.channel_axis == 1
+    (write,) = (write for write in scaled.scales.outputs if write.weight == "b.weight")
+    assert write.weight_index.squeeze(-1).tolist() == [[0, 1]] * 3 + [[2, 3]] * 3
+
+
+class OwnPython(nn.Module):
+    """A model that cannot be one graph; its Python may read a parameter of a module it calls."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        if float(y.sum()) > 1e9:  # what data decides
+            y = y * 2
+        return y + self.first[2].weight.sum() if self.reads else y
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_parameter_that_the_models_own_python_reads_stays(reads: bool) -> None:
+    scaled = Scaled(OwnPython(reads), batch(3))
+    assert type(scaled.model).__name__ == "PreparedTree"
+    assert scaled.free_weights() == (set() if reads else {"first.2.weight"})
+    assert scaled.error(scaled.scaled(scaled.random_factors())) <= 1e-10
+
+
+def test_what_the_example_inputs_do_not_reach_stays() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+            self.a[0].weight = self.b[0].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.a(x) if float(x.sum()) > 1e9 else self.b(x)
+            return out
+
+    model = Branches()
+    prepared = prepare(model, batch(3))
+    assert Scaled(prepared, batch(3), prepared=True).free_weights() <= {"b.2.weight"}
+    both = {name for name, module in prepared.named_modules() if name in ("a", "b")}
+    assert both == {"a", "b"}
+
+
+def test_scale_and_shift_absorb_on_both_sides() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 2, padding=1))
+    prepared = prepare(randomized(model), batch(2, 4, 4))
+    qtk.fold_batch_norms(prepared)
+    scaled = Scaled(prepared, batch(2, 4, 4), prepared=True)
+    assert any(write.kind == "scale_shift" for write in scaled.scales.outputs)
+    assert int(scaled.scales.free.sum()) == 6
+    assert scaled.error(scaled.scaled(scaled.random_factors())) <= 1e-10
+
+
+def test_factors_must_be_positive_and_of_free_classes() -> None:
+    scaled = Scaled(net(lambda m, x: m.b(F.relu(m.a(x))), a=linear(3, 4), b=linear(4, 2)), batch(3))
+    ones = torch.ones(scaled.scales.num_variables)
+    assert scaled.scales.parameter_factors(ones) == {}
+    for wrong in (ones[1:], -ones, ones * float("nan"), ones * 2):
+        with pytest.raises(SpecError, match="factors"):
+            scaled.scales.parameter_factors(wrong)
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = prepare(ZOO["vit"].model(), wide(ZOO["vit"].inputs())).train()
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    code = model.code
+    ChannelScales(model, (wide(ZOO["vit"].inputs()),), {})
+    assert model.training
+    assert model.code == code
+    assert not model._forward_pre_hooks
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())

@@ -1,0 +1,270 @@
+"""Decides for every batch norm what it can be folded into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.flow import Flow, maker
+from qtk.graph.graphs import graphs
+from qtk.graph.op_row import OpRow, Product
+from qtk.graph.op_table import DROPOUT, row_of
+from qtk.graph.schema import schema_arguments
+from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
+from qtk.graph.targets import attribute, called_module
+from qtk.nn.batch_norm import BatchNorm
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
+from qtk.transforms.graph_editor import weight_parameter
+from qtk.transforms.members import Members
+from qtk.transforms.proof import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call of a batch norm.
+
+    Args:
+        graph: the graph that calls it.
+        flow: of the graph.
+        node: the call.
+        module: what it calls.
+        tensors: names of γ, β, mean, variance; ``None`` where there is none.
+    """
+
+    graph: CapturedGraph
+    flow: Flow
+    node: fx.Node
+    module: BatchNorm
+    tensors: tuple[str | None, ...]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for calls that compute the same function."""
+        return (*self.tensors, self.module.eps)
+
+
+class _NotFoldable(Exception):  # noqa: N818 - it is a reason
+    """Why a batch norm cannot be folded into a layer."""
+
+
+def foldable_batch_norms(model: nn.Module) -> list[Group]:
+    """One group for every batch norm, in graph order; those that are left have no steps, and the reason.
+
+    Args:
+        model: a prepared model without quantizers; not changed.
+    """
+    return list(_Finder(model).groups())
+
+
+class _Finder:
+    def __init__(self, model: nn.Module) -> None:
+        self._members = Members(model)
+        self._uses: dict[str, list[fx.Node]] = {}
+        self._calls: list[_Call] = []
+        for graph in graphs(model).values():
+            flow = Flow(graph.graph)
+            for node in graph.graph.nodes:
+                if node.op == "get_attr" and (name := self._name(node)) is not None:
+                    self._uses.setdefault(name, []).extend(node.users)
+                if isinstance(module := called_module(node), BatchNorm):
+                    tensors = tuple(self._name(argument) for argument in node.args[1:5])
+                    self._calls.append(_Call(graph, flow, node, module, tensors))
+        self._outside = _held_outside(model, self._members)
+
+    def groups(self) -> Iterator[Group]:
+        pending = list(self._calls)
+        while pending:
+            call = pending[0]
+            together = [other for other in pending if other.identity == call.identity]
+            group, used = self._group(call, together)
+            pending = [other for other in pending if other not in used]
+            yield group
+
+    def _group(self, call: _Call, together: list[_Call]) -> tuple[Group, list[_Call]]:
+        """The group that ``call`` belongs to, and its calls."""
+        name = label(call.node, OWNER) or str(call.node.target)
+        if label(call.node, EXCLUDED):
+            return Group(name, (), "excluded from quantization"), [call]
+        if call.module.always_batch_statistics or None in call.tensors[2:]:
+            return Group(name, (), "normalises by the statistics of the batch, it has no running ones"), [call]
+        try:
+            layer, calls, ops = self._producer(call, together)
+            step = self._step(calls, Into.PRODUCER, (layer,))
+            sites = tuple(value_site(op) for op in ops)
+            return Group(name, (step,), f"into {owner_of(layer.weight)}", sites), calls
+        except _NotFoldable as error:
+            reason = str(error)
+        try:
+            layers = self._consumers(call)
+            detail = f"into {', '.join(owner_of(layer.weight) for layer in layers)}, behind it"
+            return Group(name, (self._step([call], Into.CONSUMERS, layers),), detail), [call]
+        except _NotFoldable as error:
+            reason = f"{reason}; {error}"
+        step = self._step(together, Into.SCALE_SHIFT, ())
+        return Group(name, (step,), f"became a scale and a shift: {reason}"), together
+
+    def _step(self, calls: Sequence[_Call], into: Into, layers: tuple[Layer, ...]) -> FoldBatchNorm:
+        weight, bias, mean, var = calls[0].tensors
+        assert mean is not None
+        assert var is not None
+        owner = owner_of(mean)
+        sites = tuple(value_site(call.node) for call in calls)
+        affine = [weight or join(owner, "weight"), bias or join(owner, "bias")]
+        if into is Into.SCALE_SHIFT and not self._only_read_by(affine, [call.node for call in calls]):
+            affine = [join(owner, "scale"), join(owner, "shift")]
+        return FoldBatchNorm(sites, into, layers, weight, bias, mean, var, calls[0].module.eps, *affine)
+
+    def _producer(self, call: _Call, together: list[_Call]) -> tuple[Layer, list[_Call], list[fx.Node]]:
+        """The layer before ``call``, all calls that follow a use of its weight, and these uses.
+
+        Raises: _NotFoldable
+        """
+        layer, _ = self._layer_before(call)
+        uses = self._uses[layer.weight]
+        followers = []
+        for other in together:
+            try:
+                other_layer, other_op = self._layer_before(other)
+            except _NotFoldable:
+                continue
+            if other_layer == layer:
+                followers.append((other, other_op))
+        ops = [other_op for _, other_op in followers]
+        self._check_owned(layer, ops, uses)
+        return layer, [other for other, _ in followers], ops
+
+    def _layer_before(self, call: _Call) -> tuple[Layer, fx.Node]:
+        """The layer whose output ``call`` alone reads, and the op. Raises: _NotFoldable."""
+        value, axis = call.node.args[0], 1
+        assert isinstance(value, fx.Node)
+        while True:
+            others = [user for user in value.users if user is not call.node]
+            if len(value.users) != 1:
+                raise _NotFoldable(f"{value_site(value)} is read by {', '.join(map(_reader, others)) or 'it'} too")
+            source, row = call.flow.carried(value), call.flow.row(value)
+            if source is None or row is None:
+                break
+            axis = _source_axis(row, value, source, axis)
+            value = source
+        op = maker(value)
+        layer = self._layer(op)
+        out_axis = value.meta["val"].ndim - 1 if layer.product in (Product.OUT_IN, Product.IN_OUT) else 1
+        if axis != out_axis:
+            raise _NotFoldable(f"its channels are not those of {owner_of(layer.weight)}")
+        return layer, op
+
+    def _consumers(self, call: _Call) -> tuple[Layer, ...]:
+        """The layers that alone read ``call``. Raises: _NotFoldable."""
+        readers = list(call.flow.readers(call.node))
+        layers: dict[Layer, list[fx.Node]] = {}
+        for port in readers:
+            layer = self._layer(port.user)
+            self._check_takes_shift(port, layer, call)
+            layers.setdefault(layer, []).append(port.user)
+        if not layers:
+            raise _NotFoldable("no layer reads it")
+        for layer, ops in layers.items():
+            self._check_owned(layer, ops, self._uses[layer.weight])
+        return tuple(layers)
+
+    def _check_takes_shift(self, port: Port, layer: Layer, call: _Call) -> None:
+        """Raises: _NotFoldable unless the layer at ``port`` can take up the scale and the shift of its input."""
+        row, op = row_of(port.user), port.user
+        assert row is not None
+        matrix = layer.product in (Product.OUT_IN, Product.IN_OUT)
+        axis = port.value.meta["val"].ndim - 1 if matrix else 1
+        if port.arg != row.data_arg or _axis_at(call.flow, port.value, call.node, axis) != 1:
+            raise _NotFoldable(f"its channels are not the inputs of {owner_of(layer.weight)}")
+        if matrix:
+            return
+        given = schema_arguments(op)
+        kernel = op.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
+        if layer.product is Product.CONV_TRANSPOSE and any(size != 1 for size in kernel):
+            raise _NotFoldable(f"{owner_of(layer.weight)} is transposed: its output has borders")
+        padding = given["padding"]
+        if padding not in ("valid",) and any(padding if isinstance(padding, (list, tuple)) else [padding]):
+            raise _NotFoldable(f"{owner_of(layer.weight)} pads its input")
+
+    def _layer(self, op: fx.Node) -> Layer:
+        """The layer that ``op`` computes. Raises: _NotFoldable if it is none, or its weight is no parameter."""
+        row = row_of(op)
+        if row is None or row.product is None or row.bias is None or row.data_arg is None or op.op != "call_function":
+            raise _NotFoldable(f"{_reader(op)} is no layer it folds into")
+        weight, name = weight_parameter(op), None
+        if weight is not None:
+            name = self._name(weight)
+        if weight is None or name is None:
+            raise _NotFoldable(f"the weight of {_reader(op)} is computed")
+        shape = weight.meta["val"].shape
+        if row.product is Product.IN_OUT and len(shape) != 2:
+            raise _NotFoldable(f"{_reader(op)} multiplies in batches")
+        groups = int(schema_arguments(op)["groups"]) if len(shape) > 2 else 1  # type: ignore[arg-type]
+        outputs = int(shape[0] if row.product in (Product.OUT_IN, Product.CONV) else shape[1] * groups)
+        return Layer(name, self._bias(op, row, name), row.product, outputs, groups)
+
+    def _bias(self, op: fx.Node, row: OpRow, weight: str) -> str:
+        """Name of the bias; of a new one if there is none. Raises: _NotFoldable if it is computed."""
+        bias = op.args[row.bias] if row.bias is not None and row.bias < len(op.args) else None
+        if bias is None:
+            owner, _, leaf = weight.rpartition(".")
+            return join(owner, leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias")
+        name = self._name(bias)
+        if name is None or bias.meta["val"].ndim != 1:  # type: ignore[union-attr]
+            raise _NotFoldable(f"the bias of {owner_of(weight)} is computed")
+        return name
+
+    def _check_owned(self, layer: Layer, ops: Sequence[fx.Node], uses: Sequence[fx.Node]) -> None:
+        """Raises: _NotFoldable if weight or bias are read by anything but ``ops``."""
+        if layer.weight in self._outside or layer.bias in self._outside:
+            raise _NotFoldable(f"{owner_of(layer.weight)} is used by code outside the graphs too")
+        others = [use for use in (*uses, *self._uses.get(layer.bias, ())) if use not in ops]
+        if others:
+            raise _NotFoldable(f"{layer.weight} is shared with {', '.join(sorted(set(map(_reader, others))))}")
+
+    def _only_read_by(self, names: Sequence[str], nodes: Sequence[fx.Node]) -> bool:
+        return all(use in nodes for name in names for use in self._uses.get(name, ()))
+
+    def _name(self, node: object) -> str | None:
+        """The name of the parameter or buffer that a node reads."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        owner = node.graph.owning_module
+        assert owner is not None
+        tensor = attribute(owner, str(node.target))
+        return self._members.name(tensor) if isinstance(tensor, Tensor) else None
+
+
+def _source_axis(row: OpRow, value: fx.Node, source: fx.Node, axis: int) -> int:
+    """The axis of ``source`` that became ``axis`` of ``value``, with the same length. Raises: _NotFoldable."""
+    before = row.input_axis(value, source, axis) if row.input_axis is not None and row is not DROPOUT else None
+    if before is None or source.meta["val"].shape[before] != value.meta["val"].shape[axis]:
+        raise _NotFoldable(f"{_reader(value)} stands between")
+    return before
+
+
+def _axis_at(flow: Flow, value: fx.Node, root: fx.Node, axis: int) -> int | None:
+    """The axis of ``root`` that became ``axis`` of ``value``, with the same length; ``None`` if there is none."""
+    try:
+        while value is not root:
+            source, row = flow.carried(value), flow.row(value)
+            if source is None or row is None:
+                return None
+            axis, value = _source_axis(row, value, source, axis), source
+    except _NotFoldable:
+        return None
+    return axis
+
+
+def _held_outside(model: nn.Module, members: Members) -> set[str]:
+    """Names of the tensors that modules outside of all captured graphs hold."""
+    inside = {id(module) for graph in graphs(model).values() for module in graph.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    held = [t for module in outside for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    return {name for tensor in held if (name := members.name(tensor)) is not None}
+
+
+def _reader(node: fx.Node) -> str:
+    return "the model's output" if node.op == "output" else value_site(maker(node)).name.removesuffix(":out")

@@ -1,0 +1,56 @@
+"""``fold_batch_norms`` on a prepared model or a simulation."""
+
+from __future__ import annotations
+
+from qtk.capture.prepared_model import PreparedModel
+from qtk.errors import CaptureError
+from qtk.transforms import fold_batch_norms as transform
+from qtk.transforms.result import TransformResult
+from qtk.workflow.rewrite import Rewritable, rewrite_simulation
+
+
+def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformResult:
+    """Folds every batch norm into the layer before or behind it, else into a scale and a shift; proves each.
+
+    ``QuantSim`` does so by itself where the config says ``fold_batch_norms: true``, as all shipped targets do.
+
+    >>> import qtk, torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> prepared = qtk.prepare_model(model, torch.randn(2, 3, 8, 8))
+    >>> print(qtk.fold_batch_norms(prepared))  # doctest: +ELLIPSIS
+    fold_batch_norms: 1 applied; outputs changed by ...
+      1  applied: into 0
+
+    The parameters of the batch norm are gone, the convolution has a bias; ``model`` itself is as it was:
+
+    >>> list(prepared.state_dict()), len(model.state_dict())
+    (['0.weight', '0.bias'], 7)
+
+    A simulation that was planned with its batch norms; encodings of what changed are forgotten:
+
+    >>> config = {"version": 1, "fold_batch_norms": False}
+    >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8), config=config)
+    >>> sim.compute_encodings([torch.randn(2, 3, 8, 8)], progress=False)
+    >>> qtk.fold_batch_norms(sim).applied[0].detail
+    'into 0'
+    >>> sim.compute_encodings([torch.randn(2, 3, 8, 8)], only_missing=True, progress=False)
+
+    Args:
+        prepared_or_sim: from ``prepare_model``, or a ``QuantSim``; changed, its parameters replaced by new ones.
+
+    Returns: for each batch norm where it went, or why it was left; printable.
+
+    Raises: CaptureError if it is neither, or a model that was traced without inputs; CalibrationError if an encoding
+        in the way is frozen.
+    """
+    if not isinstance(prepared_or_sim, PreparedModel) and hasattr(prepared_or_sim, "simulation"):
+        return rewrite_simulation(prepared_or_sim, transform.fold_batch_norms)
+    if not isinstance(prepared_or_sim, PreparedModel):
+        raise CaptureError(
+            f"fold_batch_norms takes a prepared model or a QuantSim, got {type(prepared_or_sim).__name__}; "
+            "call prepare_model(model, example_inputs) first"
+        )
+    if prepared_or_sim.example is None:
+        raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
+    return transform.fold_batch_norms(prepared_or_sim, prepared_or_sim.example)

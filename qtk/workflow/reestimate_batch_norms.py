@@ -1,0 +1,162 @@
+"""``reestimate_batch_norms``: statistics of batch norms from the quantized forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qtk.core.site import Site
+from qtk.errors import CalibrationError, NotCalibratedError
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.simulation import HasSimulation, Simulation
+from qtk.graph.sites import OWNER, label
+from qtk.graph.targets import attribute, called_module
+from qtk.nn.batch_norm import BatchNorm
+from qtk.transforms.result import GroupResult, Outcome, TransformResult
+from qtk.workflow.forward_pass import Data, Forward, run_all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Norm:
+    """A batch norm with running statistics, as one call of the graph reads them."""
+
+    name: str
+    graph: CapturedGraph
+    node: fx.Node
+    module: BatchNorm
+    mean: Tensor
+    var: Tensor
+
+
+def reestimate_batch_norms(
+    sim: HasSimulation,
+    data: Data,
+    *,
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    progress: bool = True,
+) -> TransformResult:
+    """Replaces the running statistics of batch norms by those of the quantized forward pass.
+
+    After training with quantized weights the statistics are those of other weights. Each becomes the average of the
+    batches' means and variances, every batch norm normalising by its batch meanwhile, as in training. This changes the
+    function. A simulation whose batch norms are folded has none: plan it with ``fold_batch_norms: false``.
+
+    >>> import qtk, torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> batches = [torch.randn(8, 3, 8, 8) for _ in range(4)]
+    >>> sim = qtk.QuantSim(model, batches[0], config={"version": 1, "fold_batch_norms": False})
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> print(qtk.reestimate_batch_norms(sim, batches, progress=False))  # doctest: +ELLIPSIS
+    reestimate_batch_norms: 1 applied
+      1  applied: mean moved by ... standard deviations, variance times ... on average
+
+    Encodings of the values behind them are forgotten, unless they are frozen:
+
+    >>> sim.compute_encodings(batches, only_missing=True, progress=False)
+    >>> _ = qtk.fold_batch_norms(sim)
+
+    Args:
+        sim: a calibrated ``QuantSim``; the running statistics of its model change.
+        data: as for ``compute_encodings``.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: stop after so many.
+        progress: show a bar.
+
+    Raises: CalibrationError for data that the model does not run on, or that make a statistic NaN or infinite;
+        NotCalibratedError if an encoding is missing. Nothing has changed then.
+    """
+    simulation = sim.simulation
+    norms = list(_norms(simulation.model))
+    nothing = "the model has no batch norm; plan it with fold_batch_norms: false in the config to keep them"
+    if not norms:
+        return TransformResult("reestimate_batch_norms", (), nothing=nothing)
+    missing = [site.name for site, quantizer in simulation.quantizers.items() if not quantizer.ready]
+    if missing:
+        raise NotCalibratedError(f"{missing[0]} has no encoding; run sim.compute_encodings(data) first")
+    before = {norm.name: (norm.mean.clone(), norm.var.clone()) for norm in norms}
+    try:
+        with _averaging(norms):
+            run_all(simulation.model, data, forward=forward, num_batches=num_batches, label="batch norms",
+                    progress=progress)
+        for norm in norms:
+            if not bool((norm.mean.isfinite() & norm.var.isfinite()).all()):
+                raise CalibrationError(f"{norm.name}: the statistics of its input became NaN or infinite; check the "
+                                       "data, and the encodings in front of it")
+    except BaseException:
+        for norm in norms:
+            norm.mean.copy_(before[norm.name][0])
+            norm.var.copy_(before[norm.name][1])
+        raise
+    for site in _behind(simulation, norms):
+        quantizer = simulation.quantizers[site]
+        if not quantizer.frozen:
+            quantizer.drop_encoding()
+    groups = tuple(GroupResult(norm.name, Outcome.APPLIED, _moved(norm, *before[norm.name])) for norm in norms)
+    return TransformResult("reestimate_batch_norms", groups, nothing=nothing)
+
+
+def _norms(model: nn.Module) -> Iterator[_Norm]:
+    for graph in graphs(model).values():
+        for node in graph.graph.nodes:
+            module = called_module(node)
+            if isinstance(module, BatchNorm) and not module.always_batch_statistics:
+                mean, var = node.args[3], node.args[4]
+                assert isinstance(mean, fx.Node)
+                assert isinstance(var, fx.Node)
+                tensors = attribute(graph, str(mean.target)), attribute(graph, str(var.target))
+                yield _Norm(label(node, OWNER) or str(node.target), graph, node, module, *tensors)
+
+
+@contextmanager
+def _averaging(norms: list[_Norm]) -> Iterator[None]:
+    """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too."""
+    means = {norm.module: norm.mean for norm in norms}
+    momenta = {module: module.momentum for module in means}
+    calls = Counter[int]()
+
+    def before(module: BatchNorm, args: tuple[Any, ...]) -> None:
+        calls[id(means[module])] += 1
+        module.momentum = 1 / calls[id(means[module])]
+
+    handles = [module.register_forward_pre_hook(before) for module in means]
+    try:
+        for module in means:
+            module.always_batch_statistics = True
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, momentum in momenta.items():
+            module.always_batch_statistics = False
+            module.momentum = momentum
+
+
+def _behind(simulation: Simulation, norms: list[_Norm]) -> list[Site]:
+    """The quantized values that depend on the output of a batch norm; all of other graphs, which may run later."""
+    reached: set[fx.Node] = {norm.node for norm in norms}
+    touched = {norm.graph for norm in norms}
+    static = {site.name for site, decided in simulation.plan.items() if decided.static}
+    names = set()
+    for graph in graphs(simulation.model).values():
+        for node in graph.graph.nodes:
+            if not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        for node, quantizer in quantizer_nodes(graph).items():
+            if node in reached or (graph not in touched and quantizer.site not in static):
+                names.add(quantizer.site)
+    return [site for site, decided in simulation.plan.items() if decided.leader is None and site.name in names]
+
+
+def _moved(norm: _Norm, mean: Tensor, var: Tensor) -> str:
+    shift = float(((norm.mean - mean).abs() / (var + norm.module.eps).sqrt()).mean())
+    ratio = float(((norm.var + norm.module.eps) / (var + norm.module.eps)).log().mean().exp())
+    return f"mean moved by {shift:.2g} standard deviations, variance times {ratio:.2g} on average"
