@@ -65,7 +65,7 @@ class SpelledGelu(nn.Module):
 
     def __init__(self, half: Tensor):
         super().__init__()
-        self.register_buffer("half", half)
+        self.register_buffer("factor", half)
 
     def forward(self, x):
-        return x * self.half * (1 + torch.erf(x / math.sqrt(2)))
+        return x * self.factor * (1 + torch.erf(x / math.sqrt(2)))

@@ -274,7 +274,8 @@ def test_the_constant_of_a_spelled_out_gelu_stays() -> None:
     def model() -> nn.Module:
         return net(
             lambda m, x: m.b(m.act(m.a(m.norm(x)))) + m.d(m.act2(m.c(m.norm2(x)))), norm=norm(4), a=linear(4, 6),
-            b=linear(6, 4), act=SpelledGelu(half), norm2=norm(4), c=linear(4, 6), d=linear(6, 4), act2=SpelledGelu(half),
+            b=linear(6, 4), act=SpelledGelu(half), norm2=norm(4), c=linear(4, 6), d=linear(6, 4),
+            act2=SpelledGelu(half),
         ).double().eval()
 
     x = batch(4)
