@@ -17,7 +17,7 @@ from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.batch_norm import BatchNorm
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
-from qtk.transforms.graph_editor import weight_parameter
+from qtk.transforms.graph_editor import beside, weight_parameter
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group
 
@@ -110,11 +110,10 @@ class _Finder:
         weight, bias, mean, var = calls[0].tensors
         assert mean is not None
         assert var is not None
-        owner = owner_of(mean)
         sites = tuple(value_site(call.node) for call in calls)
-        affine = [weight or join(owner, "weight"), bias or join(owner, "bias")]
-        if into is Into.SCALE_SHIFT and not self._only_read_by(affine, [call.node for call in calls]):
-            affine = [join(owner, "scale"), join(owner, "shift")]
+        new = (beside(mean, "scale"), beside(mean, "shift"))
+        own = [name for name in (weight, bias) if name is not None]
+        affine = (weight or new[0], bias or new[1]) if self._only_read_by(own, [call.node for call in calls]) else new
         return FoldBatchNorm(sites, into, layers, weight, bias, mean, var, calls[0].module.eps, *affine)
 
     def _producer(self, call: _Call, together: list[_Call]) -> tuple[Layer, list[_Call], list[fx.Node]]:

@@ -125,7 +125,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
-    gap = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max())
+    gap = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max())
     finite = a[a.isfinite()].abs()
     size = float(finite.max()) if finite.numel() else 0.0
     return gap / size if size else (math.inf if gap else 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qtk
 from qtk.errors import SpecError
 from qtk.transforms.channel_scales import ChannelScales
-from tests.transforms.nets import Attention, SpelledGelu, linear, net, norm
+from tests.transforms.scaling_nets import Attention, SpelledGelu, linear, net, norm
 from tests.transforms.scaling import Scaled, prepare, wide
 from tests.transforms.symmetries import count_symmetries
 from tests.zoo.models import ZOO
