@@ -10,6 +10,7 @@ Sinclair, arXiv:1504.03026).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,8 @@ def equalize(
 
     Args:
         layers: every weight that produces or reads a channel.
-        groups: a partition of the channels 0, 1, …; the channels of one group, which must not be connected by a weight
-            among themselves to have the closed form above, are updated together.
+        groups: a partition of the channels 0, 1, …; the channels of one group are updated together. Where a weight
+            connects channels of one group to each other, as around a residual connection, they go half of the way.
         tolerance: largest |log f| of a last sweep.
         max_sweeps: sweeps after which to stop in any case.
     """
@@ -77,19 +78,19 @@ def equalize(
     writers = [[weight for weight in weights if weight.writes(group)] for group in groups]
     readers = [[weight for weight in weights if weight.reads(group)] for group in groups]
     before = _ratios(weights, factors)
-    sweep = 0
-    for sweep in range(1, max_sweeps + 1):
-        largest = 0.0
+    num_sweeps, largest = 0, math.inf
+    while largest > tolerance and num_sweeps < max_sweeps:
+        num_sweeps, largest = num_sweeps + 1, 0.0
         for group, writing, reading in zip(groups, writers, readers, strict=True):
             produced = _largest([weight.produced(factors) for weight in writing], factors)[group]
             read = _largest([weight.read(factors) for weight in reading], factors)[group]
             step = torch.where((produced > 0) & (read > 0), (read / produced).sqrt(), 1.0)
+            if not set(writing).isdisjoint(reading):
+                step = step.sqrt()
             updated = (factors[group] * step).clamp(1 / BOUND, BOUND)
             largest = max(largest, float((updated / factors[group]).log().abs().max()))
             factors[group] = updated
-        if largest <= tolerance:
-            break
-    return Equalization(factors[:-1], before, _ratios(weights, factors), sweep)
+    return Equalization(factors[:-1], before, _ratios(weights, factors), num_sweeps)
 
 
 def absorbed_bias(mean: Tensor, std: Tensor, smallest: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class _Weight:
         self._outputs, self._inputs = layer.outputs, layer.inputs
         same = (self._outputs == self._inputs) & (self._outputs >= 0)  # a factor cancels
         self._magnitudes = torch.where(same, 0.0, layer.magnitudes) if bool(same.any()) else layer.magnitudes
-        self._written, self._read = (set(index.unique().tolist()) - {-1} for index in (self._outputs, self._inputs))
+        self._written, self._read = (set(index.flatten().tolist()) - {-1} for index in (self._outputs, self._inputs))
 
     def writes(self, channels: Tensor) -> bool:
         return not self._written.isdisjoint(channels.tolist())

@@ -28,6 +28,7 @@ from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.channel_clamp import ChannelClamp
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
@@ -91,6 +92,7 @@ for _kind in "relu6 hardtanh".split():
 for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh softplus".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True))
 _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
+_add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
                                   scaling=Scaling.KEPT))
 _add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,)))
@@ -210,6 +212,8 @@ def row_of(node: fx.Node) -> OpRow | None:
         match called_module(node):
             case BatchNorm():
                 return ROWS["batch_norm"]
+            case ChannelClamp():
+                return ROWS["qtk::channel_clamp"]
             case ScaleShift():
                 return ROWS["qtk::scale_shift"]
             case Dropout():

@@ -60,6 +60,7 @@ class WeightedOutput:
         bias: name of the parameter that the same op adds.
         variables: int64 [C], the class of every output channel, −1 if its factor must be 1.
         weight_index: int64, broadcastable to the parameter: the output channel of each element, −1 for none.
+        smallest: [C] the smallest value of each channel that was seen; ``None`` if the op is no matrix product.
     """
 
     graph: CapturedGraph
@@ -69,6 +70,7 @@ class WeightedOutput:
     bias: str | None
     variables: Tensor
     weight_index: Tensor
+    smallest: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +164,17 @@ class ChannelScales:
             raise SpecError("only the factors of free classes may differ from 1")
         return self._absorbers.factors(factors.double()[self._representatives])
 
+    def makers(self, variables: Tensor) -> list[fx.Node]:
+        """The ops whose values change if some classes are scaled, in graph order.
+
+        Args:
+            variables: int64, the classes.
+        """
+        return [
+            node for node, carried in self._carriers
+            if bool(torch.isin(carried, variables).any()) and node.op in ("call_function", "call_module")
+        ]
+
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
@@ -175,7 +188,8 @@ class ChannelScales:
         ]
         self.outputs = [
             WeightedOutput(
-                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index
+                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index,
+                write.smallest,
             )
             for graph, write in findings.writes
         ]
@@ -183,6 +197,7 @@ class ChannelScales:
             ClampedValue(graph, clamp.node, clamp.axis, self._named(clamp.labels), clamp.lower, clamp.upper)
             for graph, clamp in findings.clamps
         ]
+        self._carriers = [(node, self._named(labels)) for node, labels in findings.carriers]
         for clamp in self.clamps:
             self.clamped[clamp.variables[clamp.variables >= 0]] = True
         scaling = {output.weight for output in self.outputs}

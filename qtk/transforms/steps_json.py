@@ -9,12 +9,14 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from qtk.errors import EncodingError
+from qtk.transforms.clamp_step import ScaleClamp
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm
 from qtk.transforms.steps import RemoveParameters, ScaleParameter, Step
 
 KINDS: dict[str, type] = {
     "fold_batch_norm": FoldBatchNorm,
     "remove_parameters": RemoveParameters,
+    "scale_clamp": ScaleClamp,
     "scale_parameter": ScaleParameter,
 }
 """Name of a step in files → its class."""

@@ -65,7 +65,8 @@ def _product(state: LabelState, node: fx.Node, row: OpRow, data: object, weight:
         state.classes.unify(outputs, added.view(shape) if per_channel else added)
     elif bias is not None:
         state.classes.pin(outputs)
-    write(state, node, row, operand.name, state.name(bias), use.outputs, use.output_index)
+    smallest = value.amin([axis for axis in range(value.ndim) if axis != output_axis]) if value.numel() else None
+    write(state, node, row, operand.name, state.name(bias), use.outputs, use.output_index, smallest)
     return state.spread(outputs, node)
 
 
@@ -92,10 +93,11 @@ def _indices(
 
 
 def write(
-    state: LabelState, node: fx.Node, row: OpRow, parameter: str, bias: str | None, labels: Tensor, index: Tensor
+    state: LabelState, node: fx.Node, row: OpRow, parameter: str, bias: str | None, labels: Tensor, index: Tensor,
+    smallest: Tensor | None = None,
 ) -> None:
     """Records that a parameter scales the channels of what an op makes."""
-    write = ChannelWrite(node, row.kind, parameter, bias, labels, index)
+    write = ChannelWrite(node, row.kind, parameter, bias, labels, index, smallest)
     state.findings.writes.append((state.graph, write))
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import qtk
 from qtk.errors import SpecError
 from qtk.transforms.channel_scales import ChannelScales
-from tests.transforms.scaling_nets import Attention, SpelledGelu, linear, net, norm
 from tests.transforms.scaling import Scaled, prepare, wide
+from tests.transforms.scaling_nets import Attention, SpelledGelu, linear, net, norm
 from tests.transforms.symmetries import count_symmetries
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import slow_but
@@ -379,6 +379,31 @@ def test_scale_and_shift_absorb_on_both_sides() -> None:
     assert any(write.kind == "scale_shift" for write in scaled.scales.outputs)
     assert int(scaled.scales.free.sum()) == 6
     assert scaled.error(scaled.scaled(scaled.random_factors())) <= 1e-10
+
+
+def test_the_values_that_change_are_known() -> None:
+    scaled = Scaled(
+        net(lambda m, x: m.c(F.gelu(m.b(F.relu(m.a(x)).flatten(1)))), a=nn.Conv1d(2, 3, 1), b=linear(15, 4),
+            c=linear(4, 2)), batch(2, 5),
+    )
+    names = [node.name for node in scaled.scales.makers(scaled.writes("a.weight")[1:2])]
+    assert names == ["conv1d", "relu", "view"] or names == ["conv1d", "relu", "flatten"]
+    changed = scaled.scaled(torch.where(scaled.scales.free, 2.0, 1.0).double())
+    for node in scaled.model.graph.nodes:
+        if node.name in names:
+            assert not torch.equal(value_of(scaled.model, node.name, scaled), value_of(changed, node.name, scaled))
+
+
+def value_of(model: nn.Module, name: str, scaled: Scaled) -> Tensor:
+    recorded: dict[str, Tensor] = {}
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            recorded[n.name] = super().run_node(n)
+            return recorded[n.name]
+
+    Recorder(model).run(*scaled.args)
+    return recorded[name]
 
 
 def test_factors_must_be_positive_and_of_free_classes() -> None:
