@@ -13,12 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 BOUND = 2.0**16
 """Largest factor, and 1 over the smallest."""
+
+SMALLEST_WINDOW, LARGEST_WINDOW = 0.25, 0.7
+"""By how much, as a logarithm, an element that a sweep leaves out is smaller than the largest of its channel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +58,14 @@ class Equalization:
 
 
 def equalize(
-    layers: Sequence[LayerMagnitudes], groups: Sequence[Tensor], *, tolerance: float = 0.0025, max_sweeps: int = 500
+    layers: Sequence[LayerMagnitudes], groups: Sequence[Tensor], *, tolerance: float = 0.01, max_sweeps: int = 2000
 ) -> Equalization:
     """Factors at which the ranges before and behind every channel are equal.
 
     Channels that only zeros produce or read keep the factor 1. No factor leaves [1 / ``BOUND``, ``BOUND``].
+
+    Most elements of a weight are never the largest of their row or column. A sweep looks at those alone that may become
+    it before the factors have moved by ``window`` / 2; then all elements are looked at again.
 
     >>> first = LayerMagnitudes(torch.tensor([[8.0], [1.0]]), torch.tensor([[0], [1]]), torch.tensor([[-1]]))
     >>> second = LayerMagnitudes(torch.tensor([[2.0, 4.0]]), torch.tensor([[-1]]), torch.tensor([[0, 1]]))
@@ -69,28 +76,24 @@ def equalize(
         layers: every weight that produces or reads a channel.
         groups: a partition of the channels 0, 1, …; the channels of one group are updated together. Where a weight
             connects channels of one group to each other, as around a residual connection, they go half of the way.
-        tolerance: largest |log f| of a last sweep.
-        max_sweeps: sweeps after which to stop in any case.
+        tolerance: largest |log(r1 / r2)| of a channel at the end.
+        max_sweeps: sweeps over the groups after which to stop in any case.
     """
-    num_channels = sum(len(group) for group in groups)
-    weights = [_Weight(layer) for layer in layers]
-    factors = torch.ones(num_channels + 1, dtype=torch.float64)  # the last one is that of channel −1
-    writers = [[weight for weight in weights if weight.writes(group)] for group in groups]
-    readers = [[weight for weight in weights if weight.reads(group)] for group in groups]
-    before = _ratios(weights, factors)
-    num_sweeps, largest = 0, math.inf
-    while largest > tolerance and num_sweeps < max_sweeps:
-        num_sweeps, largest = num_sweeps + 1, 0.0
-        for group, writing, reading in zip(groups, writers, readers, strict=True):
-            produced = _largest([weight.produced(factors) for weight in writing], factors)[group]
-            read = _largest([weight.read(factors) for weight in reading], factors)[group]
-            step = torch.where((produced > 0) & (read > 0), (read / produced).sqrt(), 1.0)
-            if not set(writing).isdisjoint(reading):
-                step = step.sqrt()
-            updated = (factors[group] * step).clamp(1 / BOUND, BOUND)
-            largest = max(largest, float((updated / factors[group]).log().abs().max()))
-            factors[group] = updated
-    return Equalization(factors[:-1], before, _ratios(weights, factors), num_sweeps)
+    num_channels = sum(map(len, groups))
+    weights = [_LogWeight(layer) for layer in layers]
+    log_factors = torch.zeros(num_channels + 1, dtype=torch.float64)  # the last one is that of channel −1, always 0
+    ranges = before = _log_ranges(weights, log_factors)
+    num_sweeps, window, moved, drift = 0, LARGEST_WINDOW, math.inf, math.inf
+    while num_sweeps < max_sweeps and not (moved <= tolerance / 4 and drift <= window / 2):
+        window = min(max(8 * moved, SMALLEST_WINDOW), LARGEST_WINDOW)
+        sweep = _Sweep(_Edges.near_largest(weights, log_factors, ranges, window), groups)
+        anchor, moved, drift = log_factors.clone(), math.inf, 0.0
+        while num_sweeps < max_sweeps and moved > tolerance / 4 and drift <= window / 2:
+            num_sweeps += 1
+            moved = sweep.run(log_factors)
+            drift = float((log_factors - anchor).abs().max())
+        ranges = _log_ranges(weights, log_factors)
+    return Equalization(log_factors[:-1].exp(), _ratio(before), _ratio(ranges), num_sweeps)
 
 
 def absorbed_bias(mean: Tensor, std: Tensor, smallest: Tensor) -> Tensor:
@@ -107,50 +110,117 @@ def absorbed_bias(mean: Tensor, std: Tensor, smallest: Tensor) -> Tensor:
     return torch.minimum(mean - 3 * std, smallest).clamp(min=0)
 
 
-class _Weight:
-    """The magnitudes of a weight, for the factors of the moment."""
+class _LogWeight:
+    """The logarithms of the magnitudes of a weight."""
 
     def __init__(self, layer: LayerMagnitudes) -> None:
-        self._outputs, self._inputs = layer.outputs, layer.inputs
-        same = (self._outputs == self._inputs) & (self._outputs >= 0)  # a factor cancels
-        self._magnitudes = torch.where(same, 0.0, layer.magnitudes) if bool(same.any()) else layer.magnitudes
-        self._written, self._read = (set(index.flatten().tolist()) - {-1} for index in (self._outputs, self._inputs))
+        self.outputs, self.inputs = layer.outputs, layer.inputs
+        self._log = layer.magnitudes.log()
+        same = (self.outputs == self.inputs) & (self.outputs >= 0)  # a factor cancels
+        if bool(same.any()):
+            self._log = torch.where(same, -math.inf, self._log)
 
-    def writes(self, channels: Tensor) -> bool:
-        return not self._written.isdisjoint(channels.tolist())
+    def scaled(self, log_factors: Tensor) -> Tensor:
+        """The logarithms of the scaled magnitudes."""
+        log_factors = log_factors.to(self._log)
+        return self._log + log_factors[self.outputs] - log_factors[self.inputs]
 
-    def reads(self, channels: Tensor) -> bool:
-        return not self._read.isdisjoint(channels.tolist())
-
-    def produced(self, factors: Tensor) -> Tensor:
-        """The largest magnitude that produces each channel."""
-        return _scattered(self._scaled(factors), self._outputs, factors)
-
-    def read(self, factors: Tensor) -> Tensor:
-        """The largest magnitude that reads each channel."""
-        return _scattered(self._scaled(factors), self._inputs, factors)
-
-    def _scaled(self, factors: Tensor) -> Tensor:
-        factors = factors.to(self._magnitudes)
-        return self._magnitudes * factors[self._outputs] / factors[self._inputs]
+    def elements(self, log_factors: Tensor, least_produced: Tensor, least_read: Tensor) -> tuple[Tensor, ...]:
+        """Logarithm, output and input of the elements that reach the least value of one of their channels."""
+        scaled = self.scaled(log_factors)
+        least = torch.minimum(least_produced.to(scaled)[self.outputs], least_read.to(scaled)[self.inputs])
+        kept = scaled >= least
+        indices = (index.expand(scaled.shape)[kept] for index in (self.outputs, self.inputs))
+        return (self._log[kept].to(log_factors), *indices)
 
 
-def _scattered(magnitudes: Tensor, channels: Tensor, like: Tensor) -> Tensor:
-    """The largest magnitude for each channel; 0 for channels without one."""
-    shared = [axis for axis, length in enumerate(channels.shape) if length == 1 < magnitudes.shape[axis]]
-    if shared:
-        magnitudes = magnitudes.amax(shared, keepdim=True)
-    flat = channels.expand(magnitudes.shape).flatten() % len(like)  # −1 is the last
-    result = torch.zeros_like(like)
-    return result.scatter_reduce_(0, flat, magnitudes.flatten().to(like.dtype), "amax")
+def _log_ranges(weights: Sequence[_LogWeight], log_factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithms of the largest magnitudes that produce and that read each channel, −∞ where there is none."""
+    ranges = (torch.full_like(log_factors, -math.inf), torch.full_like(log_factors, -math.inf))
+    for weight in weights:
+        scaled = weight.scaled(log_factors)
+        for channels, largest in zip((weight.outputs, weight.inputs), ranges, strict=True):
+            shared = [axis for axis, length in enumerate(channels.shape) if length == 1 < scaled.shape[axis]]
+            found = scaled.amax(shared, keepdim=True) if shared else scaled
+            flat = channels.expand(found.shape).flatten() % len(log_factors)
+            largest.scatter_reduce_(0, flat, found.flatten().to(largest), "amax")
+    return ranges
 
 
-def _largest(ranges: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(ranges).amax(0) if ranges else torch.zeros_like(like)
+def _ratio(ranges: tuple[Tensor, Tensor]) -> Tensor:
+    produced, read = (side[:-1] for side in ranges)
+    return torch.where(produced.isfinite() & read.isfinite(), (produced - read).exp(), 1.0)
 
 
-def _ratios(weights: Sequence[_Weight], factors: Tensor) -> Tensor:
-    produced, read = (
-        _largest([getattr(weight, side)(factors) for weight in weights], factors)[:-1] for side in ("produced", "read")
-    )
-    return torch.where((produced > 0) & (read > 0), produced / read, 1.0)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """Elements of weights: the logarithm of each magnitude, and the channels it connects."""
+
+    logs: Tensor
+    outputs: Tensor
+    inputs: Tensor
+
+    @staticmethod
+    def near_largest(
+        weights: Sequence[_LogWeight], log_factors: Tensor, ranges: tuple[Tensor, Tensor], window: float
+    ) -> _Edges:
+        """The elements within a factor of exp(``window``) of the largest that produces, or that reads, a channel."""
+        least = [side - window for side in ranges]
+        for side in least:
+            side[side == -math.inf] = math.inf
+            side[-1] = math.inf
+        elements = [weight.elements(log_factors, *least) for weight in weights]
+        return _Edges(*(torch.cat(parts) for parts in zip(*elements, strict=True)))
+
+
+class _Sweep:
+    """Equalizes the ranges around the channels of one group after the other, all other factors as they are."""
+
+    def __init__(self, edges: _Edges, groups: Sequence[Tensor]) -> None:
+        self._groups = groups
+        num_channels = sum(map(len, groups))
+        owner, place = torch.full((num_channels + 1,), -1), torch.zeros(num_channels + 1, dtype=torch.int64)
+        for index, group in enumerate(groups):
+            owner[group], place[group] = index, torch.arange(len(group))
+        self._writing, self._reading = (
+            _by_group(edges, here, there, owner, place, len(groups))
+            for here, there in ((edges.outputs, edges.inputs), (edges.inputs, edges.outputs))
+        )
+        inside = owner[edges.outputs]
+        inside = inside[(inside == owner[edges.inputs]) & (inside >= 0)]
+        self._exponents = [0.5] * len(groups)
+        for index in inside.unique().tolist():  # type: ignore[no-untyped-call]
+            self._exponents[index] = 0.25
+
+    def run(self, log_factors: Tensor) -> float:
+        """Changes ``log_factors``. Returns: the largest change."""
+        moved = 0.0
+        bound = math.log(BOUND)
+        for index, group in enumerate(self._groups):
+            old = log_factors[group]
+            produced = old + _largest(self._writing[index], -log_factors, len(group))
+            read = _largest(self._reading[index], log_factors, len(group)) - old
+            step = torch.where(produced.isfinite() & read.isfinite(), (read - produced) * self._exponents[index], 0.0)
+            log_factors[group] = (old + step).clamp(-bound, bound)
+            moved = max(moved, float((log_factors[group] - old).abs().max()))
+        return moved
+
+
+_Side: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Logarithms of elements, the place of the channel at one end in its group, and the channel at the other end."""
+
+
+def _by_group(
+    edges: _Edges, here: Tensor, there: Tensor, owner: Tensor, place: Tensor, num_groups: int
+) -> list[_Side]:
+    owners = owner[here]
+    order = owners.argsort()
+    lengths = torch.bincount(owners + 1, minlength=num_groups + 1).tolist()
+    parts = [torch.split(side[order], lengths) for side in (edges.logs, place[here], there)]
+    return list(zip(*(part[1:] for part in parts), strict=True))
+
+
+def _largest(side: _Side, log_factors: Tensor, length: int) -> Tensor:
+    logs, place, other = side
+    largest = torch.full((length,), -math.inf, dtype=log_factors.dtype)
+    return largest.scatter_reduce_(0, place, logs + log_factors[other], "amax")

@@ -11,6 +11,7 @@ from qtk.capture.holders import holder
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
+from qtk.graph.sites import value_site
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
@@ -54,7 +55,8 @@ class ScaleClamp:
         paths = {id(graph): path.partition("@")[0] for path, graph in graphs(editor.model).items()}
         like = editor.members.tensor(self.like)
         added: dict[str, Tensor] = {}
-        for graph, node in list(editor.makers(self.call)):
+        for graph, _ in list(editor.makers(self.call)):
+            node = _maker(graph, self.call)  # another step may have replaced it since
             if isinstance(called_module(node), ChannelClamp):
                 continue
             path = paths[id(graph)]
@@ -72,6 +74,11 @@ class ScaleClamp:
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             node.graph.erase_node(node)
+
+
+def _maker(graph: CapturedGraph, site: Site) -> fx.Node:
+    nodes: list[fx.Node] = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
+    return next(node for node in nodes if value_site(node) == site)
 
 
 def _bounds(bound: float | None, channels: int, like: Tensor) -> Tensor:
