@@ -60,13 +60,6 @@ class QuantSim:
     0.bias  float  (float by defaults)
     0:out  float  (inside supergroup linear → relu)
 
-    Weights alone, which need no data:
-
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4, activation_bits=None, scheme="mse")
-    >>> sim.compute_encodings(None)
-    >>> list(sim.encodings())
-    ['0.weight']
-
     A config decides site by site:
 
     >>> rule = {"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}
@@ -84,8 +77,7 @@ class QuantSim:
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
 
-    Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for settings that do
-        not fit it.
+    Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """
 
     def __init__(
@@ -100,8 +92,7 @@ class QuantSim:
         in_place: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise CaptureError(f"model must be a torch.nn.Module, got {model!r}; wrap a function in a module, "
-                               "and pass an instance, not the class")
+            raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
         self.scheme = canonical_scheme(scheme)
@@ -111,10 +102,7 @@ class QuantSim:
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
         self.example_inputs = example_inputs
-        prepared = model
-        if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
-            prepared = prepare_model(model, example_inputs)
-        prepared = prepared if in_place else copy.deepcopy(prepared)
+        prepared = _prepared(model, example_inputs, in_place=in_place)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
         decided = self.plan_of(prepared)
@@ -133,10 +121,8 @@ class QuantSim:
 
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
         """The plan that the settings of this simulation give a prepared model."""
-        decided = plan(
-            prepared, self.config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
-            scheme=self.scheme,
-        )
+        widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
+        decided = plan(prepared, self.config, **widths, scheme=self.scheme)
         return replace(decided, unquantized={**decided.unquantized, **folded_sites(prepared)})
 
     @property
@@ -187,24 +173,19 @@ class QuantSim:
         >>> pairs = [(batch, 0) for batch in batches]
         >>> sim.compute_encodings(pairs, forward=lambda model, batch: model(batch[0]), progress=False)
 
-        A function that runs the model itself:
-
-        >>> sim.compute_encodings(lambda model: model(batches[0]), progress=False)
-
         Some sites only, or those whose encoding is missing:
 
         >>> sim.compute_encodings(batches, sites="*:out", num_batches=2, progress=False)
         >>> sim.forget("0.weight")
         >>> sim.compute_encodings(batches, only_missing=True, progress=False)
 
-        Under ``torchrun``, with a process group initialized, every rank passes its share of the data and all get the
-        same encodings.
+        Under ``torchrun`` every rank passes its share of the data, and all get the same encodings.
 
         Args:
             data: batches, or a function that runs the model over its own; ``None`` if no activation is quantized
                 statically.
             sites: names of the sites to calibrate, or globs over names; ``None``: all.
-            only_missing: compute only encodings that are missing, as after ``forget``.
+            only_missing: compute only encodings that are missing.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
@@ -222,11 +203,8 @@ class QuantSim:
         """Sets the range of a site, or of all sites that match a glob, to [low, high], and freezes it.
 
         >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
-        >>> sim.set_range("1:out", 0.0, 6.0)
-        >>> float(sim.encodings()["1:out"].maximum)
-        6.0
+        >>> sim = qtk.QuantSim(torch.nn.ReLU(), torch.randn(8, 4))
+        >>> sim.set_range("relu:out", 0.0, 6.0)
 
         Raises: CalibrationError if there is no such site, low < high does not hold, a bound is not finite, or a site is
             quantized dynamically or has several scales whose number is not known yet.
@@ -237,35 +215,27 @@ class QuantSim:
         """Freezes the encodings of the named sites, or of all: they cannot be changed until ``unfreeze``.
 
         >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
-        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
         >>> sim.freeze()
-        >>> sim.unfreeze("1:out")
+        >>> sim.unfreeze("input:input")
         >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
-        ['input:input', '0.weight']
+        ['weight', 'linear:out']
 
         Raises: CalibrationError if there is no such site.
         """
         freeze(self._simulation, sites, frozen=True)
 
     def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Unfreezes encodings that ``freeze``, ``set_range`` or a layer-wise method froze.
-
-        Raises: CalibrationError if there is no such site.
-        """
+        """Unfreezes what ``freeze``, ``set_range`` or a layer-wise method froze. Raises: as ``freeze``."""
         freeze(self._simulation, sites, frozen=False)
 
     def forget(self, sites: Iterable[str] | str | None = None) -> None:
         """Deletes encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
 
         >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
-        >>> sim.compute_encodings(batches, progress=False)
-        >>> sim.forget("0.weight")
-        >>> list(sim.encodings())
-        ['input:input', '1:out']
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
+        >>> sim.forget("*weight")
 
         Raises: CalibrationError if there is no such site; EncodingError if an encoding is frozen.
         """
@@ -275,14 +245,11 @@ class QuantSim:
         """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
 
         >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
         >>> sim.check()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        qtk.errors.CheckError: 3 findings:
-          input:input: no encoding; run sim.compute_encodings(data)
-          ...
+        qtk.errors.CheckError: ... findings:...
 
         Raises: CheckError listing every finding.
         """
@@ -299,8 +266,7 @@ class QuantSim:
         """SQNR in dB and largest error in scale units at every site, against float, worst first.
 
         >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
         >>> sim.compute_encodings(batches, progress=False)
         >>> worst = sim.compare(batches, progress=False)[0]
         >>> 10 < worst.sqnr_db < 80
@@ -347,10 +313,8 @@ class QuantSim:
     ) -> ExportVerification:
         """Runs the exported files in their runtimes on ``data`` and compares them with the simulation; printable.
 
-        >>> import pathlib, tempfile
-        >>> import qtk, torch
-        >>> batches = [torch.linspace(-1, 3, 32).reshape(8, 4)]
-        >>> sim = qtk.QuantSim(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval(), batches[0])
+        >>> import pathlib, qtk, tempfile, torch
+        >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
         >>> sim.compute_encodings(batches, progress=False)
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
         >>> sim.export(folder)
@@ -365,15 +329,9 @@ class QuantSim:
         >>> import qtk, torch
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
         >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8))
-        >>> list(sim.model.state_dict())
-        ['0.weight', '0.bias']
-        >>> _ = torch.nn.init.normal_(model[1].weight)
         >>> sim.load_float_state_dict(model.state_dict())
 
         Encodings are forgotten: they belong to the weights that were there before.
-
-        Args:
-            state: a ``state_dict`` with the keys of the float model that the simulation was made from.
 
         Raises: EncodingError listing every missing, unexpected or misshapen tensor; nothing has changed then.
         """
@@ -412,11 +370,8 @@ class QuantSim:
         >>> import pathlib, qtk, tempfile, torch
         >>> x, folder = torch.randn(8, 4), pathlib.Path(tempfile.mkdtemp()) / "saved"
         >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), x)
-        >>> sim.compute_encodings([x], progress=False)
         >>> sim.save(folder)
         >>> again = qtk.QuantSim.load(folder, torch.nn.Linear(4, 2).eval(), x)
-        >>> torch.equal(again.model(x), sim.model(x))
-        True
 
         Args:
             directory: what ``save`` wrote.
@@ -431,11 +386,15 @@ class QuantSim:
             name: width_from_json(value) if name in ("weight_bits", "activation_bits") else value
             for name, value in stored.arguments.items()
         }
-        prepared = model
-        if not isinstance(prepared, PreparedModel) or not prepared.report.complete:
-            prepared = prepare_model(model, example_inputs)
-        prepared = prepared if in_place else copy.deepcopy(prepared)
+        prepared = _prepared(model, example_inputs, in_place=in_place)
         make(prepared, stored.steps)
         sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
         sim._simulation = restore(stored, sim._simulation)
         return sim
+
+
+def _prepared(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
+    """``model``, captured if it is not yet; a copy unless ``in_place``."""
+    if not isinstance(model, PreparedModel) or not model.report.complete:
+        model = prepare_model(model, example_inputs)
+    return model if in_place else copy.deepcopy(model)

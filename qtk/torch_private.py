@@ -36,6 +36,7 @@ __all__ = [
     "flatten_as",
     "is_exporting",
     "is_traced",
+    "length_hint",
     "pytree",
     "rnn_kernels",
     "rnn_parameter_names",
@@ -90,6 +91,11 @@ def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` has been written in place."""
     return tensor._version
+
+
+def length_hint(length: int | torch.SymInt) -> int:
+    """A length of the example inputs: of a dynamic axis without fixing it, which ``int()`` would do."""
+    return length if isinstance(length, int) else int(str(length.node.hint))
 
 
 def is_exporting() -> bool:

@@ -22,6 +22,9 @@ class Net(nn.Module):
         return self.head(F.relu(self.bn(self.conv(x))).mean((2, 3)))
 
 
+LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
+
+
 @pytest.fixture
 def net():
     torch.manual_seed(0)
@@ -36,7 +39,7 @@ def batches():
 
 @pytest.fixture
 def sim(net, batches):
-    sim = qtk.QuantSim(net, batches[0])
+    sim = qtk.QuantSim(net, batches[0], config=LIVE)
     sim.compute_encodings(batches, progress=False)
     return sim
 
@@ -94,7 +97,7 @@ def test_the_caller_keeps_a_float_model(net, sim):
 
 
 def test_in_place_shares_the_parameters(net, batches):
-    sim = qtk.QuantSim(net, batches[0], in_place=True)
+    sim = qtk.QuantSim(net, batches[0], config=LIVE, in_place=True)
     assert sim.model.conv.weight is net.conv.weight
 
 
@@ -140,11 +143,11 @@ def test_comparing_without_data_is_an_error(sim):
 
 def test_calibrating_in_train_mode_observes_eval_mode_and_changes_no_statistics(net, batches):
     net.train()
-    training = qtk.QuantSim(net, batches[0])
+    training = qtk.QuantSim(net, batches[0], config=LIVE)
     training.compute_encodings(batches, progress=False)
     assert training.model.training
     assert torch.equal(training.model.bn.running_mean, torch.zeros(6))
-    evaluating = qtk.QuantSim(net.eval(), batches[0])
+    evaluating = qtk.QuantSim(net.eval(), batches[0], config=LIVE)
     evaluating.compute_encodings(batches, progress=False)
     expected = evaluating.encodings()
     assert all(encoding.equals(expected[site]) for site, encoding in training.encodings().items())

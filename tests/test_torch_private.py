@@ -24,6 +24,7 @@ from qtk.torch_private import (
     flatten_as,
     is_exporting,
     is_traced,
+    length_hint,
     pytree,
     rnn_kernels,
     rnn_parameter_names,
@@ -241,3 +242,12 @@ def test_is_exporting_is_false_while_compiling():
     assert torch.compile(model, fullgraph=True, backend="eager")(x).tolist() == [0.0, 0.0]
     assert torch.export.export(model, (x,), strict=False).module()(x).tolist() == [1.0, 1.0]
     assert not is_exporting()
+
+
+def test_length_hint_leaves_a_dynamic_axis_dynamic():
+    dynamic = ({0: torch.export.Dim.AUTO},)
+    program = torch.export.export(nn.ReLU(), (torch.randn(3, 4),), dynamic_shapes=dynamic, strict=False)
+    (node,) = program.graph.find_nodes(op="placeholder")
+    shape = node.meta["val"].shape
+    assert [length_hint(length) for length in shape] == [3, 4]
+    assert not str(shape[0]).isdigit()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from qtk.torch_private import length_hint
+
 # WeightAxes: the output-channel and the input-channel axis of a weight.
 
 
@@ -70,12 +72,12 @@ def same_axis_of_equal_rank(moved: fx.Node, source: fx.Node, axis: int) -> int |
 def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
     """Axes keep their order; a repeated axis has none in the source."""
     old, new = source.meta["val"].shape, moved.meta["val"].shape
-    return axis if len(old) == len(new) and old[axis] == new[axis] else None
+    return axis if len(old) == len(new) and length_hint(old[axis]) == length_hint(new[axis]) else None
 
 
 def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
     """See ``axis_before_reshape``."""
-    old, new = ([int(length) for length in node.meta["val"].shape] for node in (source, moved))
+    old, new = ([length_hint(length) for length in node.meta["val"].shape] for node in (source, moved))
     return axis_before_reshape(old, new, axis)
 
 

@@ -16,6 +16,7 @@ from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.batch_norm import BatchNorm
+from qtk.torch_private import length_hint
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import beside, weight_parameter
 from qtk.transforms.members import Members
@@ -239,7 +240,8 @@ class _Finder:
 def _source_axis(row: OpRow, value: fx.Node, source: fx.Node, axis: int) -> int:
     """The axis of ``source`` that became ``axis`` of ``value``, with the same length. Raises: _NotFoldable."""
     before = row.input_axis(value, source, axis) if row.input_axis is not None and row is not DROPOUT else None
-    if before is None or source.meta["val"].shape[before] != value.meta["val"].shape[axis]:
+    lengths = source.meta["val"].shape, value.meta["val"].shape
+    if before is None or length_hint(lengths[0][before]) != length_hint(lengths[1][axis]):
         raise _NotFoldable(f"{_reader(value)} stands between")
     return before
 

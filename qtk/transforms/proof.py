@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,41 +60,49 @@ def rewrite(
         nothing: what the result says if there are no groups.
     """
     with unchanged_on_error(model):
-        reference = _outputs(model, call)
-        kept, undone = _tried(model, call, reference, [group for group in groups if group.steps])
-        difference, _ = change(reference, _outputs(model, call)) if kept else (0.0, True)
+        proposed = [group for group in groups if group.steps]
+        reference = _outputs(model, call) if proposed else []
+        tried = _tried(model, call, reference, proposed, 0.0)
     results = []
     for group in groups:
-        if group in undone:
-            detail = f"the outputs on the example inputs changed by {undone[group]:.1e}"
+        if group in tried.undone:
+            detail = f"the outputs on the example inputs changed by {tried.undone[group]:.1e}"
             results.append(GroupResult(group.name, Outcome.UNDONE, detail))
         else:
             outcome = Outcome.APPLIED if group.steps else Outcome.SKIPPED
             results.append(GroupResult(group.name, outcome, group.detail, group.before, group.after))
-    sites = dict.fromkeys(site for group in kept for site in group.sites)
-    result = TransformResult(transform, tuple(results), tuple(sites), difference, nothing)
+    sites = dict.fromkeys(site for group in tried.kept for site in group.sites)
+    result = TransformResult(transform, tuple(results), tuple(sites), tried.difference, nothing)
     report = model.report
     model.meta[REPORT] = replace(report, transforms=(*report.transforms, result.summary))
     return result
 
 
-def _tried(
-    model: PreparedModel, call: Call, reference: list[Any], groups: list[Group]
-) -> tuple[list[Group], dict[Group, float]]:
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """Which of some groups were made, which undone, and how far the outputs have moved by all groups made so far."""
+
+    kept: tuple[Group, ...]
+    undone: Mapping[Group, float]
+    difference: float
+
+
+def _tried(model: PreparedModel, call: Call, reference: list[Any], groups: Sequence[Group], before: float) -> _Tried:
+    """Makes the steps of those groups that keep the outputs; ``before``: how far they have moved already."""
     if not groups:
-        return [], {}
+        return _Tried((), {}, before)
     snapshot = Snapshot(model)
     make(model, [step for group in groups for step in group.steps])
     difference, within = change(reference, _outputs(model, call))
     if within:
-        return groups, {}
+        return _Tried(tuple(groups), {}, difference)
     snapshot.restore()
     if len(groups) == 1:
-        return [], {groups[0]: difference}
+        return _Tried((), {groups[0]: difference}, before)
     middle = len(groups) // 2
-    first, undone_first = _tried(model, call, reference, groups[:middle])
-    second, undone_second = _tried(model, call, reference, groups[middle:])
-    return first + second, undone_first | undone_second
+    first = _tried(model, call, reference, groups[:middle], before)
+    second = _tried(model, call, reference, groups[middle:], first.difference)
+    return _Tried(first.kept + second.kept, {**first.undone, **second.undone}, second.difference)
 
 
 def _outputs(model: PreparedModel, call: Call) -> list[Any]:

@@ -52,6 +52,7 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
     model, before = sim.model, sim.simulation
     with unchanged_on_error(model):
         remove(model)
+        masked = {site: before.plan.unquantized[site] for site in sim.plan_of(model) if site not in before.plan}
         steps, tensors = len(steps_of(model)), _float_tensors(model)
         result = transform(model, Call(*split_inputs(sim.example_inputs), None))
         changed = {*result.sites, *_changed_parameters(tensors, _float_tensors(model))}
@@ -59,11 +60,9 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
         plan = sim.plan_of(model) if rewritten else before.plan
         kept = {site: before.quantizers[site] for site in before.plan if _stays(site, before.plan, plan, changed)}
         _check_frozen(before, kept)
-        reasons = before.plan.unquantized
-        masked = {site: reasons[site] for site in plan if site in reasons and site not in before.plan}
         simulation = Simulation(model, plan, insert(model, plan, known=kept))
-        if masked:
-            simulation = drop_sites(simulation, masked)
+        if still_masked := {site: why for site, why in masked.items() if site in plan}:
+            simulation = drop_sites(simulation, still_masked)
         for site, quantizer in simulation.quantizers.items():
             if site not in kept:
                 quantizer.mode = Mode.SIMULATE

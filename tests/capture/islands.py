@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
+from tests.zoo.prepared import LIVE
 from tests.zoo.python import PYTHON
 
 SIZES = (2, 3)
@@ -23,7 +24,7 @@ def pair(name):
 @functools.cache
 def simulated(name):
     """A calibrated simulation of it."""
-    return calibrate(name, qtk.QuantSim(pair(name)[1], PYTHON[name].inputs()))
+    return calibrate(name, qtk.QuantSim(pair(name)[1], PYTHON[name].inputs(), config=LIVE))
 
 
 def calibrate(name, sim):

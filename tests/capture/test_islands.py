@@ -17,6 +17,7 @@ from qtk.errors import CheckError, NotCalibratedError
 from qtk.graph.graphs import graphs, roots
 from qtk.quantizers.modes import in_mode
 from tests.capture.islands import SIZES, calibrate, equal, is_inside, pair, simulated, weights
+from tests.zoo.prepared import LIVE
 from tests.zoo.python import PYTHON
 
 every_model = pytest.mark.parametrize("name", PYTHON)
@@ -86,7 +87,7 @@ def test_keeps_names_and_tensors(name):
 @every_model
 def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
     entry, (model, prepared) = PYTHON[name], pair(name)
-    sim = qtk.QuantSim(prepared, entry.inputs())
+    sim = qtk.QuantSim(prepared, entry.inputs(), config=LIVE)
     with torch.no_grad():
         with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
             assert all(equal(entry.run(sim.model, batch), entry.run(model, batch)) for batch in SIZES)

@@ -21,7 +21,8 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def sim():
     torch.manual_seed(0)
-    sim = qtk.QuantSim(Net().eval(), torch.randn(8, 4))
+    live = {"version": 1, "extends": "default", "fold_batch_norms": False}
+    sim = qtk.QuantSim(Net().eval(), torch.randn(8, 4), config=live)
     sim.compute_encodings([torch.randn(8, 4)], progress=False)
     return sim
 

@@ -28,6 +28,8 @@ def test_every_row_names_an_operator_that_exists(name):
     if name.startswith("torchvision::"):
         pytest.importorskip("torchvision")
     namespace, _, op = name.rpartition("::")
+    if namespace == "qtk":
+        return  # a module of qtk.nn, which row_of finds by its type
     packet = getattr(getattr(torch.ops, namespace or "aten"), op.partition(".")[0])
     if "." in name:
         assert name.partition(".")[2] in packet.overloads()

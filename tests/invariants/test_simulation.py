@@ -22,7 +22,7 @@ from qtk.planning.planner import plan
 from qtk.quantizers.modes import in_mode
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
-from tests.zoo.prepared import pair, simulated
+from tests.zoo.prepared import LIVE, pair, simulated
 
 pytestmark = pytest.mark.parametrize("name", ZOO)
 
@@ -73,7 +73,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
     entry = ZOO[name]
     prepared = prepared_once(name)
-    sim = qtk.QuantSim(prepared, entry.inputs())
+    sim = qtk.QuantSim(prepared, entry.inputs(), config=LIVE)
     with torch.no_grad():
         with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
             assert equal(entry.run(sim.model, other_batch(entry)), entry.run(prepared, other_batch(entry)))
@@ -168,7 +168,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
 
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]
-    sim = simulated(name)
+    sim = simulated(name, config=LIVE)
     args, kwargs = split_inputs(entry.inputs())
     program = torch.export.export(sim.model, args, kwargs, strict=False)
     with torch.no_grad():

@@ -128,7 +128,7 @@ def test_the_zoo_keeps_its_function(name):
     assert result.undone == ()
     left = len([group for group in result.skipped if "statistics of the batch" in group.detail])
     assert count(prepared, BatchNorm) == left
-    batch = 3 if prepared.report.dynamic else 2
+    batch = 3 if entry.dynamic else 2
     expected, actual = entry.run(model, batch), entry.run(prepared, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 

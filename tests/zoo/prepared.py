@@ -12,6 +12,9 @@ from torch import nn
 import qtk
 from tests.zoo.models import ZOO
 
+LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
+"""The default target with batch norms as they are, so that a bypassed simulation is the float model bit for bit."""
+
 
 @functools.cache
 def pair(name: str) -> tuple[nn.Module, qtk.PreparedModel]:

@@ -1,0 +1,85 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qtk
+from qtk.errors import NotCalibratedError, QtkError
+from tests.transforms.nets import randomized
+
+LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
+BATCHES = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def simulation(weight_bits=2):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)]
+    sim = qtk.QuantSim(randomized(nn.Sequential(*layers)).float(), BATCHES[0], config=LIVE, weight_bits=weight_bits)
+    sim.compute_encodings(BATCHES, progress=False)
+    return sim
+
+
+def test_statistics_are_the_averages_of_the_quantized_input():
+    sim = simulation()
+    q = sim.quantizers
+    with torch.no_grad():
+        inputs = []
+        for batch in BATCHES:
+            x = F.relu(F.conv2d(q["input:input"](batch), q["0.weight"](sim.model.get_parameter("0.weight")),
+                                sim.model.get_parameter("0.bias")))
+            x = F.conv2d(q["1:out"](x), q["2.weight"](sim.model.get_parameter("2.weight")),
+                         sim.model.get_parameter("2.bias"))
+            inputs.append(x.transpose(0, 1).flatten(1))
+    mean = torch.stack([x.mean(1) for x in inputs]).mean(0)
+    var = torch.stack([x.var(1) for x in inputs]).mean(0)
+    result = qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
+    torch.testing.assert_close(sim.model.get_buffer("3.running_mean"), mean)
+    torch.testing.assert_close(sim.model.get_buffer("3.running_var"), var)
+    assert [group.name for group in result.applied] == ["3"]
+    assert "mean moved by" in str(result)
+
+
+def test_what_is_behind_is_forgotten_and_what_is_before_is_kept():
+    sim = simulation()
+    sim.freeze("5.weight")
+    qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
+    assert list(sim.encodings()) == ["input:input", "0.weight", "1:out", "2.weight", "5.weight"]
+    sim.compute_encodings(BATCHES, only_missing=True, progress=False)
+    sim.check()
+
+
+def test_the_error_of_low_bits_falls():
+    """Weights of 2 bits move the statistics away from those of the float model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1), nn.BatchNorm2d(4))
+    torch.optim.swa_utils.update_bn(BATCHES, model)
+    model.eval()
+    sim = qtk.QuantSim(model, BATCHES[0], config=LIVE, weight_bits=2, activation_bits=None)
+    sim.compute_encodings(None, progress=False)
+    before = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
+    qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
+    after = sum(float((sim.model(x) - model(x)).square().sum()) for x in BATCHES)
+    assert after < 0.8 * before
+
+
+@pytest.mark.parametrize("bad", [torch.full((8, 3, 6, 6), torch.nan), torch.randn(8, 5, 6, 6)])
+def test_an_error_changes_nothing(bad):
+    sim = simulation()
+    before, modules = copy.deepcopy(sim.model.state_dict()), repr(sim.model)
+    with pytest.raises(QtkError):
+        qtk.reestimate_batch_norms(sim, [BATCHES[0], bad], progress=False)
+    after = sim.model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert repr(sim.model) == modules
+
+
+def test_uncalibrated_and_folded_simulations_say_so():
+    sim = simulation()
+    sim.forget("0.weight")
+    with pytest.raises(NotCalibratedError, match=r"0\.weight has no encoding"):
+        qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
+    folded = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), BATCHES[0])
+    assert "fold_batch_norms: false" in str(qtk.reestimate_batch_norms(folded, BATCHES, progress=False))
