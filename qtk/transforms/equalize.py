@@ -7,8 +7,8 @@ that the function stays exactly what it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from qtk.algorithms.equalization import LayerMagnitudes, equalize
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.graph.op_table import row_of
+from qtk.transforms.absorb_bias import Statistics, absorbable_biases, scaled
 from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
 from qtk.transforms.clamp_names import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import TransformResult
-from qtk.transforms.steps import ScaleParameter, Step
+from qtk.transforms.snapshot import unchanged_on_error
+from qtk.transforms.steps import ScaleParameter, Step, steps_of
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 
 TRANSFORM = "equalize"
@@ -32,17 +34,45 @@ EQUAL = 1.01
 """Ratio of two ranges that count as equal."""
 
 
-def equalize_layers(model: PreparedModel, call: Call) -> TransformResult:
+def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | None = None) -> TransformResult:
     """Gives the weights before and behind every channel the same range, each group of channels proved.
+
+    Then, with ``statistics``, biases far above 0 in front of a rectifier are absorbed by the layers behind it.
 
     Changes ``model``, a prepared one without quantizers; parameters are replaced, not written to.
 
     Args:
         model: the model.
         call: the example inputs.
+        statistics: weight → mean and standard deviation of what its layer makes, known from batch norms.
     """
-    scales = ChannelScales(model, call.args, call.kwargs)
-    return rewrite(model, call, list(_groups(model, scales)), transform=TRANSFORM, nothing=NOTHING)
+    with unchanged_on_error(model):
+        scales = ChannelScales(model, call.args, call.kwargs)
+        made = len(steps_of(model))
+        result = rewrite(model, call, list(_groups(model, scales)), transform=TRANSFORM, nothing=NOTHING)
+        if not statistics:
+            return result
+        factors = _output_factors(scales, steps_of(model)[made:])
+        groups = list(absorbable_biases(
+            model, ChannelScales(model, call.args, call.kwargs), scaled(statistics, factors)
+        ))
+        absorbed = rewrite(model, call, groups, transform=TRANSFORM, nothing=NOTHING)
+    return replace(
+        result, groups=result.groups + absorbed.groups, sites=tuple(dict.fromkeys(result.sites + absorbed.sites)),
+        difference=max(result.difference or 0.0, absorbed.difference or 0.0),
+    )
+
+
+def _output_factors(scales: ChannelScales, steps: Sequence[Step]) -> dict[str, Tensor]:
+    """Weight → the factors [out] of what its layer makes: those of its bias."""
+    factors: dict[str, Tensor] = {}
+    for step in steps:
+        if isinstance(step, ScaleParameter):
+            factors[step.parameter] = factors.get(step.parameter, torch.ones(())) * step.factor
+    return {
+        output.weight: factors[output.bias]
+        for output in scales.outputs if _is_layer(output) and output.bias is not None and output.bias in factors
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "layerwise/input_taps.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
     "layerwise/run.py": ("tests/workflow/test_layerwise.py", "qtk.apply_layerwise"),
     "transforms/label_*.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "transforms/clamp_*.py": ("tests/transforms/test_equalize.py", "qtk.transforms.equalize"),
     "transforms/weight_rules.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/channel_findings.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/absorbers.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
