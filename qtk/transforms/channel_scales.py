@@ -126,6 +126,8 @@ class ChannelScales:
         inputs: every data input of a weighted op, in graph order, of all graphs.
         outputs: every parameter along whose output axis factors can be absorbed.
         clamps: every clamp that hands on factors.
+        values: op → the classes of the elements of the value it makes, −1 where their factor must be 1; of length 1
+            along axes where they do not vary. Ops all of whose elements are pinned are left out.
         added: parameter → the classes of its elements, of the parameters that are added: biases, position embeddings.
     """
 
@@ -164,22 +166,22 @@ class ChannelScales:
             raise SpecError("only the factors of free classes may differ from 1")
         return self._absorbers.factors(factors.double()[self._representatives])
 
-    def makers(self, variables: Tensor) -> list[fx.Node]:
-        """The ops whose values change if some classes are scaled, in graph order.
+    def scaled_values(self, factors: Tensor) -> list[fx.Node]:
+        """The ops whose values have a channel that ``factors`` multiplies by another number than 1, in graph order.
 
-        Args:
-            variables: int64, the classes.
+        Shape: ``factors`` [num_variables], as for ``parameter_factors``.
         """
-        return [
-            node for node, carried in self._carriers
-            if bool(torch.isin(carried, variables).any()) and node.op in ("call_function", "call_module")
-        ]
+        padded = torch.cat([factors, factors.new_ones(1)])
+        return [node for node, variables in self.values.items() if bool((padded[variables] != 1).any())]
 
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
 
     def _collect(self, findings: Findings) -> None:
+        named = {node: self._named(labels) for node, labels in reversed(findings.values)}
+        free = [node for node, variables in named.items() if bool((variables >= 0).any())]
+        self.values = {node: named[node] for node in reversed(free)}
         self.inputs = [
             WeightedInput(
                 graph, read.node, read.value, read.axis, self._named(read.labels), read.parameter, read.index
@@ -197,7 +199,6 @@ class ChannelScales:
             ClampedValue(graph, clamp.node, clamp.axis, self._named(clamp.labels), clamp.lower, clamp.upper)
             for graph, clamp in findings.clamps
         ]
-        self._carriers = [(node, self._named(labels)) for node, labels in findings.carriers]
         for clamp in self.clamps:
             self.clamped[clamp.variables[clamp.variables >= 0]] = True
         scaling = {output.weight for output in self.outputs}
