@@ -41,6 +41,7 @@ class ChannelWrite:
         bias: name of the parameter that the op adds.
         labels: [C] variables of the channels.
         index: the channel of each element of the parameter, broadcastable to it, −1 for none.
+        smallest: [C] the smallest value of each channel in this call; ``None`` for ops that are no matrix products.
     """
 
     node: fx.Node
@@ -49,6 +50,7 @@ class ChannelWrite:
     bias: str | None
     labels: Tensor
     index: Tensor
+    smallest: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +76,7 @@ class Clamp:
 class Findings:
     """What the walks through all graphs of a model have found, in graph order.
 
+    ``products``: variables of both factors of a product, and of the result; which hands factors on is decided later.
     ``values``: every op that makes a float value, with its labels, of length 1 along axes where they do not vary.
     """
 

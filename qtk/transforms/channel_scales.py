@@ -60,6 +60,7 @@ class WeightedOutput:
         bias: name of the parameter that the same op adds.
         variables: int64 [C], the class of every output channel, −1 if its factor must be 1.
         weight_index: int64, broadcastable to the parameter: the output channel of each element, −1 for none.
+        smallest: [C] the smallest value of each channel that was seen; ``None`` if the op is no matrix product.
     """
 
     graph: CapturedGraph
@@ -69,6 +70,7 @@ class WeightedOutput:
     bias: str | None
     variables: Tensor
     weight_index: Tensor
+    smallest: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +190,8 @@ class ChannelScales:
         ]
         self.outputs = [
             WeightedOutput(
-                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index
+                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index,
+                write.smallest,
             )
             for graph, write in findings.writes
         ]
