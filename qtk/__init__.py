@@ -21,6 +21,7 @@ from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, 
 from qtk.workflow.prepare import prepare_model
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
 from qtk.workflow.smooth_quant import apply_smooth_quant
+from qtk.workflow.transforms import TRANSFORMS
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "FROM_CONFIG",
     "METHODS",
     "SCHEMES",
+    "TRANSFORMS",
     "Encoding",
     "Mode",
     "PerBlock",

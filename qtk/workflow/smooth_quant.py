@@ -92,7 +92,7 @@ def apply_smooth_quant(
         ``QuantSim``, for data that do not run or hold NaN or infinity, naming the batch, if an encoding or a rounded
         weight is in the way, or in several processes. Nothing has changed then.
     """
-    strength = _strength(alpha)
+    strength = migration_strength(alpha)
     if not hasattr(sim, "simulation"):
         raise CalibrationError(f"SmoothQuant needs the plan of a QuantSim, got {type(sim).__name__}; make one of it")
     if several_ranks():
@@ -112,7 +112,8 @@ def apply_smooth_quant(
         return rewrite_simulation(sim, transform)
 
 
-def _strength(alpha: Alpha) -> float | None:
+def migration_strength(alpha: Alpha) -> float | None:
+    """The number that ``alpha`` is, ``None`` for ``auto``. Raises: ConfigError if it is neither."""
     if alpha == "auto":
         return None
     if isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1:

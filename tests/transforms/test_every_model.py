@@ -1,4 +1,4 @@
-"""Every transform keeps the function of every model, with outlier channels planted: 1e-4 in float32, 1e-10 in float64."""
+"""Every transform keeps the function of every model, outlier channels planted: 1e-4 in float32, 1e-10 in float64."""
 
 from __future__ import annotations
 
