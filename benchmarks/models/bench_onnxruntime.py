@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import nn
 
 import qtk
-from qtk.export.onnx.session import EXACT_MODE, integer_sums_saturate
+from qtk.export.onnx.session import EXACT_MODE, create_session, integer_sums_saturate
 
 MODELS = ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "densenet121")
 
@@ -43,17 +43,6 @@ def randomized(name: str) -> nn.Module:
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias, 0, 0.1)
     return model.eval()
-
-
-def session(path: Path, optimized: Path, threads: int) -> onnxruntime.InferenceSession:
-    """A session that also writes its optimized graph."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(optimized)
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if integer_sums_saturate():
-        options.add_session_config_entry(EXACT_MODE, "1")
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def float_convolutions(graph: onnx.GraphProto) -> Iterator[str]:
@@ -107,10 +96,11 @@ def main() -> None:
             sim.export(path / "int8", formats=["onnx"])
             torch.onnx.export(model, (x[:1],), path / "fp32.onnx", dynamo=True, verbose=False)
             runners = {
-                "int8": session(path / "int8" / "model.onnx", path / "int8.optimized.onnx", arguments.threads),
-                "fp32": session(path / "fp32.onnx", path / "fp32.optimized.onnx", arguments.threads),
+                "int8": create_session(
+                    path / "int8" / "model.onnx", threads=arguments.threads, optimized_file=path / "optimized.onnx")[0],
+                "fp32": create_session(path / "fp32.onnx", threads=arguments.threads)[0],
             }
-            graph = onnx.load(path / "int8.optimized.onnx", load_external_data=False).graph
+            graph = onnx.load(path / "optimized.onnx", load_external_data=False).graph
             times: dict[str, list[float]] = {kind: [] for kind in runners}
             for _ in range(arguments.turns + 1):
                 for kind, runner in runners.items():

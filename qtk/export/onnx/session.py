@@ -56,7 +56,7 @@ def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tup
 
 
 def create_session(
-    file: Path | bytes, *, optimized: bool = True, threads: int = 0
+    file: Path | bytes, *, optimized: bool = True, threads: int = 0, optimized_file: Path | None = None
 ) -> tuple[onnxruntime.InferenceSession, str]:
     """A session whose integer sums are exact on every CPU.
 
@@ -68,6 +68,7 @@ def create_session(
         file: an ONNX file, or its content.
         optimized: whether to enable the runtime's optimizations.
         threads: intra-op threads; 0 leaves the number to ONNX Runtime.
+        optimized_file: where the optimized graph is written; ``None``: nowhere.
 
     Returns: the session, and a description of how the file runs.
 
@@ -77,9 +78,9 @@ def create_session(
     if not optimized:
         return _session(file, threads, optimized=False), f"{switched} off"
     if not integer_sums_saturate():
-        return _session(file, threads), f"{switched} on"
+        return _session(file, threads, optimized_file=optimized_file), f"{switched} on"
     try:
-        session = _session(file, threads, exact=True)
+        session = _session(file, threads, exact=True, optimized_file=optimized_file)
     except Exception:  # if the file itself is broken, the second attempt raises
         session = _session(file, threads, optimized=False)
         return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
@@ -108,7 +109,8 @@ def integer_sums_saturate() -> bool:
 
 
 def _session(
-    file: Path | bytes, threads: int, *, optimized: bool = True, exact: bool = False
+    file: Path | bytes, threads: int, *, optimized: bool = True, exact: bool = False,
+    optimized_file: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     import onnxruntime
 
@@ -116,6 +118,8 @@ def _session(
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads = threads
+    if optimized_file is not None:
+        options.optimized_model_filepath = str(optimized_file)
     options.log_severity_level = 3  # errors only: warnings would list constants that cannot be folded
     if exact:
         options.add_session_config_entry(EXACT_MODE, "1")
