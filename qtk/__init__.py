@@ -14,6 +14,7 @@ from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
@@ -51,6 +52,7 @@ __all__ = [
     "backends",
     "correct_bias",
     "dtype",
+    "equalize_model",
     "fold_batch_norms",
     "prepare_model",
     "reestimate_batch_norms",

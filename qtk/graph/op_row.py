@@ -45,6 +45,7 @@ class Scaling(enum.Enum):
     DIVIDED = "the numerator hands its factors on"
     WEIGHTED = "the weight absorbs the factors of input and output, the bias those of the output"
     COLUMNS = "the columns of the weight absorb the factors of the output"
+    SCALE_SHIFT = "scale and shift per channel absorb the factors of input and output"
     CHANNEL_NORM = "the input is pinned; weight and bias [C] absorb the factors of the output, axis 1"
     TRAILING_NORM = "the input is pinned; weight and bias, of the shape of the last axes, absorb those of the output"
     ATTENTION = "the values hand their factors on, queries and keys are pinned"

@@ -28,6 +28,7 @@ from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.channel_clamp import ChannelClamp
 from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
@@ -74,7 +75,8 @@ _add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2
 # Normalizations: scale and shift are parameters of the op.
 _add("batch_norm _native_batch_norm_legit_no_training", OpRow("batch_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2,
                                                               fresh=True, scaling=Scaling.CHANNEL_NORM))
-_add("qtk::scale_shift", OpRow("scale_shift", COMPUTE, family="batch_norm", inputs=(0,), fresh=True))
+_add("qtk::scale_shift", OpRow("scale_shift", COMPUTE, family="batch_norm", inputs=(0,), fresh=True,
+                               scaling=Scaling.SCALE_SHIFT))
 _add("instance_norm", OpRow("instance_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True,
                             scaling=Scaling.CHANNEL_NORM))
 _add("layer_norm native_layer_norm", OpRow("layer_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True,
@@ -91,6 +93,8 @@ for _kind in "relu6 hardtanh".split():
 for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh softplus".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True))
 _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
+_add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
+_add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
                                   scaling=Scaling.KEPT))
 _add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,)))
@@ -191,12 +195,11 @@ RECURRENT = {
     for kind in ("lstm", "gru", "rnn")
 }
 
-CHANNEL_SCALE = OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT)
-"""``ChannelScale``, called as (x, scale): reads x in front of its quantizer; only the product is quantized."""
+CHANNEL_SCALE = ROWS["qtk::channel_scale"]
+"""Reads its input in front of the quantizer of that; only the product is quantized."""
 
 OP_NAMES = frozenset(
-    name for row in (*ROWS.values(), *RECURRENT.values(), CHANNEL_SCALE) for name in (*row.names, row.inside)
-    if name is not None
+    name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
 ) | {"input"}
 """Every op name a config rule may use."""
 
@@ -214,6 +217,8 @@ def row_of(node: fx.Node) -> OpRow | None:
         match called_module(node):
             case BatchNorm():
                 return ROWS["batch_norm"]
+            case ChannelClamp():
+                return ROWS["qtk::channel_clamp"]
             case ScaleShift():
                 return ROWS["qtk::scale_shift"]
             case Dropout():

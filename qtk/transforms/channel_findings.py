@@ -41,6 +41,7 @@ class ChannelWrite:
         bias: name of the parameter that the op adds.
         labels: [C] variables of the channels.
         index: the channel of each element of the parameter, broadcastable to it, −1 for none.
+        smallest: [C] the smallest value of each channel in this call; ``None`` for ops that are no matrix products.
     """
 
     node: fx.Node
@@ -49,6 +50,7 @@ class ChannelWrite:
     bias: str | None
     labels: Tensor
     index: Tensor
+    smallest: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +76,12 @@ class Clamp:
 class Findings:
     """What the walks through all graphs of a model have found, in graph order.
 
-    ``values``: every op that makes a float value, with its labels, of length 1 along axes where they do not vary.
+    ``products``: variables of both factors of a product, and of the result; which hands factors on is decided later.
+    ``carriers``: node → the labels of its value, of length 1 along axes where they do not vary.
     """
 
     reads: list[tuple[CapturedGraph, ChannelRead]] = field(default_factory=list)
     writes: list[tuple[CapturedGraph, ChannelWrite]] = field(default_factory=list)
     clamps: list[tuple[CapturedGraph, Clamp]] = field(default_factory=list)
     products: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    values: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
+    carriers: list[tuple[fx.Node, Tensor]] = field(default_factory=list)

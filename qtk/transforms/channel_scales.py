@@ -60,6 +60,7 @@ class WeightedOutput:
         bias: name of the parameter that the same op adds.
         variables: int64 [C], the class of every output channel, −1 if its factor must be 1.
         weight_index: int64, broadcastable to the parameter: the output channel of each element, −1 for none.
+        smallest: [C] the smallest value of each channel that was seen; ``None`` if the op is no matrix product.
     """
 
     graph: CapturedGraph
@@ -69,6 +70,7 @@ class WeightedOutput:
     bias: str | None
     variables: Tensor
     weight_index: Tensor
+    smallest: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,20 +166,23 @@ class ChannelScales:
             raise SpecError("only the factors of free classes may differ from 1")
         return self._absorbers.factors(factors.double()[self._representatives])
 
-    def scaled_values(self, factors: Tensor) -> list[fx.Node]:
-        """The ops whose values have a channel that ``factors`` multiplies by another number than 1, in graph order.
+    def makers(self, variables: Tensor) -> list[fx.Node]:
+        """The ops whose values change if some classes are scaled, in graph order.
 
-        Shape: ``factors`` [num_variables], as for ``parameter_factors``.
+        Args:
+            variables: int64, the classes.
         """
-        padded = torch.cat([factors, factors.new_ones(1)])
-        return [node for node, variables in self.values.items() if bool((padded[variables] != 1).any())]
+        return [
+            node for node, carried in self.values.items()
+            if bool(torch.isin(carried, variables).any()) and node.op in ("call_function", "call_module")
+        ]
 
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
 
     def _collect(self, findings: Findings) -> None:
-        named = {node: self._named(labels) for node, labels in reversed(findings.values)}
+        named = {node: self._named(labels) for node, labels in reversed(findings.carriers)}
         free = [node for node, variables in named.items() if bool((variables >= 0).any())]
         self.values = {node: named[node] for node in reversed(free)}
         self.inputs = [
@@ -188,7 +193,8 @@ class ChannelScales:
         ]
         self.outputs = [
             WeightedOutput(
-                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index
+                graph, write.node, write.kind, write.parameter, write.bias, self._named(write.labels), write.index,
+                write.smallest,
             )
             for graph, write in findings.writes
         ]

@@ -54,8 +54,14 @@ class LabelState:
         return argument in self._varying
 
     def operand(self, argument: object) -> ParameterOperand | None:
+        """The parameter that is an operand; ``None`` if it is none."""
         labels = self.labels.get(argument) if isinstance(argument, fx.Node) else None
         return labels if isinstance(labels, ParameterOperand) else None
+
+    def name(self, argument: object) -> str | None:
+        """The name of the parameter that is an operand; ``None`` if it is none."""
+        operand = self.operand(argument)
+        return None if operand is None else operand.name
 
     def of(self, argument: object) -> Tensor:
         """Labels of an operand; a parameter as a value; 0 and ±∞ as ``ZERO``, other numbers and integers pinned."""
@@ -72,7 +78,13 @@ class LabelState:
             return constant_labels(value.shape if isinstance(value, Tensor) else ())
         return constant_labels((), ZERO if argument is None or is_fixed_point(argument) else PINNED)
 
+    def added(self, argument: object) -> Tensor:
+        """Labels of what an op adds per channel: of a single channel too it absorbs."""
+        operand = self.operand(argument)
+        return self.of(argument) if operand is None else self.absorbers.elements(operand)
+
     def pin(self, argument: object) -> None:
+        """Pins an operand: a value, a parameter, or all elements of a tuple."""
         labels = self.labels.get(argument) if isinstance(argument, fx.Node) else None
         for label in labels if isinstance(labels, list) else [labels]:
             if isinstance(label, ParameterOperand):
@@ -81,11 +93,13 @@ class LabelState:
                 self.classes.pin(label)
 
     def pin_operands(self, node: fx.Node, *, but: tuple[object, ...] = ()) -> None:
+        """Pins every operand of an op, but some."""
         for argument in node.all_input_nodes:
             if argument not in but:
                 self.pin(argument)
 
     def pinned_result(self, node: fx.Node) -> Labels:
+        """Pinned labels for every value that an op makes."""
         def pinned(value: Any) -> Labels:
             if isinstance(value, (list, tuple)):
                 return [pinned(element) for element in value]
@@ -101,16 +115,19 @@ class LabelState:
         return [labels, *result[1:]]
 
     def first_value(self, node: fx.Node) -> Tensor:
+        """The first tensor that an op makes."""
         value = self.values[node]
         first = value[0] if isinstance(value, (list, tuple)) else value
         assert isinstance(first, Tensor)
         return first
 
     def spread(self, labels: Tensor, node: fx.Node) -> Labels:
+        """The labels for the first value an op makes, broadcast to its shape."""
         return self.result(node, labels.expand(self.first_value(node).shape))
 
 
 def is_float(value: object) -> bool:
+    """Whether a value is a tensor of real numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

@@ -16,13 +16,14 @@ from qtk.graph.evaluate import evaluate_node
 from qtk.graph.op_row import OpRow, Scaling
 from qtk.graph.op_table import row_of
 from qtk.graph.schema import aten_name, schema_arguments
-from qtk.graph.targets import attribute
+from qtk.graph.targets import attribute, called_module
+from qtk.nn.channel_clamp import ChannelClamp
 from qtk.torch_private import pytree
 from qtk.transforms.absorbers import ParameterOperand
 from qtk.transforms.channel_classes import PINNED, ZERO, compact, constant_labels, core
 from qtk.transforms.channel_findings import Clamp
 from qtk.transforms.label_state import Labels, LabelState, is_fixed_point, is_float, pinned, reads_shape_only
-from qtk.transforms.weight_rules import attention, channel_norm, columns, trailing_norm, weighted, write
+from qtk.transforms.weight_rules import attention, channel_norm, columns, scale_shift, trailing_norm, weighted, write
 
 
 class LabelWalk(LabelState):
@@ -45,12 +46,15 @@ class LabelWalk(LabelState):
             else:
                 self.values[node] = evaluate_node(node, self.values.__getitem__)
                 self.labels[node] = _checked(self._label(node), self.values[node])
-                if isinstance(labels := self.labels[node], Tensor):
-                    self.findings.values.append((node, core(labels)))
+                self._note(node, self.labels[node])
             for read in node.all_input_nodes:
                 remaining[read] -= 1
                 if not remaining[read]:
                     del self.values[read], self.labels[read]
+
+    def _note(self, node: fx.Node, labels: Labels) -> None:
+        if isinstance(labels, Tensor) and labels.numel() and bool(((small := core(labels)) > PINNED).any()):
+            self.findings.carriers.append((node, small))
 
     def _label(self, node: fx.Node) -> Labels:
         if node.op == "get_attr":
@@ -83,14 +87,18 @@ def _kept(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
 
 
 def _clamped(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
-    bounds = _bounds(node)
+    module = called_module(node)
+    bounds = (None, None) if isinstance(module, ChannelClamp) else _bounds(node)
     if bounds is None or state.flow.is_static(node):
         return pinned(state, node, row)
     labels = state.of(node.args[0])
-    if all(bound in (None, 0) for bound in bounds):
+    if module is None and all(bound in (None, 0) for bound in bounds):
         return labels
     small = core(labels)
-    axes = [axis for axis, length in enumerate(small.shape) if length > 1] or [min(1, small.ndim - 1)]
+    axes = [axis for axis, length in enumerate(small.shape) if length > 1]
+    if isinstance(module, ChannelClamp):
+        axes = [*{*axes, module.axis % small.ndim}]
+    axes = axes or [min(1, small.ndim - 1)]
     if len(axes) > 1 or not small.ndim:
         return pinned(state, node, row)
     channels = small.flatten().expand(labels.shape[axes[0]])
@@ -286,6 +294,7 @@ RULES: Mapping[Scaling, Callable[[LabelState, fx.Node, OpRow], Labels]] = {
     Scaling.DIVIDED: _divided,
     Scaling.WEIGHTED: weighted,
     Scaling.COLUMNS: columns,
+    Scaling.SCALE_SHIFT: scale_shift,
     Scaling.CHANNEL_NORM: channel_norm,
     Scaling.TRAILING_NORM: trailing_norm,
     Scaling.ATTENTION: attention,

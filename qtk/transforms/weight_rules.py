@@ -9,6 +9,8 @@ from torch import Tensor, fx
 
 from qtk.graph.op_row import OpRow, Product
 from qtk.graph.schema import schema_arguments
+from qtk.graph.targets import called_module
+from qtk.nn.scale_shift import ScaleShift
 from qtk.transforms.absorbers import ParameterOperand
 from qtk.transforms.channel_classes import PINNED, constant_labels, core
 from qtk.transforms.channel_findings import ChannelRead, ChannelWrite
@@ -58,14 +60,13 @@ def _product(state: LabelState, node: fx.Node, row: OpRow, data: object, weight:
     outputs = use.outputs.view(shape)
     bias = node.args[row.bias] if row.bias is not None and row.bias < len(node.args) else None
     if isinstance(bias, fx.Node):
-        added = state.of(bias)
+        added = state.added(bias)
         per_channel = row.product is not Product.IN_OUT
         state.classes.unify(outputs, added.view(shape) if per_channel else added)
     elif bias is not None:
         state.classes.pin(outputs)
-    bias_operand = state.operand(bias)
-    bias_name = None if bias_operand is None else bias_operand.name
-    write(state, node, row, operand.name, bias_name, use.outputs, use.output_index)
+    smallest = value.amin([axis for axis in range(value.ndim) if axis != output_axis]) if value.numel() else None
+    write(state, node, row, operand.name, state.name(bias), use.outputs, use.output_index, smallest)
     return state.spread(outputs, node)
 
 
@@ -92,10 +93,11 @@ def _indices(
 
 
 def write(
-    state: LabelState, node: fx.Node, row: OpRow, parameter: str, bias: str | None, labels: Tensor, index: Tensor
+    state: LabelState, node: fx.Node, row: OpRow, parameter: str, bias: str | None, labels: Tensor, index: Tensor,
+    smallest: Tensor | None = None,
 ) -> None:
     """Records that a parameter scales the channels of what an op makes."""
-    write = ChannelWrite(node, row.kind, parameter, bias, labels, index)
+    write = ChannelWrite(node, row.kind, parameter, bias, labels, index, smallest)
     state.findings.writes.append((state.graph, write))
 
 
@@ -107,7 +109,7 @@ def _product_of_activations(state: LabelState, node: fx.Node, row: OpRow, left: 
         if bool((core(state.of(other)) == PINNED).all()) and data is not other:
             outputs = state.classes.unify_along(labels, [labels.ndim + contracted])
             if isinstance(bias, fx.Node):
-                state.classes.unify(outputs, state.of(bias))
+                state.classes.unify(outputs, state.added(bias))
             return state.spread(outputs, node)
     return pinned(state, node, row)
 
@@ -119,6 +121,22 @@ def columns(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     use = state.absorbers.use_weight(operand, _along(operand.shape, 1), operand.shape[1])
     write(state, node, row, operand.name, None, use.outputs, use.output_index)
     return state.spread(use.outputs, node)
+
+
+def scale_shift(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
+    """The rule of ``ScaleShift``: the scale absorbs on both sides, the shift the factors of the output."""
+    (data, scale, shift), module = node.args, called_module(node)
+    operand = state.operand(scale)
+    if not isinstance(module, ScaleShift) or operand is None or state.flow.is_static(node):
+        return pinned(state, node, row)
+    labels = state.of(data)
+    axis = module.axis % labels.ndim
+    inputs = state.classes.unify_along(labels, [other for other in range(labels.ndim) if other != axis]).reshape(-1)
+    index = _along(operand.shape, 0)
+    use = state.absorbers.use_weight(operand, index, index.numel(), index, inputs)
+    state.classes.unify(use.outputs, state.added(shift))
+    write(state, node, row, operand.name, state.name(shift), use.outputs, use.output_index)
+    return state.spread(use.outputs.view([-1 if other == axis else 1 for other in range(labels.ndim)]), node)
 
 
 def channel_norm(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
@@ -141,12 +159,10 @@ def _norm(state: LabelState, node: fx.Node, row: OpRow, placed: Callable[[Tensor
     state.pin_operands(node, but=(weight, bias))
     labels = state.absorbers.elements(operand)
     if isinstance(bias, fx.Node):
-        state.classes.unify(labels, state.of(bias))
+        state.classes.unify(labels, state.added(bias))
     index = torch.arange(operand.shape.numel()).view(operand.shape)
-    bias_operand = state.operand(bias)
     if operand.positions is None:
-        bias_name = None if bias_operand is None else bias_operand.name
-        write(state, node, row, operand.name, bias_name, labels.flatten(), index)
+        write(state, node, row, operand.name, state.name(bias), labels.flatten(), index)
     return state.spread(placed(labels), node)
 
 

@@ -9,7 +9,10 @@ from torch import nn
 
 import qtk
 from qtk.graph.insert import remove
+from qtk.graph.sites import value_site
 from qtk.numerics.error import sqnr_db
+from qtk.transforms.channel_scales import ChannelScales
+from qtk.transforms.smooth_quant import SmoothQuant
 
 WIDTH = 32
 OUTLIERS, FACTOR = [3, 17], 80.0
@@ -272,7 +275,8 @@ def test_narrow_layers_are_not_worth_a_multiplication():
     data = torch.randn(3, 2, 3, 8, 8)
     sim = qtk.QuantSim(model, data[0])
     result = qtk.apply_smooth_quant(sim, data, progress=False)
-    assert [group.detail for group in result.groups][1] == "its layers make 5 multiplications an element, 32 are required"
+    detail = "its layers make 5 multiplications an element, 32 are required"
+    assert [group.detail for group in result.groups][1] == detail
 
 
 def test_a_weight_with_another_use_is_left():
@@ -288,12 +292,44 @@ def test_the_residual_reads_the_norm_itself():
     assert "multiplication" in result.applied[0].detail
 
 
-def test_a_fixed_range_is_respected():
-    config = {"version": 1, "extends": "default", "rules": [{"match": {"path": "norm"}, "output": {"range": [-99, 99]}}]}
+@pytest.mark.parametrize(("path", "place"), [("norm", 0), ("v", 1)])
+def test_a_fixed_range_is_respected(path, place):
+    """Of the input of layers, and of a value on the way to it."""
+    config = {"version": 1, "extends": "default", "rules": [{"match": {"path": path}, "output": {"range": [-99, 99]}}]}
     data = batches(torch.float32)
     sim = qtk.QuantSim(net("shared norm", torch.float32), data[0], config=config)
     result = qtk.apply_smooth_quant(sim, data, progress=False)
-    assert result.groups[0].detail == "the config fixes the range of norm:out"
+    assert result.groups[place].detail == f"the config fixes the range of {path}:out"
+
+
+class Branches(nn.Module):
+    """The same channels are read by a layer, and added to others that are far larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.out(h + self.second(h))
+
+
+def test_the_error_of_values_that_no_layer_reads_counts():
+    """Both factors of a sum are quantized, and have the scales of the sum."""
+    torch.manual_seed(0)
+    model, data = Branches().eval(), batches(torch.float32)
+    prepared = qtk.prepare_model(model, data[0])
+    sim = qtk.QuantSim(prepared, data[0])
+    scales = ChannelScales(prepared, (data[0],), {})
+    layers = SmoothQuant(prepared, scales, sim.plan)
+    assert [value_site(site.tapped.node).name for site in layers.scaled_sites] == ["relu:out", "second:out"]
+    with layers.gathering(), torch.no_grad():
+        for x in data:
+            prepared(x)
+    (with_sites,) = [group for group in layers.groups(0.5) if group.steps]
+    layers.scaled_sites.clear()
+    (without,) = [group for group in layers.groups(0.5) if group.steps]
+    assert with_sites.before != without.before
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "mse", "tf_enhanced", "moving_average"])

@@ -303,5 +303,5 @@ def test_a_float_checkpoint_is_smoothed_as_the_model_was():
 def test_captured_for_one_shape():
     model, batches = small()
     sim = qtk.QuantSim(qtk.prepare_model(model, batches[0], dynamic_shapes=None), batches[0])
-    with pytest.raises(CaptureError, match="batch 0: .*has shape"):
+    with pytest.raises(CaptureError, match=r"batch 0: .*has shape"):
         qtk.apply_smooth_quant(sim, [torch.randn(3, WIDTH)], progress=False)
