@@ -10,7 +10,9 @@ import qtk
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.scale_shift import ScaleShift
 from qtk.transforms import fold_batch_norm_step
+from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.result import Outcome
+from qtk.transforms.steps import ScaleParameter, make
 from tests.transforms.nets import INTO_LAYERS, INTO_SCALE_SHIFT, InPython, randomized
 from tests.zoo.models import ZOO
 
@@ -115,6 +117,18 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     assert list(prepared.state_dict()) == keys
     assert all(a is b for a, b in zip(prepared.parameters(), tensors, strict=True))
     assert torch.equal(prepared(x), model(x))
+
+
+def test_statistics_of_folded_layers_follow_later_scalings():
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)))
+    norm = copy.deepcopy(model[1])
+    prepared, _ = folded(model, inputs((2, 4, 5, 5)))
+    factor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    make(prepared, [ScaleParameter("0.bias", factor), ScaleParameter("3.weight", factor)])
+    ((name, (mean, std)),) = folded_statistics(prepared).items()
+    assert name == "0.weight"
+    torch.testing.assert_close(mean, norm.bias.detach() * factor)
+    torch.testing.assert_close(std, norm.weight.detach().abs() * factor)
 
 
 @pytest.mark.parametrize("name", ZOO)
