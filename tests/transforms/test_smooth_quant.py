@@ -118,6 +118,19 @@ class Gelu(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class Clipped(nn.Module):
+    """Factors may not pass a ReLU6."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, WIDTH), nn.ReLU6(), nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.fc1.weight *= 8
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
 class TiedGelu(Gelu):
     """As ``Gelu``, but the second layer has another use."""
 
@@ -165,6 +178,7 @@ NETS = {
     "post-norm": (PostNorm, {"fc"}),
     "gelu": (Gelu, {"fc2"}),
     "tied gelu": (TiedGelu, set()),
+    "relu6": (Clipped, set()),
     "experts": (Experts, {"norm", ""}),
     "concat": (Concat, {"a", "b", "c"}),
 }
