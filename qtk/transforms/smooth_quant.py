@@ -228,7 +228,7 @@ class SmoothQuant:
         samples = statistics.samples[0]
         work = sum(multiplications(item, each, samples)
                    for item, each in zip(value.readings, smoothed.products, strict=True))
-        reason = reason_against(self._model, value.readings, value.weights, value.decided, work)
+        reason = reason_against(self._model, value.readings, value.weights, value.decided, work, value.flow)
         if reason is not None:
             return Group(name, (), reason)
         choice = self._choice([value], [smoothed], [statistics], len(own), alpha)

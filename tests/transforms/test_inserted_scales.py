@@ -28,7 +28,8 @@ def reason(how, *, layer="a", work=LEAST_WORK, **settings):
     plan = qtk.QuantSim(model, x, **settings).plan
     items = [item for item in ChannelScales(model, (x,), {}).inputs if item.weight == f"{layer}.weight"][:1]
     weights = [Members(model).tensor(item.weight) for item in items]
-    return reason_against(model, items, weights, input_plan(items[0], Flow(items[0].graph.graph), plan), work)
+    flow = Flow(items[0].graph.graph)
+    return reason_against(model, items, weights, input_plan(items[0], flow, plan), work, flow)
 
 
 def gelu(m, x):
