@@ -11,8 +11,11 @@ import qtk
 from qtk.graph.insert import remove
 from qtk.graph.sites import value_site
 from qtk.numerics.error import sqnr_db
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.smooth_quant import SmoothQuant
+from tests.zoo.models import ZOO
 
 WIDTH = 32
 OUTLIERS, FACTOR = [3, 17], 80.0
@@ -380,3 +383,40 @@ def test_weights_alone():
     sim = qtk.QuantSim(model, data[0], weight_bits=4, activation_bits=None)
     result = qtk.apply_smooth_quant(sim, data, progress=False)
     assert all(group.after <= group.before for group in result.groups)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo_keeps_its_function(name):
+    entry = ZOO[name]
+    model, inputs = entry.model(), entry.inputs()
+    sim = qtk.QuantSim(model, inputs)
+    result = qtk.apply_smooth_quant(sim, [inputs], alpha=0.5, progress=False)
+    assert not result.undone
+    batch = 3 if entry.dynamic else 2
+    with in_mode(sim.quantizers.values(), Mode.BYPASS):
+        torch.testing.assert_close(entry.run(sim.model, batch), entry.run(model, batch), rtol=1e-4, atol=1e-4)
+
+
+TIMM = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto", "resnet18", "mobilenetv3_small_100",
+        "efficientnet_b0", "regnetx_002", "densenet121", "repvit_m0_9", "mixer_s32_224", "maxvit_rmlp_pico_rw_256")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMM)
+def test_models_of_timm_with_outliers_keep_their_function(name):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)) and module.weight is not None:
+                module.weight[:2] *= 40
+        model.get_classifier().weight.normal_()  # a classifier of zeros would hide everything
+    data = list(torch.randn(2, 2, *model.default_cfg["input_size"]).unbind())
+    sim = qtk.QuantSim(model, data[0])
+    result = qtk.apply_smooth_quant(sim, data, progress=False)
+    assert result.applied
+    assert not result.undone
+    with torch.no_grad(), in_mode(sim.quantizers.values(), Mode.BYPASS):
+        expected = model(data[1])
+        assert float((sim.model(data[1]) - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
