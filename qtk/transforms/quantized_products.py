@@ -62,7 +62,7 @@ def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) ->
         (port, read) for port in ports(item.node) if port.value is not item.value and flow.is_static(port.value)
         for read in (port.value, *ancestors(port.value)) if _is_read_of(read, weight)
     )
-    known = {value: _nothing(value) for value in item.node.all_input_nodes
+    known = {value: _nothing(value, weight) for value in item.node.all_input_nodes
              if value is not item.value and not flow.is_static(value)}
     sites = {edge_site(port): port.value, value_site(flow.root(port.value)): flow.root(port.value),
              value_site(port.value): port.value}
@@ -168,9 +168,9 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, object]) -> Tensor:
     return result
 
 
-def _nothing(value: fx.Node) -> Tensor:
+def _nothing(value: fx.Node, weight: Tensor) -> Tensor:
     """A zero in place of a value that is added to the product."""
-    return torch.zeros((), dtype=value.meta["val"].dtype)
+    return torch.zeros((), dtype=value.meta["val"].dtype, device=weight.device)
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
