@@ -21,7 +21,7 @@ from torch import Tensor
 BOUND = 2.0**16
 """Largest factor, and 1 over the smallest."""
 
-SMALLEST_WINDOW, LARGEST_WINDOW = 0.25, 0.7
+SMALLEST_WINDOW, LARGEST_WINDOW = 0.25, 0.8
 """By how much, as a logarithm, an element that a sweep leaves out is smaller than the largest of its channel."""
 
 
@@ -65,7 +65,7 @@ def equalize(
     Channels that only zeros produce or read keep the factor 1. No factor leaves [1 / ``BOUND``, ``BOUND``].
 
     Most elements of a weight are never the largest of their row or column. A sweep looks at those alone that may become
-    it before the factors have moved by ``window`` / 2; then all elements are looked at again.
+    it before the logarithm of a factor has moved by half of a window; then all are looked at again.
 
     >>> first = LayerMagnitudes(torch.tensor([[8.0], [1.0]]), torch.tensor([[0], [1]]), torch.tensor([[-1]]))
     >>> second = LayerMagnitudes(torch.tensor([[2.0, 4.0]]), torch.tensor([[-1]]), torch.tensor([[0, 1]]))
@@ -80,19 +80,26 @@ def equalize(
         max_sweeps: sweeps over the groups after which to stop in any case.
     """
     num_channels = sum(map(len, groups))
-    weights = [_LogWeight(layer) for layer in layers]
+    weights = [_LogWeight.of(layer) for layer in layers]
     log_factors = torch.zeros(num_channels + 1, dtype=torch.float64)  # the last one is that of channel −1, always 0
     ranges = before = _log_ranges(weights, log_factors)
-    num_sweeps, window, moved, drift = 0, LARGEST_WINDOW, math.inf, math.inf
-    while num_sweeps < max_sweeps and not (moved <= tolerance / 4 and drift <= window / 2):
-        window = min(max(8 * moved, SMALLEST_WINDOW), LARGEST_WINDOW)
-        sweep = _Sweep(_Edges.near_largest(weights, log_factors, ranges, window), groups)
-        anchor, moved, drift = log_factors.clone(), math.inf, 0.0
-        while num_sweeps < max_sweeps and moved > tolerance / 4 and drift <= window / 2:
+    near, near_at = weights, log_factors.clone()
+    num_sweeps, moved, enough = 0, math.inf, tolerance / 2
+    while num_sweeps < max_sweeps and _worst(ranges) > tolerance and moved > tolerance / 32:
+        if near is weights:
+            near, near_at = [_near_largest(weights, log_factors, ranges, LARGEST_WINDOW)], log_factors.clone()
+        window = min(max(16 * moved, SMALLEST_WINDOW), LARGEST_WINDOW)
+        sweep = _Sweep(_near_largest(near, log_factors, ranges, window), groups)
+        start, moved, drift = log_factors.clone(), math.inf, 0.0
+        while num_sweeps < max_sweeps and moved > enough and drift <= window / 2:
             num_sweeps += 1
             moved = sweep.run(log_factors)
-            drift = float((log_factors - anchor).abs().max())
-        ranges = _log_ranges(weights, log_factors)
+            drift = float((log_factors - start).abs().max())
+        enough = enough if moved > enough else moved / 2
+        if float((log_factors - near_at).abs().max()) > LARGEST_WINDOW / 2:
+            near = weights
+        ranges = _log_ranges(near, log_factors)
+    ranges = _log_ranges(weights, log_factors)
     return Equalization(log_factors[:-1].exp(), _ratio(before), _ratio(ranges), num_sweeps)
 
 
@@ -110,28 +117,43 @@ def absorbed_bias(mean: Tensor, std: Tensor, smallest: Tensor) -> Tensor:
     return torch.minimum(mean - 3 * std, smallest).clamp(min=0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _LogWeight:
-    """The logarithms of the magnitudes of a weight."""
+    """The logarithms of the magnitudes of a weight, or of some elements of several, and the channels they connect."""
 
-    def __init__(self, layer: LayerMagnitudes) -> None:
-        self.outputs, self.inputs = layer.outputs, layer.inputs
-        self._log = layer.magnitudes.log()
-        same = (self.outputs == self.inputs) & (self.outputs >= 0)  # a factor cancels
-        if bool(same.any()):
-            self._log = torch.where(same, -math.inf, self._log)
+    logs: Tensor
+    outputs: Tensor
+    inputs: Tensor
+
+    @staticmethod
+    def of(layer: LayerMagnitudes) -> _LogWeight:
+        """Of a whole weight, without the elements in which a factor cancels."""
+        logs, same = layer.magnitudes.log(), (layer.outputs == layer.inputs) & (layer.outputs >= 0)
+        return _LogWeight(torch.where(same, -math.inf, logs) if bool(same.any()) else logs, layer.outputs, layer.inputs)
 
     def scaled(self, log_factors: Tensor) -> Tensor:
         """The logarithms of the scaled magnitudes."""
-        log_factors = log_factors.to(self._log)
-        return self._log + log_factors[self.outputs] - log_factors[self.inputs]
+        log_factors = log_factors.to(self.logs)
+        return self.logs + log_factors[self.outputs] - log_factors[self.inputs]
 
-    def elements(self, log_factors: Tensor, least_produced: Tensor, least_read: Tensor) -> tuple[Tensor, ...]:
-        """Logarithm, output and input of the elements that reach the least value of one of their channels."""
-        scaled = self.scaled(log_factors)
-        least = torch.minimum(least_produced.to(scaled)[self.outputs], least_read.to(scaled)[self.inputs])
-        kept = scaled >= least
-        indices = (index.expand(scaled.shape)[kept] for index in (self.outputs, self.inputs))
-        return (self._log[kept].to(log_factors), *indices)
+
+def _near_largest(
+    weights: Sequence[_LogWeight], log_factors: Tensor, ranges: tuple[Tensor, Tensor], window: float
+) -> _LogWeight:
+    """The elements within a factor of exp(``window``) of the largest that produces, or that reads, a channel."""
+    least = [side - window for side in ranges]
+    for side in least:
+        side[side == -math.inf] = math.inf
+        side[-1] = math.inf
+    logs, outputs, inputs = [], [], []
+    for weight in weights:
+        scaled = weight.scaled(log_factors)
+        produced, read = (side.to(scaled) for side in least)
+        kept = scaled >= torch.minimum(produced[weight.outputs], read[weight.inputs])
+        logs.append(weight.logs[kept].to(log_factors))
+        outputs.append(weight.outputs.expand(scaled.shape)[kept])
+        inputs.append(weight.inputs.expand(scaled.shape)[kept])
+    return _LogWeight(torch.cat(logs), torch.cat(outputs), torch.cat(inputs))
 
 
 def _log_ranges(weights: Sequence[_LogWeight], log_factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,47 +169,32 @@ def _log_ranges(weights: Sequence[_LogWeight], log_factors: Tensor) -> tuple[Ten
     return ranges
 
 
+def _worst(ranges: tuple[Tensor, Tensor]) -> float:
+    """The largest |log(r1 / r2)|."""
+    ratios = _ratio(ranges).log().abs()
+    return float(ratios.max()) if len(ratios) else 0.0
+
+
 def _ratio(ranges: tuple[Tensor, Tensor]) -> Tensor:
     produced, read = (side[:-1] for side in ranges)
     return torch.where(produced.isfinite() & read.isfinite(), (produced - read).exp(), 1.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Edges:
-    """Elements of weights: the logarithm of each magnitude, and the channels it connects."""
-
-    logs: Tensor
-    outputs: Tensor
-    inputs: Tensor
-
-    @staticmethod
-    def near_largest(
-        weights: Sequence[_LogWeight], log_factors: Tensor, ranges: tuple[Tensor, Tensor], window: float
-    ) -> _Edges:
-        """The elements within a factor of exp(``window``) of the largest that produces, or that reads, a channel."""
-        least = [side - window for side in ranges]
-        for side in least:
-            side[side == -math.inf] = math.inf
-            side[-1] = math.inf
-        elements = [weight.elements(log_factors, *least) for weight in weights]
-        return _Edges(*(torch.cat(parts) for parts in zip(*elements, strict=True)))
-
-
 class _Sweep:
     """Equalizes the ranges around the channels of one group after the other, all other factors as they are."""
 
-    def __init__(self, edges: _Edges, groups: Sequence[Tensor]) -> None:
+    def __init__(self, elements: _LogWeight, groups: Sequence[Tensor]) -> None:
         self._groups = groups
         num_channels = sum(map(len, groups))
         owner, place = torch.full((num_channels + 1,), -1), torch.zeros(num_channels + 1, dtype=torch.int64)
         for index, group in enumerate(groups):
             owner[group], place[group] = index, torch.arange(len(group))
         self._writing, self._reading = (
-            _by_group(edges, here, there, owner, place, len(groups))
-            for here, there in ((edges.outputs, edges.inputs), (edges.inputs, edges.outputs))
+            _by_group(elements, here, there, owner, place, len(groups))
+            for here, there in ((elements.outputs, elements.inputs), (elements.inputs, elements.outputs))
         )
-        inside = owner[edges.outputs]
-        inside = inside[(inside == owner[edges.inputs]) & (inside >= 0)]
+        inside = owner[elements.outputs]
+        inside = inside[(inside == owner[elements.inputs]) & (inside >= 0)]
         self._exponents = [0.5] * len(groups)
         for index in inside.unique().tolist():  # type: ignore[no-untyped-call]
             self._exponents[index] = 0.25
@@ -211,12 +218,12 @@ _Side: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _by_group(
-    edges: _Edges, here: Tensor, there: Tensor, owner: Tensor, place: Tensor, num_groups: int
+    elements: _LogWeight, here: Tensor, there: Tensor, owner: Tensor, place: Tensor, num_groups: int
 ) -> list[_Side]:
     owners = owner[here]
     order = owners.argsort()
     lengths = torch.bincount(owners + 1, minlength=num_groups + 1).tolist()
-    parts = [torch.split(side[order], lengths) for side in (edges.logs, place[here], there)]
+    parts = [torch.split(side[order], lengths) for side in (elements.logs, place[here], there)]
     return list(zip(*(part[1:] for part in parts), strict=True))
 
 

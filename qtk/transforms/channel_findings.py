@@ -77,11 +77,11 @@ class Findings:
     """What the walks through all graphs of a model have found, in graph order.
 
     ``products``: variables of both factors of a product, and of the result; which hands factors on is decided later.
-    ``carriers``: node → the labels of its value, of length 1 along axes where they do not vary.
+    ``values``: every op that makes a float value, with its labels, of length 1 along axes where they do not vary.
     """
 
     reads: list[tuple[CapturedGraph, ChannelRead]] = field(default_factory=list)
     writes: list[tuple[CapturedGraph, ChannelWrite]] = field(default_factory=list)
     clamps: list[tuple[CapturedGraph, Clamp]] = field(default_factory=list)
     products: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    carriers: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
+    values: list[tuple[fx.Node, Tensor]] = field(default_factory=list)

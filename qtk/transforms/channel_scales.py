@@ -166,23 +166,20 @@ class ChannelScales:
             raise SpecError("only the factors of free classes may differ from 1")
         return self._absorbers.factors(factors.double()[self._representatives])
 
-    def makers(self, variables: Tensor) -> list[fx.Node]:
-        """The ops whose values change if some classes are scaled, in graph order.
+    def scaled_values(self, factors: Tensor) -> list[fx.Node]:
+        """The ops whose values have a channel that ``factors`` multiplies by another number than 1, in graph order.
 
-        Args:
-            variables: int64, the classes.
+        Shape: ``factors`` [num_variables], as for ``parameter_factors``.
         """
-        return [
-            node for node, carried in self.values.items()
-            if bool(torch.isin(carried, variables).any()) and node.op in ("call_function", "call_module")
-        ]
+        padded = torch.cat([factors, factors.new_ones(1)])
+        return [node for node, variables in self.values.items() if bool((padded[variables] != 1).any())]
 
     def _named(self, labels: Tensor) -> Tensor:
         named = self._representatives[labels.long()]
         return torch.where(named > PINNED, named, -1)
 
     def _collect(self, findings: Findings) -> None:
-        named = {node: self._named(labels) for node, labels in reversed(findings.carriers)}
+        named = {node: self._named(labels) for node, labels in reversed(findings.values)}
         free = [node for node, variables in named.items() if bool((variables >= 0).any())]
         self.values = {node: named[node] for node in reversed(free)}
         self.inputs = [
@@ -210,12 +207,16 @@ class ChannelScales:
         }
 
     def _pin_unvisited(self, model: nn.Module, visited: set[int]) -> None:
-        """Pins the parameters that graphs read which the example inputs do not reach, or that others run."""
+        """Pins parameters that are read where nothing was seen: in graphs that the example inputs do not reach, or by
+        modules that are in no graph.
+        """
         for graph in graphs(model).values():
             for node in graph.graph.find_nodes(op="get_attr") if id(graph) not in visited else ():
-                name = self._absorbers.name(attribute(graph, str(node.target)))
-                if name is not None:
-                    self._absorbers.pin(name)
+                self._absorbers.pin_tensor(attribute(graph, str(node.target)))
+        inside = {id(module) for graph in graphs(model).values() for module in graph.modules()}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
+                self._absorbers.pin_tensor(parameter)
 
 
 def _carry_one(classes: ChannelClasses, a: Tensor, b: Tensor, product: Tensor) -> None:
@@ -283,9 +284,7 @@ class _ParametersReadOutside(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.depth and (func.__name__ in ("item", "tolist") or _holds_a_tensor(result)):
             for leaf in pytree.tree_leaves((args, kwargs)):
-                name = self._absorbers.name(leaf)
-                if name is not None:
-                    self._absorbers.pin(name)
+                self._absorbers.pin_tensor(leaf)
         return result
 
 

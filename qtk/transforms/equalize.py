@@ -126,7 +126,7 @@ def _groups(model: PreparedModel, scales: ChannelScales) -> Iterator[Group]:
         steps: list[Step] = [ScaleParameter(name, factor) for name, factor in changed.items()]
         steps += clamp_steps(scales, by_variable, Members(model))
         detail = f"{len(members)} channels, largest ratio of two ranges {before:.3g} → {after:.3g}"
-        sites = sites_of_values(scales.makers(members)) | sites_of_parameters(model, changed)
+        sites = sites_of_values(scales.scaled_values(by_variable)) | sites_of_parameters(model, changed)
         yield Group(str(between), tuple(steps), detail, tuple(sorted(sites, key=str)))
 
 

@@ -46,15 +46,12 @@ class LabelWalk(LabelState):
             else:
                 self.values[node] = evaluate_node(node, self.values.__getitem__)
                 self.labels[node] = _checked(self._label(node), self.values[node])
-                self._note(node, self.labels[node])
+                if isinstance(labels := self.labels[node], Tensor):
+                    self.findings.values.append((node, core(labels)))
             for read in node.all_input_nodes:
                 remaining[read] -= 1
                 if not remaining[read]:
                     del self.values[read], self.labels[read]
-
-    def _note(self, node: fx.Node, labels: Labels) -> None:
-        if isinstance(labels, Tensor) and labels.numel() and bool(((small := core(labels)) > PINNED).any()):
-            self.findings.carriers.append((node, small))
 
     def _label(self, node: fx.Node) -> Labels:
         if node.op == "get_attr":

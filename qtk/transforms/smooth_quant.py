@@ -204,21 +204,23 @@ class SmoothQuant:
         variables = torch.cat([value.variables for value in values]).tolist()
         numbering = torch.tensor(sorted({variable for variable in variables if variable >= 0}))
         numbers = [_numbers(value.variables, numbering) for value in values]
-        fixed = [site for node in self._scales.makers(numbering) if _is_fixed(self._plan.get(site := value_site(node)))]
+        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
+        factors[numbering] = 2.0
+        scaled = self._scales.scaled_values(factors)
+        fixed = [site for node in scaled if _is_fixed(self._plan.get(site := value_site(node)))]
         if fixed:
             return Group(name, (), f"the config fixes the range of {fixed[0]}")
         inputs = [self._smoothed(*each) for each in zip(values, numbers, statistics, strict=True)]
         choice = self._choice(values, inputs, statistics, len(numbering), alpha, self._smoothed_sites(numbering))
         if choice.alpha is None:
             return Group(name, (), "no alpha lowers the error", (), choice.before, choice.before)
-        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
         factors[numbering] = 1 / choice.scale.cpu()
         changed = self._scales.parameter_factors(factors)
         weights = {item.weight for value in values for item in value.readings}
         producers = [parameter for parameter in changed if parameter not in weights] or list(changed)
         shown = ", ".join(producers[:SHOWN]) + (f" and {len(producers) - SHOWN} more" if len(producers) > SHOWN else "")
         steps = tuple(ScaleParameter(parameter, factor) for parameter, factor in changed.items())
-        sites = sites_of_values(self._scales.makers(numbering)) | sites_of_parameters(self._model, changed)
+        sites = sites_of_values(scaled) | sites_of_parameters(self._model, changed)
         return _scaled(name, steps, tuple(sites), choice, f"into {shown}", statistics)
 
     def _inserted(self, name: str, value: ReadValue, statistics: InputStatistics, alpha: float | None) -> Group:

@@ -22,8 +22,11 @@ def names(sites):
 def test_values_between_the_parameters_that_absorb_a_factor():
     model, x = qtk.prepare_model(Net().eval(), torch.randn(5, 4)), torch.randn(5, 4)
     scales = ChannelScales(model, (x,), {})
-    found = sites_of_values(scales.makers(scales.inputs[-1].variables[2:3]))
-    assert names(found) == {"first:out", "act:in[0]", "act:out", "matmul:in[0]"}
+    factors = torch.ones(scales.num_variables, dtype=torch.float64)
+    factors[scales.inputs[-1].variables[2]] = 3.0
+    assert names(sites_of_values(scales.scaled_values(factors))) == {
+        "first:out", "act:in[0]", "act:out", "matmul:in[0]"}
+    assert scales.scaled_values(torch.ones_like(factors)) == []
 
 
 def test_values_computed_from_a_parameter():
