@@ -56,6 +56,7 @@ class Transform:
 TRANSFORMS = {
     "fold_batch_norms": Transform(lambda sim, batches: qtk.fold_batch_norms(sim), 0.5, fold_batch_norms=False),
     "smooth_quant": Transform(lambda sim, batches: qtk.apply_smooth_quant(sim, batches, progress=False), 4.0),
+    "equalize": Transform(lambda sim, batches: qtk.equalize_model(sim), 1.0),
 }
 
 

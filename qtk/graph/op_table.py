@@ -93,6 +93,7 @@ for _kind in "relu6 hardtanh".split():
 for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh softplus".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True))
 _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
+_add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
 _add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
                                   scaling=Scaling.KEPT))
@@ -194,12 +195,11 @@ RECURRENT = {
     for kind in ("lstm", "gru", "rnn")
 }
 
-CHANNEL_SCALE = OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT)
-"""``ChannelScale``, called as (x, scale): reads x in front of its quantizer; only the product is quantized."""
+CHANNEL_SCALE = ROWS["qtk::channel_scale"]
+"""Reads its input in front of the quantizer of that; only the product is quantized."""
 
 OP_NAMES = frozenset(
-    name for row in (*ROWS.values(), *RECURRENT.values(), CHANNEL_SCALE) for name in (*row.names, row.inside)
-    if name is not None
+    name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
 ) | {"input"}
 """Every op name a config rule may use."""
 

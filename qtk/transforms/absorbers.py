@@ -125,6 +125,12 @@ class Absorbers:
         """The parameter must stay as it is."""
         self._pinned.add(name)
 
+    def pin_tensor(self, tensor: object) -> None:
+        """As ``pin``, if ``tensor`` is a floating-point parameter."""
+        name = self.name(tensor)
+        if name is not None:
+            self.pin(name)
+
     def close(self) -> None:
         """Pins the variables of all parameters that must stay as they are."""
         for name in self._pinned | (self.uses.keys() & self.bases.keys()):

@@ -207,12 +207,16 @@ class ChannelScales:
         }
 
     def _pin_unvisited(self, model: nn.Module, visited: set[int]) -> None:
-        """Pins the parameters that graphs read which the example inputs do not reach, or that others run."""
+        """Pins parameters that are read where nothing was seen: in graphs that the example inputs do not reach, or by
+        modules that are in no graph.
+        """
         for graph in graphs(model).values():
             for node in graph.graph.find_nodes(op="get_attr") if id(graph) not in visited else ():
-                name = self._absorbers.name(attribute(graph, str(node.target)))
-                if name is not None:
-                    self._absorbers.pin(name)
+                self._absorbers.pin_tensor(attribute(graph, str(node.target)))
+        inside = {id(module) for graph in graphs(model).values() for module in graph.modules()}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False) if id(module) not in inside else ():
+                self._absorbers.pin_tensor(parameter)
 
 
 def _carry_one(classes: ChannelClasses, a: Tensor, b: Tensor, product: Tensor) -> None:
@@ -280,9 +284,7 @@ class _ParametersReadOutside(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.depth and (func.__name__ in ("item", "tolist") or _holds_a_tensor(result)):
             for leaf in pytree.tree_leaves((args, kwargs)):
-                name = self._absorbers.name(leaf)
-                if name is not None:
-                    self._absorbers.pin(name)
+                self._absorbers.pin_tensor(leaf)
         return result
 
 

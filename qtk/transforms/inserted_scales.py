@@ -30,7 +30,7 @@ SCALE = "smooth_scale"
 
 def reason_against(
     model: nn.Module, readings: Sequence[WeightedInput], weights: Sequence[Tensor], decided: SitePlan | None,
-    work: float,
+    work: float, flow: Flow,
 ) -> str | None:
     """Why no multiplication is inserted in front of the layers that read one value; ``None`` if it may be.
 
@@ -40,9 +40,9 @@ def reason_against(
         weights: their weights.
         decided: how the value is quantized.
         work: multiplications that the layers make for each element of the value.
+        flow: of the graph of the value.
     """
-    graph, value = readings[0].graph, readings[0].value
-    flow = Flow(graph.graph)
+    value = readings[0].value
     root, layers = flow.root(value), {item.node for item in readings}
     row = flow.row(root)
     if decided is None:
@@ -95,9 +95,8 @@ def inserting_steps(model: nn.Module, readings: Sequence[WeightedInput], scale: 
 def _only_read_by(model: nn.Module, tensor: Tensor, layers: set[fx.Node]) -> bool:
     """Whether the graphs of ``model`` read ``tensor`` only in the ops ``layers``."""
     for graph in graphs(model).values():
-        flow = Flow(graph.graph)
-        for node in graph.graph.find_nodes(op="get_attr"):
-            is_read = attribute(graph, str(node.target)) is tensor
-            if is_read and any(port.user not in layers for port in flow.readers(node)):
-                return False
+        reads = [node for node in graph.graph.find_nodes(op="get_attr") if attribute(graph, str(node.target)) is tensor]
+        flow = Flow(graph.graph) if reads else None
+        if flow is not None and any(port.user not in layers for node in reads for port in flow.readers(node)):
+            return False
     return True

@@ -17,6 +17,7 @@ from qtk.core.spec import QuantSpec
 from qtk.graph.evaluate import evaluate
 from qtk.graph.flow import Flow
 from qtk.graph.op_row import Product as ProductKind
+from qtk.graph.op_table import row_of
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.graph.targets import attribute
 from qtk.numerics.ranges import choose_range
@@ -36,7 +37,7 @@ def input_plan(item: WeightedInput, flow: Flow, plan: QuantPlan) -> SitePlan | N
 def sampling(item: WeightedInput, weight: Tensor) -> Sampling:
     """What of the input of a layer may be left out: rows of a matrix product, samples of a convolution."""
     value = item.value.meta["val"]
-    row = Flow(item.node.graph).row(item.node)
+    row = row_of(item.node)
     assert row is not None
     is_last = item.channel_axis % value.ndim == value.ndim - 1
     if row.product in (ProductKind.OUT_IN, ProductKind.IN_OUT):
@@ -46,7 +47,7 @@ def sampling(item: WeightedInput, weight: Tensor) -> Sampling:
 
 def multiplications(item: WeightedInput, product: Product, x: Tensor) -> float:
     """How many multiplications a layer makes for each element of its input ``x``."""
-    row = Flow(item.node.graph).row(item.node)
+    row = row_of(item.node)
     weight = product.weight
     if row is not None and row.product is ProductKind.CONV:
         outputs = product.exact(x, weight).numel()
@@ -61,7 +62,7 @@ def product(item: WeightedInput, weight: Tensor, flow: Flow, plan: QuantPlan) ->
         (port, read) for port in ports(item.node) if port.value is not item.value and flow.is_static(port.value)
         for read in (port.value, *ancestors(port.value)) if _is_read_of(read, weight)
     )
-    known = {value: _nothing(value) for value in item.node.all_input_nodes
+    known = {value: _nothing(value, weight) for value in item.node.all_input_nodes
              if value is not item.value and not flow.is_static(value)}
     sites = {edge_site(port): port.value, value_site(flow.root(port.value)): flow.root(port.value),
              value_site(port.value): port.value}
@@ -167,9 +168,9 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, object]) -> Tensor:
     return result
 
 
-def _nothing(value: fx.Node) -> Tensor:
+def _nothing(value: fx.Node, weight: Tensor) -> Tensor:
     """A zero in place of a value that is added to the product."""
-    return torch.zeros((), dtype=value.meta["val"].dtype)
+    return torch.zeros((), dtype=value.meta["val"].dtype, device=weight.device)
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

@@ -106,7 +106,7 @@ class SmoothQuant:
         self._plan = plan
         self._members = Members(model)
         self.values = self._read_values()
-        self._scaled_sites = list(self._read_sites())
+        self.scaled_sites = list(self._read_sites())
         self._statistics: dict[ReadValue | ScaledSite, InputStatistics] = {}
 
     @property
@@ -120,7 +120,7 @@ class SmoothQuant:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Gathers statistics of all values while the body runs the model over data."""
-        gathered: list[ReadValue | ScaledSite] = [*self.values, *self._scaled_sites]
+        gathered: list[ReadValue | ScaledSite] = [*self.values, *self.scaled_sites]
         with gathering(self._model, [each.tapped for each in gathered]) as statistics:
             yield
         self._statistics = dict(zip(gathered, statistics, strict=True))
@@ -204,18 +204,23 @@ class SmoothQuant:
         variables = torch.cat([value.variables for value in values]).tolist()
         numbering = torch.tensor(sorted({variable for variable in variables if variable >= 0}))
         numbers = [_numbers(value.variables, numbering) for value in values]
+        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
+        factors[numbering] = 2.0
+        scaled = self._scales.scaled_values(factors)
+        fixed = [site for node in scaled if _is_fixed(self._plan.get(site := value_site(node)))]
+        if fixed:
+            return Group(name, (), f"the config fixes the range of {fixed[0]}")
         inputs = [self._smoothed(*each) for each in zip(values, numbers, statistics, strict=True)]
         choice = self._choice(values, inputs, statistics, len(numbering), alpha, self._smoothed_sites(numbering))
         if choice.alpha is None:
             return Group(name, (), "no alpha lowers the error", (), choice.before, choice.before)
-        factors = torch.ones(self._scales.num_variables, dtype=torch.float64)
         factors[numbering] = 1 / choice.scale.cpu()
         changed = self._scales.parameter_factors(factors)
         weights = {item.weight for value in values for item in value.readings}
         producers = [parameter for parameter in changed if parameter not in weights] or list(changed)
         shown = ", ".join(producers[:SHOWN]) + (f" and {len(producers) - SHOWN} more" if len(producers) > SHOWN else "")
         steps = tuple(ScaleParameter(parameter, factor) for parameter, factor in changed.items())
-        sites = sites_of_values(self._scales.scaled_values(factors)) | sites_of_parameters(self._model, changed)
+        sites = sites_of_values(scaled) | sites_of_parameters(self._model, changed)
         return _scaled(name, steps, tuple(sites), choice, f"into {shown}", statistics)
 
     def _inserted(self, name: str, value: ReadValue, statistics: InputStatistics, alpha: float | None) -> Group:
@@ -225,7 +230,7 @@ class SmoothQuant:
         samples = statistics.samples[0]
         work = sum(multiplications(item, each, samples)
                    for item, each in zip(value.readings, smoothed.products, strict=True))
-        reason = reason_against(self._model, value.readings, value.weights, value.decided, work)
+        reason = reason_against(self._model, value.readings, value.weights, value.decided, work, value.flow)
         if reason is not None:
             return Group(name, (), reason)
         choice = self._choice([value], [smoothed], [statistics], len(own), alpha)
@@ -248,7 +253,7 @@ class SmoothQuant:
 
     def _smoothed_sites(self, numbering: Tensor) -> list[SmoothedSite]:
         sites = []
-        for site in self._scaled_sites:
+        for site in self.scaled_sites:
             own = _numbers(site.variables, numbering)
             if bool((own >= 0).any()):
                 own = own.to(next(self._model.parameters()).device)
@@ -279,9 +284,13 @@ def _reason_to_leave(values: Sequence[ReadValue], statistics: Sequence[InputStat
     for value, each in zip(values, statistics, strict=True):
         if not each.is_complete:
             return f"no data reached {value.name}"
-        if value.decided is not None and (value.decided.range is not None or value.decided.bounds is not None):
+        if _is_fixed(value.decided):
             return f"the config fixes the range of {value.name}"
     return None
+
+
+def _is_fixed(decided: SitePlan | None) -> bool:
+    return decided is not None and (decided.range is not None or decided.bounds is not None)
 
 
 def _scaled(

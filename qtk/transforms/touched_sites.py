@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable
 from torch import fx, nn
 
 from qtk.core.site import Site
-from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.graph.targets import attribute
@@ -33,12 +32,14 @@ def sites_of_parameters(model: nn.Module, names: Collection[str | None]) -> set[
     members = Members(model)
     sites: set[Site] = set()
     for graph in graphs(model).values():
-        flow, derived = Flow(graph.graph), set[fx.Node]()
+        static, derived = set[fx.Node](), set[fx.Node]()
         for node in graph.graph.nodes:
+            if node.op == "get_attr" or (node.op != "placeholder" and static.issuperset(node.all_input_nodes)):
+                static.add(node)
             if node.op == "get_attr":
                 is_derived = members.name(attribute(graph, str(node.target))) in names
             else:
-                is_derived = flow.is_static(node) and not derived.isdisjoint(node.all_input_nodes)
+                is_derived = node in static and not derived.isdisjoint(node.all_input_nodes)
             if is_derived:
                 derived.add(node)
         sites |= sites_of_values(derived)

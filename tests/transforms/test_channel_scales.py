@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qtk
 from qtk.errors import SpecError
 from qtk.transforms.channel_scales import ChannelScales
-from tests.transforms.scaling import Scaled, prepare, wide
+from tests.transforms.scaling import Scaled, difference, prepare, wide
 from tests.transforms.scaling_nets import Attention, SpelledGelu, linear, net, norm
 from tests.transforms.symmetries import count_symmetries
 from tests.zoo.models import ZOO
@@ -162,6 +162,9 @@ CASES: dict[str, Case] = {
                     c=linear(4, 2)), (batch(3),), {"b", "c"}, {"a"}, 0),
     "a weight that is also its transpose": (
         lambda: net(lambda m, x: F.relu(m.a(x)) @ m.a.weight, a=linear(3, 4)), (batch(3),), set(), {"a"}, 0),
+    "a weight whose row is added too": (
+        lambda: net(lambda m, x: m.b(F.relu(m.a(x)) + m.b.weight[0]), a=linear(3, 4), b=linear(4, 2)), (batch(3),),
+        set(), {"a", "b"}, 0),
     "a transposed weight": (
         lambda: net(lambda m, x: F.relu(m.a(x)) @ m.weight.t(), a=linear(3, 4), weight=nn.Parameter(torch.ones(2, 4))),
         (batch(3),), {"weight"}, {"a"}, 0),
@@ -330,8 +333,16 @@ def test_the_index_says_which_channel_an_element_multiplies() -> None:
     assert write.weight_index.squeeze(-1).tolist() == [[0, 1]] * 3 + [[2, 3]] * 3
 
 
+def test_what_the_data_picks_may_be_picked_elsewhere_next_time() -> None:
+    model = net(lambda m, x: m.c(F.relu(m.b(x)).gather(1, x.argsort(1))), b=linear(3, 3), c=linear(3, 2))
+    scaled = Scaled(model, batch(3).sort(1).values)  # here the op moves nothing
+    changed = scaled.scaled(scaled.random_factors())
+    assert scaled.free_weights() == {"c.weight"}
+    assert difference(scaled.model, changed, (batch(3),), {}) <= 1e-10
+
+
 class OwnPython(nn.Module):
-    """A model that cannot be one graph; its Python may read a parameter of a module it calls."""
+    """A model that cannot be one graph; its Python may read a parameter of a graph that it calls."""
 
     def __init__(self, reads: bool):
         super().__init__()
@@ -342,33 +353,39 @@ class OwnPython(nn.Module):
         y: Tensor = self.first(x)
         if float(y.sum()) > 1e9:  # what data decides
             y = y * 2
-        return y + self.first[2].weight.sum() if self.reads else y
+        return y + self.first.get_parameter("2.weight").sum() if self.reads else y
 
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_parameter_that_the_models_own_python_reads_stays(reads: bool) -> None:
     scaled = Scaled(OwnPython(reads), batch(3))
     assert type(scaled.model).__name__ == "PreparedTree"
+    assert [read.weight for read in scaled.scales.inputs] == ["first.0.weight", "first.2.weight"]
     assert scaled.free_weights() == (set() if reads else {"first.2.weight"})
     assert scaled.error(scaled.scaled(scaled.random_factors())) <= 1e-10
 
 
-def test_what_the_example_inputs_do_not_reach_stays() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+class Branches(nn.Module):
+    """Data decides which of two modules runs; they may share a weight."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+        if shared:
             self.a[0].weight = self.b[0].weight
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.a(x) if float(x.sum()) > 1e9 else self.b(x)
-            return out
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) if float(x.sum()) > 1e3 else self.b(x)
+        return out
 
-    model = Branches()
-    prepared = prepare(model, batch(3))
-    assert Scaled(prepared, batch(3), prepared=True).free_weights() <= {"b.2.weight"}
-    both = {name for name, module in prepared.named_modules() if name in ("a", "b")}
-    assert both == {"a", "b"}
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_the_example_inputs_do_not_reach_stays(shared: bool) -> None:
+    scaled = Scaled(Branches(shared), batch(3))
+    assert scaled.free_weights() == (set() if shared else {"b.2.weight"})
+    changed = scaled.scaled(scaled.random_factors())
+    for x in (batch(3), batch(3) + 100):
+        assert difference(scaled.model, changed, (x,), {}) <= 1e-10
 
 
 def test_scale_and_shift_absorb_on_both_sides() -> None:

@@ -225,6 +225,14 @@ def test_no_simulation():
         qtk.apply_smooth_quant(qtk.prepare_model(model, batches[0]), batches)
 
 
+def test_several_processes(monkeypatch):
+    model, batches = small()
+    sim = qtk.QuantSim(model, batches[0])
+    monkeypatch.setattr("qtk.workflow.smooth_quant.several_ranks", lambda: True)
+    with pytest.raises(CalibrationError, match="runs in one process"):
+        qtk.apply_smooth_quant(sim, batches, progress=False)
+
+
 def test_a_model_without_layers():
     sim = qtk.QuantSim(nn.Sequential(nn.ReLU(), nn.Sigmoid()).eval(), torch.randn(4, 8))
     result = qtk.apply_smooth_quant(sim, [torch.randn(4, 8)], progress=False)
@@ -303,5 +311,5 @@ def test_a_float_checkpoint_is_smoothed_as_the_model_was():
 def test_captured_for_one_shape():
     model, batches = small()
     sim = qtk.QuantSim(qtk.prepare_model(model, batches[0], dynamic_shapes=None), batches[0])
-    with pytest.raises(CaptureError, match="batch 0: .*has shape"):
+    with pytest.raises(CaptureError, match=r"batch 0: .*has shape"):
         qtk.apply_smooth_quant(sim, [torch.randn(3, WIDTH)], progress=False)
