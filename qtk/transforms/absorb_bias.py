@@ -36,6 +36,9 @@ Statistics: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 RECTIFIERS = ("relu", "leaky_relu", "prelu")
 """Ops that leave what is not negative as it is."""
 
+LEAST = 0.01
+"""Part of a standard deviation that is not worth absorbing."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AbsorbBias:
@@ -90,6 +93,7 @@ def absorbable_biases(model: nn.Module, scales: ChannelScales, statistics: Stati
         assert output.smallest is not None
         assert output.bias is not None
         amount = absorbed_bias(mean, std, output.smallest.double().cpu())
+        amount = torch.where(amount > LEAST * std, amount, 0.0)
         name = f"bias of {owner_of(output.weight)} → {', '.join(owner_of(layer.weight) for layer in layers)}"
         if not bool(amount.any()):
             yield Group(name, (), "no channel is far above 0")

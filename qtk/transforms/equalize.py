@@ -21,6 +21,7 @@ from qtk.transforms.absorb_bias import Statistics, absorbable_biases, scaled
 from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
 from qtk.transforms.clamp_names import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
+from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import TransformResult
@@ -37,25 +38,29 @@ EQUAL = 1.01
 def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | None = None) -> TransformResult:
     """Gives the weights before and behind every channel the same range, each group of channels proved.
 
-    Then, with ``statistics``, biases far above 0 in front of a rectifier are absorbed by the layers behind it.
+    Then biases far above 0 in front of a rectifier are absorbed by the layers behind it, as far as the statistics of
+    folded batch norms and the example inputs allow; the function stays what it was where values stay in that range.
 
     Changes ``model``, a prepared one without quantizers; parameters are replaced, not written to.
 
     Args:
         model: the model.
         call: the example inputs.
-        statistics: weight → mean and standard deviation of what its layer makes, known from batch norms.
+        statistics: weight → mean and standard deviation of what its layer makes; ``None``: of folded batch norms.
     """
     with unchanged_on_error(model):
         scales = ChannelScales(model, call.args, call.kwargs)
         made = len(steps_of(model))
         result = rewrite(model, call, list(_groups(model, scales)), transform=TRANSFORM, nothing=NOTHING)
-        if not statistics:
+        known: Statistics = folded_statistics(model)
+        if statistics is not None:
+            known = scaled(statistics, _output_factors(scales, steps_of(model)[made:]))
+        if not known:
             return result
-        factors = _output_factors(scales, steps_of(model)[made:])
-        groups = list(absorbable_biases(
-            model, ChannelScales(model, call.args, call.kwargs), scaled(statistics, factors)
-        ))
+        absorbing = absorbable_biases(model, ChannelScales(model, call.args, call.kwargs), known)
+        groups = [group for group in absorbing if group.steps]
+        if not groups:
+            return result
         absorbed = rewrite(model, call, groups, transform=TRANSFORM, nothing=NOTHING)
     return replace(
         result, groups=result.groups + absorbed.groups, sites=tuple(dict.fromkeys(result.sites + absorbed.sites)),

@@ -21,6 +21,7 @@ from qtk.capture.prepared_model import PreparedModel
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.targets import attribute
+from qtk.transforms.absorb_bias import AbsorbBias
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.members import Members
@@ -62,7 +63,8 @@ def folded_sites(model: PreparedModel) -> dict[Site, str]:
 def folded_statistics(model: PreparedModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Weight → mean and standard deviation [out] of what its layer makes, of layers that a batch norm was folded into.
 
-    They are those of the batch norm in training, times what later steps scaled the layer's bias by.
+    They are those of the batch norm in training, times what later steps scaled the layer's bias by, less what they took
+    from it.
     """
     statistics: dict[str, tuple[Tensor, Tensor]] = {}
     weights: dict[str, str] = {}
@@ -74,6 +76,9 @@ def folded_statistics(model: PreparedModel) -> dict[str, tuple[Tensor, Tensor]]:
         elif isinstance(step, ScaleParameter) and (weight := weights.get(step.parameter)) is not None:
             mean, std = statistics[weight]
             statistics[weight] = mean * step.factor, std * step.factor
+        elif isinstance(step, AbsorbBias) and (weight := weights.get(step.bias)) is not None:
+            mean, std = statistics[weight]
+            statistics[weight] = mean - step.amount, std
     return statistics
 
 

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import qtk
 from qtk.capture.calls import Call
-from qtk.transforms.absorb_bias import absorbable_biases, scaled
+from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases, scaled
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.equalize import equalize_layers
+from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.result import Outcome
+from qtk.transforms.steps import ScaleParameter, steps_of
 from tests.transforms.scaling import difference, prepare
 from tests.transforms.scaling_nets import net
 from tests.transforms.test_equalize import conv, images, unequal
@@ -87,3 +90,23 @@ def test_others_are_left_with_the_reason(build, reason: str) -> None:  # type: i
     (group,) = absorbable_biases(prepared, ChannelScales(prepared, (x,), {}), statistics(model, x))
     assert not group.steps
     assert reason in group.detail
+
+
+def test_folded_batch_norms_tell_the_statistics_and_nothing_is_absorbed_twice() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1))
+    with torch.no_grad():
+        model[1].bias[2:] = 8.0  # type: ignore[index,operator]
+    x = images(2, 6, 6) * 0.1
+    prepared = prepare(model, x)
+    qtk.fold_batch_norms(prepared)
+    before = copy.deepcopy(prepared)
+    mean, _ = folded_statistics(prepared)["0.weight"]
+    result = equalize_layers(prepared, Call((x,), {}, None))
+    assert [group.name for group in result.applied] == ["0 → 3", "bias of 0 → 3"]
+    assert difference(before, prepared, (x,), {}) <= 1e-10
+    (step,) = (step for step in steps_of(prepared) if isinstance(step, AbsorbBias))
+    factor = next(step.factor for step in steps_of(prepared) if isinstance(step, ScaleParameter)
+                  and step.parameter == "0.bias")
+    torch.testing.assert_close(folded_statistics(prepared)["0.weight"][0], mean * factor - step.amount)
+    assert not equalize_layers(prepared, Call((x,), {}, None)).applied
