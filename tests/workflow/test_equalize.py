@@ -80,6 +80,26 @@ def test_a_trained_net_with_unequal_channels_is_as_good_as_in_float() -> None:
     assert accuracy[2] >= accuracy[0] - 0.005
 
 
+def test_biases_far_above_zero_are_absorbed() -> None:
+    """Batch norms knew how far; the range in front of the layers behind becomes smaller."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    nn.init.constant_(net[1].bias[:3], 8.0)
+    images = torch.randn(64, 3, 8, 8)
+    for _ in range(60):
+        net(images)  # running statistics
+    net.eval()
+    largest = []
+    for equalized in (False, True):
+        sim = qtk.QuantSim(net, images[:8])
+        if equalized:
+            names = [group.name for group in qtk.equalize_model(sim).applied]
+            assert "bias of 0 → 3" in names
+        sim.compute_encodings([images], progress=False)
+        largest.append(float(sim.encodings()["2:out"].maximum))
+    assert largest[1] < 0.7 * largest[0]
+
+
 def test_a_channel_clamp_is_planned_like_a_clamp() -> None:
     sim = qtk.QuantSim(model(), BATCHES[0])
     before = list(sim.plan)
