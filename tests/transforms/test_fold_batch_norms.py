@@ -145,28 +145,3 @@ def test_the_zoo_keeps_its_function(name):
     batch = 3 if entry.dynamic else 2
     expected, actual = entry.run(model, batch), entry.run(prepared, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-TIMM = ("resnet18", "mobilenetv3_small_100", "efficientnet_b0", "regnetx_002", "densenet121", "repvit_m0_9",
-        "convnext_atto", "vit_tiny_patch16_224", "maxvit_rmlp_pico_rw_256")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_models_of_timm_have_no_batch_norm_left(name):
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=10)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.2)
-            module.running_var.uniform_(0.5, 2.0)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-    model.double().eval()
-    size = model.default_cfg["input_size"][1] if "vit" in name else 64
-    x = torch.randn(2, 3, size, size, dtype=torch.float64)
-    prepared, result = folded(model, x)
-    torch.testing.assert_close(prepared(x), model(x), rtol=1e-10, atol=1e-10)
-    assert count(prepared, BatchNorm) == 0
-    assert result.undone == result.skipped == ()
