@@ -177,9 +177,10 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
             qdq.compare_with_simulation(file, graph)
     names = [name for graph, _ in calls.values() for name in saturation.saturating_weights(graph)]
     if names:
+        others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
-            f"products of uint8 and the int8 codes of {len(names)} weights, {names[0]} the first, can overflow the "
-            "int16 that ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
+            f"products of uint8 and the int8 codes of {names[0]}{others} can overflow the int16 that "
+            "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
             "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
             "sessions with session.x64quantprecision=1", stacklevel=2,
         )
