@@ -14,21 +14,26 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityEliminationPass
 from onnxscript import optimizer, values
+from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter.rules.common import mul_by_1_rule
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
+from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import input_names, output_nodes
 from qtk.capture.torch_export import first_line, silent_torch
 from qtk.errors import ExportError
+from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
 from qtk.torch_private import pytree
 
@@ -101,7 +106,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
 
 
 def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
-    """A copy with markers inside; a composite without markers is exported as one op."""
+    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op."""
     copied = copy.deepcopy(module)
     has_markers = False
     for before, after in zip(graphs(module).values(), graphs(copied).values(), strict=True):
@@ -110,6 +115,8 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Mod
         after.recompile()
     if has_markers:
         copied.add_module("active_tap", _ActiveTap())
+    if isinstance(copied, Recurrent):
+        copied.over_time = scan_over_time
     return copied
 
 
@@ -145,7 +152,8 @@ def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.Exported
     examples = tuple(_doubled(leaf, node) for leaf, node in zip(leaves, placeholders, strict=True))
     shapes = tuple(dict.fromkeys(_dynamic_axes(node), Dim.AUTO) or None for node in placeholders)
     try:
-        return torch.export.export(flat, examples, dynamic_shapes=shapes)
+        with lengths_stay_free():
+            return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
         raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
 
@@ -180,6 +188,8 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)
+    RewritePass(_MULTIPLIED_BY_ONE)(graph)
+    IdentityEliminationPass()(graph)
     ClearMetadataAndDocStringPass()(graph)
     return graph
 
@@ -211,6 +221,8 @@ def _schema() -> onnx.defs.OpSchema:
 
 
 _SCHEMA = _schema()
+_MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
+"""``addcmul`` is translated to a product with its factor, which is 1."""
 
 
 def _root_cause(error: BaseException) -> str:
