@@ -28,6 +28,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
+from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -57,11 +58,13 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
             entries[name] = _replace(marker, graph, site, name, opset)
     marked.model.opset_imports.pop(DOMAIN, None)
     RemoveUnusedNodesPass()(marked.model)
-    OutputFixPass()(marked.model)
     names = ValueNames(graph)
     name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
     name_batch(graph)
     _name_sites(names, entries)
+    carry_codes(graph, names)
+    RemoveUnusedNodesPass()(marked.model)
+    OutputFixPass()(marked.model)
 
 
 def qparam_name(site: str, kind: str) -> str:

@@ -27,18 +27,18 @@ def scan_over_time(
     Packed sequences are padded: the cell runs on all N sequences at every time step, and one that has no element there
     keeps its state.
     """
-    projected = step.projection(x, parameters.w_ih, parameters.b_ih)
     if batch_sizes is None:
-        hidden, last = _scan(step, [projected], states, parameters, backwards=backwards)
-        return hidden, last
+        projected = step.projection(x.flip(0) if backwards else x, parameters.w_ih, parameters.b_ih)
+        hidden, last = _scan(step, [projected], states, parameters)
+        return hidden.flip(0) if backwards else hidden, last
     layout = _Padding(batch_sizes, states[0].shape[0])
-    padded = [layout.pad(projected), layout.has_element]
-    hidden, last = _scan(step, padded, states, parameters, backwards=backwards)
-    return layout.pack(hidden, x.shape[0]), last
+    padded = [layout.pad(step.projection(x, parameters.w_ih, parameters.b_ih)), layout.has_element]
+    hidden, last = _scan(step, [each.flip(0) for each in padded] if backwards else padded, states, parameters)
+    return layout.pack(hidden.flip(0) if backwards else hidden, x.shape[0]), last
 
 
 def _scan(
-    step: Step, sequences: Sequence[Tensor], states: tuple[Tensor, ...], parameters: StepParameters, *, backwards: bool
+    step: Step, sequences: Sequence[Tensor], states: tuple[Tensor, ...], parameters: StepParameters
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Runs the cell over the projected input and, of packed sequences, over which of them have an element."""
     given = [tensor for tensor in parameters.of_cell if tensor is not None]
@@ -52,9 +52,8 @@ def _scan(
             new = [torch.where(current[1], after, before) for after, before in zip(new, old, strict=True)]
         return [*new, new[0].clone()]  # an output of the body must not be another one
 
-    inputs = [sequence.flip(0) if backwards else sequence for sequence in sequences]
-    *last, hidden = torch.ops.higher_order.scan(body, list(states), inputs, tuple(given))
-    return hidden.flip(0) if backwards else hidden, tuple(last)
+    *last, hidden = torch.ops.higher_order.scan(body, list(states), list(sequences), tuple(given))
+    return hidden, tuple(last)
 
 
 class _Padding:
