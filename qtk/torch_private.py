@@ -94,16 +94,13 @@ def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
 def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[None]:
     """Replaces the Python kernels of ``op``, by which tracers find the shapes of its results."""
     kernels = dict(op.py_kernels)
-    _set_python_kernels(op, dict.fromkeys(kernels, kernel))
+    op.py_kernels.update(dict.fromkeys(kernels, kernel))
+    op._dispatch_cache.clear()
     try:
         yield
     finally:
-        _set_python_kernels(op, kernels)
-
-
-def _set_python_kernels(op: OpOverload, kernels: dict[object, Callable[..., object]]) -> None:
-    op.py_kernels.update(kernels)  # type: ignore[arg-type]
-    op._dispatch_cache.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ Each case moves a DequantizeLinear that its readers see through the boundary; va
 3. A dequantized result of the body is handed out as codes and dequantized outside.
 4. A state that the body returns dequantized is carried as codes, if the first one is zero or has the same encoding:
    only then it is on the same grid.
+5. Dequantized values that the body splits are dequantized behind the split, one part for each gate.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class _Scan:
 
     def rewrite(self) -> None:
         self._dequantize_constants()
+        for node in list(self.body):
+            if node.op_type == "Split":
+                self._split_codes(node)
         for index in range(self.num_states, len(self.node.inputs)):
             dequantize = _dequantize(self.node.inputs[index])
             if dequantize is not None:
@@ -82,6 +86,15 @@ class _Scan:
         self._take_codes(index, codes, dequantize)
         self._return_codes(index, dequantize)
 
+    def _split_codes(self, node: ir.Node) -> None:
+        """Case 5."""
+        dequantize = _dequantize(node.inputs[0])
+        if dequantize is None:
+            return
+        node.replace_input_with(0, _codes(dequantize))
+        for part in node.outputs:
+            self._dequantize_result(part, dequantize)
+
     def _take_codes(self, index: int, codes: ir.Value, dequantize: ir.Node) -> None:
         """Hands ``codes`` to the body, which dequantizes them like ``dequantize``."""
         self.node.replace_input_with(index, codes)
@@ -95,13 +108,18 @@ class _Scan:
     def _return_codes(self, index: int, dequantize: ir.Node) -> None:
         """Returns the codes that ``dequantize`` reads in the body; outside they are dequantized like there."""
         self.body.outputs[index] = _codes(dequantize)
-        value = self.node.outputs[index]
-        outside = self._dequantize_like(dequantize, value, value.shape)
-        value.replace_all_uses_with(outside.outputs[0], replace_graph_outputs=True)
-        outside.replace_input_with(0, value)
+        self._dequantize_result(self.node.outputs[index], dequantize)
+
+    def _dequantize_result(self, value: ir.Value, dequantize: ir.Node) -> None:
+        """Makes ``value``, a result of a node, codes; their readers get them dequantized like by ``dequantize``."""
+        result = self._dequantize_like(dequantize, value, value.shape)
+        value.replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
+        result.replace_input_with(0, value)
         value.dtype = _codes(dequantize).dtype
-        assert self.node.graph is not None
-        self.node.graph.insert_after(self.node, outside)
+        producer = value.producer()
+        assert producer is not None
+        assert producer.graph is not None
+        producer.graph.insert_after(producer, result)
 
     def _dequantize_like(self, node: ir.Node, codes: ir.Value, shape: ir.Shape | None) -> ir.Node:
         result = self._named("DequantizeLinear", node, [codes, *node.inputs[1:]], node.outputs[0].dtype, shape)
@@ -145,19 +163,10 @@ def _codes(dequantize: ir.Node) -> ir.Value:
 
 def _is_zero(value: ir.Value) -> bool:
     """Whether a value is made of constant zeros."""
-    while value.const_value is None:
+    while (constant := ir.convenience.get_const_tensor(value)) is None:
         producer = value.producer()
-        if producer is None:
-            return False
-        if producer.op_type == "Constant":
-            constants = [attribute.value for attribute in producer.attributes.values()]
-            return all(not np.any(_array(constant)) for constant in constants)
-        source = producer.inputs[0] if producer.inputs else None
-        if producer.op_type not in MOVEMENT or source is None:
+        source = producer.inputs[0] if producer is not None and producer.op_type in MOVEMENT else None
+        if source is None:
             return False
         value = source
-    return not value.is_graph_input() and not np.any(value.const_value.numpy())
-
-
-def _array(constant: object) -> object:
-    return constant.numpy() if isinstance(constant, ir.TensorProtocol) else constant
+    return not value.is_graph_input() and not np.any(constant.numpy())
