@@ -154,13 +154,13 @@ def _mark_sites(
 
 
 def _check_padding(model: PackedRecurrent, sites: Iterable[SimulatedSite]) -> None:
-    """Raises: ExportError naming a site in a cell whose range, taken at run time, would include padding."""
+    """Raises: ExportError naming a site in a cell whose dynamic range would include padding."""
     cells = [graph.graph for path, graph in graphs(model).items() if path.endswith(".cell")]
     for site in sites:
         if site.spec.dynamic and site.node.graph in cells and not isinstance(site.spec.granularity, PerToken):
             raise ExportError(
-                f"{site.name}: packed sequences are padded in ONNX, so a range taken at run time must be that of one "
-                "row; quantize this site per token or with a calibrated range, or export formats=('encodings',)"
+                f"{site.name}: packed sequences are padded in ONNX, and dynamic quantization of a whole tensor would "
+                "include the padding; quantize this site per token or statically, or export formats=('encodings',)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Recurrent nets as Scan: the file, in ONNX Runtime and in onnx's evaluator, against the simulation's loop over time."""
+"""Recurrent nets as Scan: the file, in ONNX Runtime and in onnx's evaluator, against the simulation's loop."""
 
 from collections import Counter
 
