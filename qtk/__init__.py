@@ -14,11 +14,14 @@ from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+from qtk.workflow.smooth_quant import apply_smooth_quant
+from qtk.workflow.transforms import TRANSFORMS
 
 __version__ = "0.1.0"
 
@@ -27,6 +30,7 @@ __all__ = [
     "FROM_CONFIG",
     "METHODS",
     "SCHEMES",
+    "TRANSFORMS",
     "Encoding",
     "Mode",
     "PerBlock",
@@ -46,9 +50,11 @@ __all__ = [
     "apply_gptq",
     "apply_layerwise",
     "apply_seq_mse",
+    "apply_smooth_quant",
     "backends",
     "correct_bias",
     "dtype",
+    "equalize_model",
     "fold_batch_norms",
     "prepare_model",
     "reestimate_batch_norms",

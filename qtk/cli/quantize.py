@@ -32,6 +32,7 @@ from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.transforms import transform
 
 SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
 
@@ -128,7 +129,7 @@ class _Run:
         return scores
 
     def calibrated(self, setting: Setting) -> QuantSim:
-        """The calibrated simulation of a setting, after its layer-wise methods."""
+        """The calibrated simulation of a setting, after its transforms and layer-wise methods."""
         sim = QuantSim(
             self.prepared,
             self.example,
@@ -137,6 +138,10 @@ class _Run:
             activation_bits=setting.activation_bits,
             config=self.recipe.config_of(setting),
         )
+        for text in setting.transforms:
+            pairs, count = self.calibration.open()
+            result = transform(text).apply(sim, (inputs for inputs, _ in pairs), num_batches=count)
+            self._say(f"{setting.name}: {result.summary}")
         self._say(f"calibrating {setting.name}")
         pairs, count = self.calibration.open()
         sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count)

@@ -22,6 +22,7 @@ from qtk.planning.rules import Rules
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
 from qtk.workflow.export import EXPORTERS
+from qtk.workflow.transforms import transform
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 """A name that is used for folders and keys."""
@@ -65,7 +66,9 @@ class DataEntry(_Part):
 
 
 class Setting(_Part):
-    """A named choice of widths, with its layer-wise methods; scheme and config override those of the recipe.
+    """A named choice of widths, with transforms before calibration and layer-wise methods after it.
+
+    Scheme and config override those of the recipe.
 
     A width left out is that of the config's defaults, else 8; ``null`` is float.
     """
@@ -75,6 +78,7 @@ class Setting(_Part):
     activation_bits: RecipeWidth = FROM_CONFIG
     scheme: str | None = None
     config: str | dict[str, object] | None = None
+    transforms: tuple[str, ...] = ()
     layerwise: tuple[str, ...] = ()
 
 
@@ -138,6 +142,8 @@ class Recipe(_Part):
         """Checks schemes, methods, formats and configs before any model is built. Raises: ConfigError."""
         for setting in self.settings:
             calibrator(self.scheme_of(setting))
+            for text in setting.transforms:
+                transform(text)
             for text in setting.layerwise:
                 method(text)
             self.formats_of(setting)

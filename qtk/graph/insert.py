@@ -12,6 +12,7 @@ from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
+from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
 from qtk.graph.targets import called_module
@@ -30,6 +31,8 @@ def insert(
     model: nn.Module, plan: QuantPlan, *, known: Mapping[Site, Quantizer] = MappingProxyType({})
 ) -> dict[Site, Quantizer]:
     """Adds one quantizer for every leader of ``plan``, called at the leader and at every follower.
+
+    A channel scale keeps reading the value in front of its quantizer: it is rounded once, after the multiplication.
 
     Args:
         model: a prepared model; changed.
@@ -120,7 +123,9 @@ def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
 def _after(value: fx.Node, target: str, site: Site) -> None:
     with value.graph.inserting_after(value):
         call = _call(target, value, site)
-    value.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+    value.replace_all_uses_with(
+        call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
+    )
 
 
 def _on_edge(port: Port, target: str, site: Site) -> None:

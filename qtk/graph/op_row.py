@@ -28,6 +28,30 @@ class Product(enum.Enum):
     CONV_TRANSPOSE = "col2im(x W), W [in, out / groups, *kernel]"
 
 
+class Scaling(enum.Enum):
+    """What becomes of positive factors r of the channels of the values that an op reads.
+
+    Which factors the op can hand on, and which its parameters can absorb, so that the function of the model is kept.
+    """
+
+    PINNED = "no factor may reach the op, and none leaves it"
+    KEPT = "f(r x) = r f(x), element by element; other operands are pinned"
+    CLAMPED = "as KEPT, if the bounds of the clamp are multiplied by r too"
+    MOVED = "factors move as the elements do"
+    WINDOWED = "f(r x) = r f(x) if r is the same over the spatial axes"
+    REDUCED = "f(r x) = r f(x) if r is the same along the axes ``dim``"
+    ADDED = "both operands, and so the result, have the same factors"
+    MULTIPLIED = "one operand hands its factors on; a parameter per channel absorbs them on both sides"
+    DIVIDED = "the numerator hands its factors on"
+    WEIGHTED = "the weight absorbs the factors of input and output, the bias those of the output"
+    COLUMNS = "the columns of the weight absorb the factors of the output"
+    SCALE_SHIFT = "scale and shift per channel absorb the factors of input and output"
+    CHANNEL_NORM = "the input is pinned; weight and bias [C] absorb the factors of the output, axis 1"
+    TRAILING_NORM = "the input is pinned; weight and bias, of the shape of the last axes, absorb those of the output"
+    ATTENTION = "the values hand their factors on, queries and keys are pinned"
+    CONSTANT = "a created constant: of the operands only the shape is read"
+
+
 WeightAxes: TypeAlias = Callable[[fx.Node, fx.Node], tuple[int, int] | None]
 """(op, its weight) → axes of the weight that are its output and input channels, ``None`` if none."""
 
@@ -57,6 +81,7 @@ class OpRow:
         arithmetic: applied to numbers it gives a number, which the pattern matcher computes (constant folding).
         fresh: its result never shares memory with an input.
         mask: it masks values; a supergroup may name it although its role is movement.
+        scaling: see ``Scaling``; ``None``: as its role says (see ``scales_as``).
         inside: of a composite, the name by which config rules match all ops inside it (``lstm_cell``).
     """
 
@@ -76,7 +101,14 @@ class OpRow:
     arithmetic: bool = False
     fresh: bool = False
     mask: bool = False
+    scaling: Scaling | None = None
     inside: str | None = None
+
+    @property
+    def scales_as(self) -> Scaling:
+        """What becomes of the factors of channels: ``scaling``, else what is true of every op of its role."""
+        by_role = {Role.COMPUTE: Scaling.PINNED, Role.CREATE: Scaling.CONSTANT}
+        return self.scaling or by_role.get(self.role, Scaling.MOVED)
 
     @property
     def names(self) -> tuple[str, str]:

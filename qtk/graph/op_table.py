@@ -8,6 +8,7 @@ An op without a row neither receives nor passes an encoding, and the report name
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch import fx
 
@@ -23,10 +24,12 @@ from qtk.graph.op_axes import (
     same_axis_of_equal_rank,
     unexpanded_axis,
 )
-from qtk.graph.op_row import InputAxis, OpRow, Product, Role
+from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.channel_clamp import ChannelClamp
+from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
@@ -48,70 +51,89 @@ def _add(ops: str, row: OpRow) -> None:
 # Weighted ops.
 for _n in "123":
     _add(f"conv{_n}d", OpRow(f"conv{_n}d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=2, fresh=True,
-                             weight_axes=out_in, product=Product.CONV))
+                             weight_axes=out_in, product=Product.CONV, scaling=Scaling.WEIGHTED))
     _add(f"conv_transpose{_n}d", OpRow(f"conv_transpose{_n}d", COMPUTE, family="conv_transpose", inputs=(0,),
                                        weights=(1,), bias=2, fresh=True, weight_axes=in_out,
-                                       product=Product.CONV_TRANSPOSE))
+                                       product=Product.CONV_TRANSPOSE, scaling=Scaling.WEIGHTED))
 _add("linear", OpRow("linear", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True, weight_axes=out_in,
-                     product=Product.OUT_IN))
+                     product=Product.OUT_IN, scaling=Scaling.WEIGHTED))
 _add("matmul mm bmm mv dot linalg_vecdot", OpRow("matmul", COMPUTE, inputs=(0, 1), weights=(0, 1), fresh=True,
-                                                 weight_axes=factor, product=Product.IN_OUT))
+                                                 weight_axes=factor, product=Product.IN_OUT,
+                                                 scaling=Scaling.WEIGHTED))
 _add("addmm baddbmm", OpRow("addmm", COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), data_arg=1, bias=0,
-                            weight_axes=factor, product=Product.IN_OUT))
+                            weight_axes=factor, product=Product.IN_OUT, scaling=Scaling.WEIGHTED))
 _add("einsum", OpRow("einsum", COMPUTE, family="matmul", inputs=(1,), weights=(1,), data_arg=None,
                      weight_axes=einsum_operand))
 _add("bilinear", OpRow("bilinear", COMPUTE, inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in))
-_add("embedding", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in))
+_add("embedding", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in,
+                        scaling=Scaling.COLUMNS))
 _add("torchvision::deform_conv2d", OpRow("deform_conv2d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=4,
                                          weight_axes=out_in))
-_add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2), inside="attention_core"))
+_add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2), inside="attention_core",
+                                             scaling=Scaling.ATTENTION))
 
 # Normalizations: scale and shift are parameters of the op.
 _add("batch_norm _native_batch_norm_legit_no_training", OpRow("batch_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2,
-                                                              fresh=True))
-_add("qtk::scale_shift", OpRow("scale_shift", COMPUTE, family="batch_norm", inputs=(0,), fresh=True))
-_add("instance_norm", OpRow("instance_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True))
-_add("layer_norm native_layer_norm", OpRow("layer_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True))
-_add("group_norm", OpRow("group_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True))
-_add("rms_norm", OpRow("rms_norm", COMPUTE, inputs=(0,), weights=(2,)))
+                                                              fresh=True, scaling=Scaling.CHANNEL_NORM))
+_add("qtk::scale_shift", OpRow("scale_shift", COMPUTE, family="batch_norm", inputs=(0,), fresh=True,
+                               scaling=Scaling.SCALE_SHIFT))
+_add("instance_norm", OpRow("instance_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh=True,
+                            scaling=Scaling.CHANNEL_NORM))
+_add("layer_norm native_layer_norm", OpRow("layer_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True,
+                                           scaling=Scaling.TRAILING_NORM))
+_add("group_norm", OpRow("group_norm", COMPUTE, inputs=(0,), weights=(2,), bias=3, fresh=True,
+                         scaling=Scaling.CHANNEL_NORM))
+_add("rms_norm", OpRow("rms_norm", COMPUTE, inputs=(0,), weights=(2,), scaling=Scaling.TRAILING_NORM))
 
 # Functions of one tensor.
-for _kind in ("relu relu6 hardtanh hardswish hardsigmoid silu gelu elu selu celu leaky_relu mish sigmoid tanh "
-              "softplus").split():
+for _kind in "relu leaky_relu".split():
+    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True, scaling=Scaling.KEPT))
+for _kind in "relu6 hardtanh".split():
+    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
+for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh softplus".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True))
-_add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True))
-_add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel))
+_add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
+_add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
+_add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
+_add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
+                                  scaling=Scaling.KEPT))
 _add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,)))
 _add("log_softmax _log_softmax", OpRow("log_softmax", COMPUTE, inputs=(0,)))
-_add("rrelu rrelu_with_noise", OpRow("rrelu", COMPUTE, inputs=(0,)))
+_add("rrelu rrelu_with_noise", OpRow("rrelu", COMPUTE, inputs=(0,), scaling=Scaling.KEPT))
 for _kind in "threshold glu log_sigmoid hardshrink softshrink logsumexp".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,)))
 for _kind in ("roi_align", "ps_roi_align", "ps_roi_pool"):
     _add(f"torchvision::{_kind}", OpRow(_kind, COMPUTE, inputs=(0,)))
 
 # Arithmetic on tensors.
-_add("add", OpRow("add", COMPUTE, fresh=True, arithmetic=True))
-_add("sub subtract", OpRow("sub", COMPUTE, fresh=True, arithmetic=True))
-_add("mul multiply", OpRow("mul", COMPUTE, fresh=True, arithmetic=True))
-_add("div true_divide divide", OpRow("div", COMPUTE, divisors=(1,), arithmetic=True))
+_add("add", OpRow("add", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.ADDED))
+_add("sub subtract", OpRow("sub", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.ADDED))
+_add("mul multiply", OpRow("mul", COMPUTE, fresh=True, arithmetic=True, scaling=Scaling.MULTIPLIED))
+_add("div true_divide divide", OpRow("div", COMPUTE, divisors=(1,), arithmetic=True, scaling=Scaling.DIVIDED))
 for _kind in ("reciprocal", "rsqrt"):
     _add(_kind, OpRow(_kind, COMPUTE, divisors=(0,), arithmetic=True))
-for _kind in ("rsub", "pow", "neg", "sqrt"):
+_add("rsub", OpRow("rsub", COMPUTE, arithmetic=True, scaling=Scaling.ADDED))
+_add("neg", OpRow("neg", COMPUTE, arithmetic=True, scaling=Scaling.KEPT))
+for _kind in ("pow", "sqrt"):
     _add(_kind, OpRow(_kind, COMPUTE, arithmetic=True))
-_add("maximum max.other", OpRow("maximum", COMPUTE))
-_add("minimum min.other", OpRow("minimum", COMPUTE))
+_add("maximum max.other", OpRow("maximum", COMPUTE, scaling=Scaling.ADDED))
+_add("minimum min.other", OpRow("minimum", COMPUTE, scaling=Scaling.ADDED))
+_add("abs", OpRow("abs", COMPUTE, scaling=Scaling.KEPT))
+for _kind in ("mean", "sum"):
+    _add(_kind, OpRow(_kind, COMPUTE, scaling=Scaling.REDUCED))
 for _kind in ("floor_divide fmod remainder atan2 hypot addcmul addcdiv lerp "
-              "abs exp expm1 exp2 log log1p log2 square sin cos tan asin acos atan sinh cosh "
-              "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm mean sum prod cumsum cumprod "
+              "exp expm1 exp2 log log1p log2 square sin cos tan asin acos atan sinh cosh "
+              "erf erfc erfinv floor ceil round trunc frac sign norm linalg_vector_norm prod cumsum cumprod "
               "var std var_mean std_mean grid_sampler grid_sampler_2d nan_to_num "
               "cosine_similarity _weight_norm logit special_erf outer cross kron cdist im2col col2im").split():
     _add(_kind, OpRow(_kind, COMPUTE))
-_add("adaptive_avg_pool2d", OpRow("adaptive_avg_pool2d", COMPUTE, family="avg_pool", fresh=True))
+_add("adaptive_avg_pool2d", OpRow("adaptive_avg_pool2d", COMPUTE, family="avg_pool", fresh=True,
+                                  scaling=Scaling.WINDOWED))
 for _kind in "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool3d".split():
-    _add(_kind, OpRow(_kind, COMPUTE, family="avg_pool"))
+    _add(_kind, OpRow(_kind, COMPUTE, family="avg_pool", scaling=Scaling.WINDOWED))
 for _kind in ("upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_bicubic2d "
               "_upsample_bilinear2d_aa _upsample_bicubic2d_aa").split():
-    _add(_kind, OpRow(_kind, COMPUTE, family="interpolate"))
+    _add(_kind, OpRow(_kind, COMPUTE, family="interpolate", scaling=Scaling.WINDOWED))
 
 # Data movement: elements keep their values and change their positions; also ops that select some of them.
 _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
@@ -139,18 +161,24 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
                   "replication_pad2d replication_pad3d _pad_circular"),
     ("meshgrid", None, "meshgrid"),
 )
+_MOVEMENT_SCALING = {
+    "identity": Scaling.KEPT, "dropout": Scaling.KEPT, "max_pool": Scaling.WINDOWED, "nearest": Scaling.WINDOWED,
+    "pick": Scaling.REDUCED, "roi_pool": Scaling.PINNED,
+}
 for _kind, _input_axis, _ops in _MOVEMENTS:
-    _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis))
+    _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis, scaling=_MOVEMENT_SCALING.get(_kind)))
+ROWS["as_strided"] = replace(ROWS["as_strided"], scaling=Scaling.PINNED)  # it reads the layout of memory
 _add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=True))
 
 # Merges: one encoding over all inputs and the output.
 _add("cat concat concatenate hstack vstack", OpRow("concat", MERGE, inputs=(0,), fresh=True))
 _add("stack", OpRow("stack", MERGE, inputs=(0,)))
-_add("where", OpRow("where", MERGE, inputs=(1, 2), mask=True))
+_add("where", OpRow("where", MERGE, inputs=(1, 2), mask=True, scaling=Scaling.ADDED))
 _add("slice_scatter select_scatter diagonal_scatter", OpRow("scatter", MERGE, inputs=(0, 1)))
 _add("scatter scatter_add index_add index_copy scatter_reduce", OpRow("scatter_index", MERGE, family="scatter",
-                                                                      inputs=(0, 3)))
-_add("index_put masked_scatter", OpRow("index_put", MERGE, family="scatter", inputs=(0, 2)))
+                                                                      inputs=(0, 3), scaling=Scaling.PINNED))
+_add("index_put masked_scatter", OpRow("index_put", MERGE, family="scatter", inputs=(0, 2),
+                                         scaling=Scaling.PINNED))
 
 # Constants.
 _add("full scalar_tensor", OpRow("constant", CREATE, inputs=(), arithmetic=True))
@@ -166,6 +194,9 @@ RECURRENT = {
                 product=Product.OUT_IN, inside=f"{kind}_cell")
     for kind in ("lstm", "gru", "rnn")
 }
+
+CHANNEL_SCALE = ROWS["qtk::channel_scale"]
+"""Reads its input in front of the quantizer of that; only the product is quantized."""
 
 OP_NAMES = frozenset(
     name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
@@ -186,12 +217,16 @@ def row_of(node: fx.Node) -> OpRow | None:
         match called_module(node):
             case BatchNorm():
                 return ROWS["batch_norm"]
+            case ChannelClamp():
+                return ROWS["qtk::channel_clamp"]
             case ScaleShift():
                 return ROWS["qtk::scale_shift"]
             case Dropout():
                 return ROWS["dropout"]
             case InstanceNorm():
                 return ROWS["instance_norm"]
+            case ChannelScale():
+                return CHANNEL_SCALE
             case Attention():
                 return ROWS["scaled_dot_product_attention"]
             case Recurrent(kind=kind) | RecurrentCell(kind=kind):

@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.row_sample import RowSample
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.numerics.im2col import Geometry
 from qtk.observers.ranks import exchanged, several_ranks
+from qtk.observers.row_sample import RowSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.row_sample import RowSample
 from qtk.numerics.im2col import Geometry, im2col
+from qtk.observers.row_sample import RowSample
 
 NO_DATA = "no data was observed; calibrate with data that reaches this layer"
 

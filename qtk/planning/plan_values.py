@@ -1,11 +1,11 @@
-"""Rules 1, 2, 3, 6 and 9 of the planner: quantizes values at their producers."""
+"""Rules 1, 2, 3, 6, 9 and 11 of the planner: quantizes values at their producers."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from qtk.graph.flow import maker
-from qtk.graph.op_table import op_name
+from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import EXCLUDED, is_float, label
 from qtk.planning.draft import Draft, is_empty
 from qtk.planning.rules import Decision
@@ -65,6 +65,9 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
         return "has no elements"
     if draft.flow.is_static(node):
         return "computed from parameters"  # rule 4 decides where it is read
+    readers = list(draft.flow.readers(node))
+    if readers and all(draft.flow.row(port.user) is CHANNEL_SCALE for port in readers):
+        return "scaled per channel first"  # rule 11
     return None
 
 

@@ -17,6 +17,8 @@ The rules, numbered as the code cites them:
 9. A value that is only divided by is left in float: rounded to 0 it would make the result infinite.
 10. The graphs inside a composite (attention, a recurrent net) are planned by the same rules, so that its outputs need
     no quantizer of their own. Its weights and inputs are quantized outside it.
+11. A channel scale (SmoothQuant) reads a value before that is rounded. A value that only channel scales read is left
+    in float, inside whatever supergroup it ends.
 """
 
 from __future__ import annotations

@@ -74,10 +74,12 @@ def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) 
 
 def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> fx.Node | None:
     """The only op that reads the value of ``node``, through data movement; ``None`` if there are several or none."""
-    formula = formulas.get(next(iter(node.users), node))
-    if formula is not None and node not in formula.nodes and all(user in formula.nodes for user in node.users):
-        return formula.nodes[-1]
-    while len(node.users) == 1:
+    while True:
+        formula = formulas.get(next(iter(node.users), node))
+        if formula is not None and node not in formula.nodes and all(user in formula.nodes for user in node.users):
+            return formula.nodes[-1]
+        if len(node.users) != 1:
+            return None
         (reader,) = node.users
         if not any(port.value is node for port in flow.data_ports(reader)):
             return None
@@ -87,4 +89,3 @@ def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -
         if row is not None and row.mask:
             return reader
         node = reader
-    return None

@@ -47,7 +47,7 @@ class Layer:
     groups: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FoldBatchNorm:
     """Folds a batch norm, y = x · scale + shift with scale = γ / √(var + eps) and shift = β − mean · scale.
 
@@ -62,6 +62,8 @@ class FoldBatchNorm:
         eps: added to the variance.
         scale: name of the scale, of a scale and a shift.
         shift: name of the shift.
+        output_mean: [C] β, the mean of each channel of its output in training.
+        output_std: [C] |γ|, the standard deviation of each channel of its output in training.
     """
 
     calls: tuple[Site, ...]
@@ -72,8 +74,10 @@ class FoldBatchNorm:
     mean: str
     var: str
     eps: float
-    scale: str = ""
-    shift: str = ""
+    scale: str
+    shift: str
+    output_mean: Tensor
+    output_std: Tensor
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 
 from qtk.graph.captured_graph import CapturedGraph
@@ -115,7 +116,12 @@ class _Finder:
         new = (beside(mean, "scale"), beside(mean, "shift"))
         own = [name for name in (weight, bias) if name is not None]
         affine = (weight or new[0], bias or new[1]) if self._only_read_by(own, [call.node for call in calls]) else new
-        return FoldBatchNorm(sites, into, layers, weight, bias, mean, var, calls[0].module.eps, *affine)
+        like = self._members.tensor(mean).detach()
+        output_mean = torch.zeros_like(like) if bias is None else self._members.tensor(bias).detach()
+        output_std = torch.ones_like(like) if weight is None else self._members.tensor(weight).detach().abs()
+        return FoldBatchNorm(
+            sites, into, layers, weight, bias, mean, var, calls[0].module.eps, *affine, output_mean, output_std
+        )
 
     def _producer(self, call: _Call, together: list[_Call]) -> tuple[Layer, list[_Call], list[fx.Node]]:
         """The layer before ``call``, all calls that follow a use of its weight, and these uses.

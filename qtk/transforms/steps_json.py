@@ -9,12 +9,18 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from qtk.errors import EncodingError
+from qtk.transforms.absorb_bias import AbsorbBias
+from qtk.transforms.channel_scale_step import InsertChannelScale
+from qtk.transforms.clamp_step import ScaleClamp
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm
 from qtk.transforms.steps import RemoveParameters, ScaleParameter, Step
 
 KINDS: dict[str, type] = {
+    "absorb_bias": AbsorbBias,
     "fold_batch_norm": FoldBatchNorm,
+    "insert_channel_scale": InsertChannelScale,
     "remove_parameters": RemoveParameters,
+    "scale_clamp": ScaleClamp,
     "scale_parameter": ScaleParameter,
 }
 """Name of a step in files → its class."""

@@ -31,6 +31,11 @@ ELSEWHERE = {
     "layerwise/nested_layers.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
     "layerwise/input_taps.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),
     "layerwise/run.py": ("tests/workflow/test_layerwise.py", "qtk.apply_layerwise"),
+    "transforms/label_*.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "transforms/clamp_*.py": ("tests/transforms/test_equalize.py", "qtk.transforms.equalize"),
+    "transforms/weight_rules.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "transforms/channel_findings.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "transforms/absorbers.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "layerwise/ranks.py": ("tests/observers/test_ranks.py", "qtk.apply_layerwise"),
 }
 """File of qtk, or glob → the test file that covers it, and what that names to run it."""

@@ -54,6 +54,18 @@ def test_layer_wise_steps_improve_a_setting(project, tmp_path):
     assert scores["better"].sqnr_db > scores["w4"].sqnr_db + 3
 
 
+def test_transforms_run_in_order_before_calibration(project, tmp_path):
+    names = ["equalize", "smooth_quant(alpha=0.5)", "fold_batch_norms"]
+    recipe, printed = load_recipe(project.recipe(settings=[{**W8A8, "transforms": names}])), io.StringIO()
+    quantize(recipe, tmp_path / "results", force=False, console=Console(file=printed, width=200))
+    lines = printed.getvalue().splitlines()
+    made = [line.removeprefix("net: w8a8: ") for line in lines if line.startswith("net: w8a8: ")]
+    assert [line.partition(":")[0] for line in made] == ["equalize", "smooth_quant", "fold_batch_norms"]
+    assert "1 applied" in made[0]
+    assert made[2].endswith("the model has no batch norm to fold")
+    assert lines.index("net: calibrating w8a8") > lines.index(f"net: w8a8: {made[-1]}")
+
+
 def test_the_results_are_files(project, tmp_path):
     summary = run(project, tmp_path, settings=[W8A8, W4])
     folder = tmp_path / "results"

@@ -82,6 +82,8 @@ def test_widths_left_out_are_those_of_the_config(project):
         ({"settings": [{**SETTING, "weight_bits": "eight"}]}, r"settings\[0\]\.weight_bits: .* must be 'from_config'"),
         ({"config": {"version": 1, "defaults": {"weight": {"bits": 4}}}}, "says 4 bits, weight_bits=8 was given"),
         ({"settings": [{**SETTING, "scheme": "mimmax"}]}, "unknown scheme 'mimmax'; did you mean 'min_max'"),
+        ({"settings": [{**SETTING, "transforms": ["smoothquant"]}]}, "'smoothquant'; did you mean 'smooth_quant'"),
+        ({"settings": [{**SETTING, "transforms": ["smooth_quant(alpha=2.0)"]}]}, "alpha must be a number from 0 to 1"),
         ({"settings": [{**SETTING, "layerwise": ["gtpq"]}]}, "unknown layer-wise method 'gtpq'; did you mean 'gptq'"),
         ({"settings": [{**SETTING, "layerwise": ["gptq(damp=1.0)"]}]}, "setting 'damp'; did you mean 'damping'"),
         ({"scheme": "min-max"}, r"recipe\.yaml: unknown scheme 'min-max'; did you mean 'min_max'"),

@@ -5,6 +5,7 @@ from torch import nn
 import qtk
 from qtk.graph.flow import Flow
 from qtk.graph.sites import value_site
+from qtk.planning.patterns import match_patterns
 from qtk.planning.supergroups import match_supergroups
 from qtk.workflow.prepare import prepare_model
 
@@ -68,3 +69,22 @@ def test_l2_normalize_is_one_op_and_never_divides_by_a_rounded_zero():
         found = sim.model(x)
     assert bool(found.isfinite().all())
     assert float(found.abs().max()) <= 1.01
+
+
+class ReshapedGelu(nn.Module):
+    """A decomposed linear layer: its product is reshaped before a GELU of small ops reads it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        h = torch.addmm(self.bias, x.flatten(0, 1), self.weight).reshape(*x.shape[:2], 8)
+        return h * 0.5 * (1 + torch.erf(h / 2**0.5))
+
+
+def test_a_formula_is_found_behind_data_movement():
+    graph = prepare_model(ReshapedGelu().eval(), torch.randn(2, 3, 4)).graph
+    formulas = {node: match for match in match_patterns(graph) for node in match.nodes}
+    (group,) = match_supergroups(graph, Flow(graph), [("addmm", "gelu")], formulas)
+    assert [value_site(node).name for node in group.nodes] == ["addmm:out", "mul_1:out"]

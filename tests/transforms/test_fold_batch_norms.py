@@ -10,7 +10,9 @@ import qtk
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.scale_shift import ScaleShift
 from qtk.transforms import fold_batch_norm_step
+from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.result import Outcome
+from qtk.transforms.steps import ScaleParameter, make
 from tests.transforms.nets import INTO_LAYERS, INTO_SCALE_SHIFT, InPython, randomized
 from tests.zoo.models import ZOO
 
@@ -117,6 +119,18 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     assert torch.equal(prepared(x), model(x))
 
 
+def test_statistics_of_folded_layers_follow_later_scalings():
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)))
+    norm = copy.deepcopy(model[1])
+    prepared, _ = folded(model, inputs((2, 4, 5, 5)))
+    factor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    make(prepared, [ScaleParameter("0.bias", factor), ScaleParameter("3.weight", factor)])
+    ((name, (mean, std)),) = folded_statistics(prepared).items()
+    assert name == "0.weight"
+    torch.testing.assert_close(mean, norm.bias.detach() * factor)
+    torch.testing.assert_close(std, norm.weight.detach().abs() * factor)
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):
     entry = ZOO[name]
@@ -131,28 +145,3 @@ def test_the_zoo_keeps_its_function(name):
     batch = 3 if entry.dynamic else 2
     expected, actual = entry.run(model, batch), entry.run(prepared, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-TIMM = ("resnet18", "mobilenetv3_small_100", "efficientnet_b0", "regnetx_002", "densenet121", "repvit_m0_9",
-        "convnext_atto", "vit_tiny_patch16_224", "maxvit_rmlp_pico_rw_256")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_models_of_timm_have_no_batch_norm_left(name):
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=10)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.2)
-            module.running_var.uniform_(0.5, 2.0)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, 0, 0.2)
-    model.double().eval()
-    size = model.default_cfg["input_size"][1] if "vit" in name else 64
-    x = torch.randn(2, 3, size, size, dtype=torch.float64)
-    prepared, result = folded(model, x)
-    torch.testing.assert_close(prepared(x), model(x), rtol=1e-10, atol=1e-10)
-    assert count(prepared, BatchNorm) == 0
-    assert result.undone == result.skipped == ()

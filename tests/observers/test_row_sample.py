@@ -1,6 +1,6 @@
 import torch
 
-from qtk.layerwise.row_sample import RowSample
+from qtk.observers.row_sample import RowSample
 
 
 def numbered(first, count):

@@ -1,0 +1,136 @@
+"""``apply_smooth_quant`` on a simulation."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+
+from qtk.capture.calls import Call
+from qtk.capture.prepared_model import PreparedModel
+from qtk.core.site import Site
+from qtk.errors import CalibrationError, ConfigError
+from qtk.graph.simulation import Simulation
+from qtk.observers.ranks import several_ranks
+from qtk.transforms.channel_scales import ChannelScales
+from qtk.transforms.proof import rewrite
+from qtk.transforms.result import TransformResult
+from qtk.transforms.smooth_quant import SmoothQuant
+from qtk.workflow.forward_pass import Data, Forward, run_all
+from qtk.workflow.rewrite import LISTED, Rewritable, rewrite_simulation
+
+Alpha: TypeAlias = float | Literal["auto"]
+"""How much of the range of activations goes into the weights: from 0 to 1, or the best for each group."""
+
+
+def apply_smooth_quant(
+    sim: Rewritable, data: Data, *,
+    alpha: Alpha = "auto", forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
+) -> TransformResult:
+    """SmoothQuant: divides outlier channels of activations, and multiplies the weights that read them instead.
+
+    Xiao et al., arXiv 2211.10438. A group of layers is scaled if that lowers the error of its quantized outputs on a
+    part of ``data`` that the scales have not seen. The function of the float model stays, which is proved.
+
+    >>> import qtk, torch
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval(), torch.randn(4, 32, 64)
+    >>> with torch.no_grad():
+    ...     model[0].weight[:2] *= 80  # two outlier channels
+    ...     model[1].weight[:, :2] /= 80
+    >>> sim = qtk.QuantSim(model, batches[0])
+    >>> print(qtk.apply_smooth_quant(sim, batches, progress=False))  # doctest: +ELLIPSIS
+    smooth_quant: 1 applied; outputs changed by ...
+      0:out  applied: alpha ..., ... dB, into 0.weight, 0.bias  error ... → ...
+    >>> sim.compute_encodings(batches, progress=False)
+
+    One alpha for all, without a search:
+
+    >>> sim = qtk.QuantSim(model, batches[0])
+    >>> result = qtk.apply_smooth_quant(sim, batches, alpha=0.5, progress=False)
+    >>> result.applied[0].after < result.applied[0].before / 100
+    True
+
+    A loader of (input, label) pairs, of which two batches are enough; encodings that no longer fit are forgotten:
+
+    >>> pairs = [(x, 0) for x in batches]
+    >>> sim = qtk.QuantSim(model, batches[0])
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> result = qtk.apply_smooth_quant(
+    ...     sim, pairs, forward=lambda model, batch: model(batch[0]), num_batches=2, progress=False)
+    >>> list(sim.encodings())
+    ['input:input', '1:out']
+    >>> sim.compute_encodings(batches, only_missing=True, progress=False)
+
+    Where no parameter can absorb a factor, such as behind a GELU, a multiplication is inserted in front of the layers,
+    if it lowers the error by 3 dB, and the layers make 32 times as many multiplications; this holds for any alpha:
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    >>> with torch.no_grad():
+    ...     model[0].weight[:2] *= 80
+    ...     model[2].weight[:, :2] /= 80
+    >>> sim = qtk.QuantSim(model, batches[0])
+    >>> result = qtk.apply_smooth_quant(sim, batches, progress=False)
+    >>> "2.channel_scale:out" in sim.quantizers, sim.model.get_buffer("2.smooth_scale").shape
+    (True, torch.Size([64]))
+
+    Args:
+        sim: a ``QuantSim``; its parameters are replaced by new ones.
+        data: as for ``compute_encodings``; every fourth batch, or a quarter of a single one, is held out to measure
+            errors on.
+        alpha: the migration strength of all groups, from 0 to 1; ``auto``: the best of 0, 0.1, …, 1 for each group, or
+            none. A number scales every group whose factors parameters can absorb, whatever the errors.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; ``None``: all.
+        progress: show bars.
+
+    Returns: for each group of layers where its scales went, with the error of its outputs (noise to signal) before and
+        after, or why it was left; printable.
+
+    Raises: ConfigError if ``alpha`` is neither a number from 0 to 1 nor ``auto``; CalibrationError if ``sim`` is no
+        ``QuantSim``, for data that do not run or hold NaN or infinity, naming the batch, if an encoding or a rounded
+        weight is in the way, or in several processes. Nothing has changed then.
+    """
+    strength = migration_strength(alpha)
+    if not hasattr(sim, "simulation"):
+        raise CalibrationError(f"SmoothQuant needs the plan of a QuantSim, got {type(sim).__name__}; make one of it")
+    if several_ranks():
+        raise CalibrationError("SmoothQuant runs in one process; apply it there, and load the result in the others")
+    before = sim.simulation
+
+    def transform(model: PreparedModel, call: Call) -> TransformResult:
+        layers = SmoothQuant(model, ChannelScales(model, call.args, call.kwargs), before.plan)
+        _refuse_fixed(before, layers.sites)
+        if layers.values:
+            with layers.gathering():
+                run_all(model, data, forward=forward, num_batches=num_batches, label="statistics", progress=progress)
+        groups = layers.groups(strength, progress=progress)
+        return rewrite(model, call, groups, transform="smooth_quant", nothing="the model has no layer with a weight")
+
+    with torch.inference_mode(False), torch.no_grad():
+        return rewrite_simulation(sim, transform)
+
+
+def migration_strength(alpha: Alpha) -> float | None:
+    """The number that ``alpha`` is, ``None`` for ``auto``. Raises: ConfigError if it is neither."""
+    if alpha == "auto":
+        return None
+    if isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1:
+        return float(alpha)
+    raise ConfigError(f"alpha must be a number from 0 to 1, or 'auto'; got {alpha!r}")
+
+
+def _refuse_fixed(simulation: Simulation, sites: list[Site]) -> None:
+    """Raises: CalibrationError if an encoding of ``sites`` is frozen, or a method rounded the weight."""
+    fixed = [
+        site.name for site in sites
+        if site in simulation.quantizers
+        and (simulation.quantizers[site].frozen or simulation.quantizers[site].rewrote_weight)
+    ]
+    if fixed:
+        more = f" and {len(fixed) - LISTED} more" if len(fixed) > LISTED else ""
+        raise CalibrationError(
+            f"{', '.join(fixed[:LISTED])}{more} would be scaled, but their encodings are frozen, or their weights were "
+            "rounded; apply SmoothQuant before layer-wise methods and before freezing"
+        )
