@@ -58,6 +58,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
             entries[name] = _replace(marker, graph, site, name, opset)
     marked.model.opset_imports.pop(DOMAIN, None)
     RemoveUnusedNodesPass()(marked.model)
+    OutputFixPass()(marked.model)
     names = ValueNames(graph)
     name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
     name_batch(graph)

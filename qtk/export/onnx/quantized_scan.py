@@ -113,6 +113,9 @@ class _Scan:
     def _dequantize_result(self, value: ir.Value, dequantize: ir.Node) -> None:
         """Makes ``value``, a result of a node, codes; their readers get them dequantized like by ``dequantize``."""
         result = self._dequantize_like(dequantize, value, value.shape)
+        if value.is_graph_output():
+            assert value.name is not None
+            self.names.give(result.outputs[0], value.name)
         value.replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
         result.replace_input_with(0, value)
         value.dtype = _codes(dequantize).dtype

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.capture.signature import output_nodes
 from qtk.export.onnx import qdq_nodes
 from qtk.export.onnx.qdq import export
 from qtk.export.onnx.session import create_session
@@ -85,6 +86,16 @@ def test_states_that_are_inputs_stay_float(tmp_path):
     export(sim.model, given, path)
     assert body_of(path)[0] == ["FLOAT", "FLOAT", "UINT8"]
     assert np.abs(run_onnx(path, *given)[0] - run_simulation(sim.model, *given)[0]).max() < 1e-6
+
+
+def test_outputs_keep_their_names(tmp_path):
+    x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
+    sim = quantized(nn.LSTM(I, H), x)
+    export(sim.model, x, path)
+    codes = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "DequantizeLinear"}
+    outputs = [value.name for value in onnx.load(path).graph.output]
+    assert outputs == list(output_nodes(sim.model))
+    assert not codes & set(outputs)
 
 
 def test_no_value_changes(tmp_path, monkeypatch):
