@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from torch import nn
+from torch import fx, nn
 
 import qtk
 from qtk.export.onnx import qdq
@@ -60,6 +60,7 @@ def exported(folder: Path, hidden: int) -> tuple[dict[str, Path], dict[str, floa
         sim = qtk.QuantSim(model, (x,), config=config)
         sim.compute_encodings([(torch.randn(LENGTH, 1, INPUTS),) for _ in range(4)], progress=False)
         start = time.perf_counter()
+        assert isinstance(sim.model, fx.GraphModule)
         qdq.export(sim.model, (x,), files[name])
         seconds[name] = time.perf_counter() - start
         check(sim, files[name])
