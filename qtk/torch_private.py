@@ -7,7 +7,8 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,6 +38,7 @@ __all__ = [
     "is_exporting",
     "is_traced",
     "length_hint",
+    "python_kernel",
     "pytree",
     "rnn_kernels",
     "rnn_parameter_names",
@@ -86,6 +88,19 @@ def drop_input_guards(program: ExportedProgram) -> None:
 def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
     """The names of weights and biases of each layer and direction, in the order of torch's kernels."""
     return [list(names) for names in net._all_weights]
+
+
+@contextlib.contextmanager
+def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[None]:
+    """Replaces the Python kernels of ``op``, by which tracers find the shapes of its results."""
+    kernels = dict(op.py_kernels)
+    op.py_kernels.update(dict.fromkeys(kernels, kernel))
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
 
 
 def version_of(tensor: Tensor) -> int:

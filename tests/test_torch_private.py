@@ -25,6 +25,7 @@ from qtk.torch_private import (
     is_exporting,
     is_traced,
     length_hint,
+    python_kernel,
     pytree,
     rnn_kernels,
     rnn_parameter_names,
@@ -70,6 +71,29 @@ def test_pytree():
     assert structure.num_children == 2
     assert structure.context == ["a", "b"]
     assert [child.is_leaf() for child in structure.child(0).children()] == [True, True]
+
+
+def test_python_kernel():
+    class Net(nn.Module):
+        def forward(self, x, hidden, *parameters):
+            return ATEN.gru.input(x, hidden, parameters, False, 1, 0.0, False, False, False)[0]
+
+    calls = []
+
+    def kernel(x, hidden, *settings):
+        calls.append(settings)
+        return x.new_zeros(*x.shape[:-1], hidden.shape[-1]), hidden.clone()
+
+    inputs = torch.zeros(3, 2, 4), torch.zeros(1, 2, 5), torch.zeros(15, 4), torch.zeros(15, 5)
+    before = dict(ATEN.gru.input.py_kernels)
+    with python_kernel(ATEN.gru.input, kernel):
+        torch.export.export(Net(), inputs, strict=False)
+    assert before
+    assert calls
+    assert before == ATEN.gru.input.py_kernels
+    calls.clear()
+    torch.export.export(Net(), inputs, strict=False)
+    assert not calls
 
 
 def test_opoverload_and_schema_of():

@@ -40,6 +40,12 @@ class PackedRecurrent(PreparedGraph):
             last = [state.index_select(1, back) for state in last]
         return PackedSequence(output, sizes, order, back), tuple(last) if len(last) > 1 else last[0]
 
+    @property
+    def free_axes(self) -> dict[str, list[int]]:
+        """Input → the axes whose length varies: number of elements, time steps and sequences."""
+        data, sizes, *states = (str(node.target) for node in self.graph.find_nodes(op="placeholder"))
+        return {data: [0], sizes: [0]} | {state: [1] for state in states}
+
     def _start(self, data: Tensor, batch: int) -> tuple[Tensor, ...]:
         shapes = [node.meta["val"].shape for node in self.graph.find_nodes(op="placeholder")[2:]]
         return tuple(data.new_zeros(steps, batch, width) for steps, _, width in shapes)

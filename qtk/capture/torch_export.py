@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
+from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.errors import CaptureError
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
@@ -137,7 +138,7 @@ def first_line(error: BaseException) -> str:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
-    with silent_torch():
+    with silent_torch(), lengths_stay_free():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
         drop_input_guards(program)  # ``check_inputs`` is ours

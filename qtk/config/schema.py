@@ -56,6 +56,8 @@ class Rule(_Frozen):
     Args:
         match: the ops it applies to.
         weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
+        inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
+            they run as one op; ``quantized``, the default, every value that they compute.
         optional: it is no error if no op matches.
     """
 
@@ -64,6 +66,7 @@ class Rule(_Frozen):
     bias: BiasSetting | None = None
     input: ActivationSetting | None = None
     output: ActivationSetting | None = None
+    inside: Literal["quantized", "float"] | None = None
     optional: StrictBool = False
 
 

@@ -7,7 +7,7 @@ T: time, N: batch, I: input, H: hidden, P: output of a layer (H, or ``proj_size`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class Step(nn.Module):
         self.projection: nn.Module = Linear()
         self.cell: nn.Module = CELLS[kind]()
 
-    def parts(self, x: Tensor, states: Sequence[Tensor], parameters: _Parameters) -> dict[str, Part]:
+    def parts(self, x: Tensor, states: Sequence[Tensor], parameters: StepParameters) -> dict[str, Part]:
         """Both modules by name; ``x`` [..., I], states [N, …]."""
         projected = x.new_zeros(states[0].shape[0], parameters.w_ih.shape[0])
         return {
@@ -51,10 +51,26 @@ class Step(nn.Module):
         }
 
 
+class OverTime(Protocol):
+    """Runs one ``Step`` over all time steps; ``loop_over_time`` defines what it returns."""
+
+    def __call__(
+        self,
+        step: Step,
+        x: Tensor,
+        states: tuple[Tensor, ...],
+        parameters: StepParameters,
+        batch_sizes: Tensor | None,
+        *,
+        backwards: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+
+
 class Recurrent(nn.Module):
     """Stateless ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``.
 
     Runs torch's fused kernel while no quantizer inside is active, else a loop over time; they differ by float rounding.
+    ``over_time`` is that loop; an export replaces it by an op of its own.
 
     Args:
         kind: the kind of net.
@@ -85,6 +101,7 @@ class Recurrent(nn.Module):
         self.dropout = dropout
         self.has_biases = has_biases
         self.projected = projected
+        self.over_time: OverTime = loop_over_time
         for name in self.step_names:
             self.add_module(name, Step(kind))
 
@@ -119,7 +136,6 @@ class Recurrent(nn.Module):
         parameters = list(self._parameters_of_steps(weights, biases))
         if batch_sizes is None and self.batch_first:
             x = x.transpose(0, 1)
-        sizes = None if batch_sizes is None else [int(size) for size in batch_sizes]
         last: list[tuple[Tensor, ...]] = []
         directions = 2 if self.bidirectional else 1
         for layer in range(self.num_layers):
@@ -131,7 +147,9 @@ class Recurrent(nn.Module):
                 step = self.get_submodule(self.step_names[index])
                 assert isinstance(step, Step)
                 step_states = tuple(state[index] for state in states)
-                output, state = _run_over_time(step, x, step_states, parameters[index], sizes, backwards=direction == 1)
+                output, state = self.over_time(
+                    step, x, step_states, parameters[index], batch_sizes, backwards=direction == 1
+                )
                 outputs.append(output)
                 last.append(state)
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -176,7 +194,7 @@ class Recurrent(nn.Module):
         )
         return result
 
-    def _parameters_of_steps(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Iterator[_Parameters]:
+    def _parameters_of_steps(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Iterator[StepParameters]:
         return _by_step(weights, biases, 3 if self.projected else 2)
 
     def extra_repr(self) -> str:
@@ -224,7 +242,7 @@ class RecurrentCell(nn.Module):
         return f"{self.kind}, has_biases={self.has_biases}"
 
 
-class _Parameters:
+class StepParameters:
     """The weights and biases of one ``Step``."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
@@ -244,31 +262,34 @@ class _Parameters:
         return parameters if self.w_hr is None else (*parameters, self.w_hr)
 
 
-def _by_step(weights: Sequence[Tensor], biases: Sequence[Tensor], weights_per_step: int) -> Iterator[_Parameters]:
+def _by_step(weights: Sequence[Tensor], biases: Sequence[Tensor], weights_per_step: int) -> Iterator[StepParameters]:
     for index, start in enumerate(range(0, len(weights), weights_per_step)):
-        yield _Parameters(weights[start : start + weights_per_step], biases[2 * index : 2 * index + 2])
+        yield StepParameters(weights[start : start + weights_per_step], biases[2 * index : 2 * index + 2])
 
 
-def _run_over_time(
+def loop_over_time(
     step: Step,
     x: Tensor,
     states: tuple[Tensor, ...],
-    parameters: _Parameters,
-    sizes: list[int] | None,
+    parameters: StepParameters,
+    batch_sizes: Tensor | None,
     *,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Runs one ``Step`` over all time steps. Returns: its outputs and its last state.
+    """Runs one ``Step`` over all time steps.
 
-    Packed sequences are sorted by length, the longest first; ``sizes[t]`` of them have an element at time t. Forwards,
-    a sequence that has ended keeps its state; backwards, it starts at its last element.
+    Packed sequences are sorted by length, the longest first; ``batch_sizes[t]`` of them have an element at time t.
+    Forwards, a sequence that has ended keeps its state; backwards, it starts at its last element.
+
+    Shape: x [T, N, I], states [N, …]; packed x [ΣN, I], batch_sizes [T].
+    Returns: the hidden state after each time step, [T, N, P] or packed [ΣN, P], and the last states.
     """
     projected = step.projection(x, parameters.w_ih, parameters.b_ih)
-    slices = projected.unbind(0) if sizes is None else projected.split(sizes)
+    slices = projected.unbind(0) if batch_sizes is None else projected.split([int(size) for size in batch_sizes])
     outputs: list[Tensor] = []
     for current in reversed(slices) if backwards else slices:
         active = current.shape[0]
-        if sizes is None or active == states[0].shape[0]:
+        if batch_sizes is None or active == states[0].shape[0]:
             states = step.cell(current, *states, *parameters.of_cell)
             outputs.append(states[0])
             continue
@@ -279,4 +300,4 @@ def _run_over_time(
         outputs.reverse()
     if not outputs:
         return x.new_zeros(*x.shape[:-1], states[0].shape[-1]), states
-    return (torch.stack(outputs) if sizes is None else torch.cat(outputs)), states
+    return (torch.stack(outputs) if batch_sizes is None else torch.cat(outputs)), states

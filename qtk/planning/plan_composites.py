@@ -9,7 +9,7 @@ from torch import fx
 
 from qtk.capture.composites import composite_called
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.sites import EXCLUDED, label, value_site
+from qtk.graph.sites import EXCLUDED, is_float, label, value_site
 from qtk.nn.recurrent import Recurrent
 from qtk.planning.draft import Draft
 
@@ -18,7 +18,8 @@ def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
     """Plans every graph inside a composite (attention, a recurrent net) with the same passes.
 
     Requires: nothing.
-    Ensures: ``nested`` has a finished draft for each such graph; ``misfits`` has their lines too.
+    Ensures: ``nested`` has a finished draft for each such graph; ``misfits`` has their lines too. Where a rule says
+    ``inside: float``, all their values are in ``floats``.
     """
     for node in draft.graph.nodes:
         if not label(node, EXCLUDED):
@@ -29,6 +30,14 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     nested = {
         path: Draft(graph.graph, draft.rules, draft.scheme, None) for path, graph in nested_graphs(node).items()
     }
+    if not nested:
+        return
+    rule = draft.rules.float_inside(node, draft.flow)
+    if rule is not None:
+        for inner in nested.values():
+            inner.floats |= {value: f"inside is float by {rule}" for value in inner.graph.nodes if _is_computed(value)}
+        draft.nested[node] = list(nested.values())
+        return
     for inner in nested.values():
         run_passes(inner)
         draft.misfits += inner.misfits
@@ -36,8 +45,11 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     for first, second in composite.joined_parts if isinstance(composite, Recurrent) else ():
         if {first, second} <= nested.keys():
             _share_result(nested[first], nested[second])
-    if nested:
-        draft.nested[node] = list(nested.values())
+    draft.nested[node] = list(nested.values())
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_module") and is_float(node)
 
 
 def _share_result(leading: Draft, following: Draft) -> None:

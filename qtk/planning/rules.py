@@ -99,7 +99,8 @@ class Rules:
         for index, rule in enumerate(self.config.rules):
             if not _matches(rule, node, flow, feeds, kind):
                 continue
-            self._matched.add(index)
+            if rule.inside is None or _sets_tensors(rule):
+                self._matched.add(index)
             reason = f"rules[{index}]"
             weight = weight.overlaid(rule.weight, reason)
             bias = bias.overlaid(rule.bias, reason)
@@ -111,6 +112,15 @@ class Rules:
                 streams |= frozenset(rule.match.feeds)
         stream = Stream(streams, elsewhere) if streams else None
         return OpDecisions(weight, bias, incoming, outgoing, stream)
+
+    def float_inside(self, composite: fx.Node, flow: Flow) -> str | None:
+        """The rule that keeps the values inside a composite in float; ``None`` if they are quantized."""
+        reason = None
+        for index, rule in enumerate(self.config.rules):
+            if rule.inside is not None and _matches(rule, composite, flow, None):
+                self._matched.add(index)
+                reason = f"rules[{index}]" if rule.inside == "float" else None
+        return reason
 
     def unmatched(self) -> tuple[str, ...]:
         """The rules that matched no op so far and are not optional, each with its condition."""
@@ -205,6 +215,10 @@ def _matches(rule: Rule, node: fx.Node, flow: Flow, feeds: frozenset[str], kind:
     owner = re.sub(r"@\d+", "", label(node, OWNER) or "")
     paths = (owner, value_site(node).name.partition(":")[0])
     return any(fnmatchcase(path, glob) for path in paths for glob in rule.match.path)
+
+
+def _sets_tensors(rule: Rule) -> bool:
+    return any(setting is not None for setting in (rule.weight, rule.bias, rule.input, rule.output))
 
 
 def _wanted(rule: Rule) -> str:

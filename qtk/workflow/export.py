@@ -14,7 +14,6 @@ from torch import fx, nn
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
 from qtk.capture.inputs import ExampleInputs, split_inputs
-from qtk.capture.packed import PackedRecurrent
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, Shape
 from qtk.core.site import Site
@@ -163,14 +162,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
         from qtk.export.onnx import qdq, saturation  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    calls = _graph_calls(simulation.model, example_inputs)
-    packed = [path for path, (graph, _) in calls.items() if isinstance(graph, PackedRecurrent)]
-    if packed:
-        raise ExportError(
-            f"{', '.join(packed)}: a recurrent net on packed sequences has no form in ONNX, for their lengths are "
-            "data; call it on padded sequences, or export with formats=('encodings',)"
-        )
-    for path, (graph, call) in calls.items():
+    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
         file = folder / onnx_name(path)
         qdq.export(graph, call, file)
         with _read_back(file):

@@ -38,6 +38,31 @@ def test_rules_name_all_ops_inside():
     assert decided["tanh:out"].spec.dtype.bits == 8
 
 
+INSIDE = {"match": {"op": "lstm"}, "inside": "float"}
+
+
+def test_float_inside_quantizes_inputs_weights_and_outputs_alone():
+    plan = plan_of(Tagger(bidirectional=True), X, {**BARE, "rules": [INSIDE]})
+    assert {name for name in by_name(plan) if name.startswith("lstm")} == {
+        "lstm.weight_ih_l0", "lstm.weight_hh_l0", "lstm.weight_ih_l0_reverse", "lstm.weight_hh_l0_reverse",
+        "lstm:out[0]",
+    }
+    reasons = {site.name: reason for site, reason in plan.unquantized.items()}
+    assert reasons["lstm.l0.cell.hidden:out"] == "inside is float by rules[0]"
+
+
+def test_a_later_rule_quantizes_the_inside_again():
+    rules = [INSIDE, {"match": {"path": "lstm"}, "inside": "quantized"}]
+    plain, again = (by_name(plan_of(Tagger(bidirectional=True), X, {**BARE, "rules": r})) for r in ([], rules))
+    assert plain.keys() == again.keys()
+
+
+def test_a_rule_for_the_inside_of_no_composite_has_no_effect():
+    rules = [{"match": {"op": "tanh"}, "inside": "float"}]
+    plan = plan_of(Tagger(bidirectional=False), X, {**BARE, "rules": rules})
+    assert plan.unmatched_rules == ("rules[0] (op tanh)",)
+
+
 def test_an_excluded_composite_is_not_opened():
     prepared = qtk.prepare_model(Tagger(bidirectional=False).eval(), X, modules_to_exclude=["lstm"])
     assert not [name for name in qtk.QuantSim(prepared, X).quantizers if name.startswith("lstm.")]

@@ -14,21 +14,28 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityEliminationPass
 from onnxscript import optimizer, values
+from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter.rules.common import mul_by_1_rule
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
+from qtk.capture.packed import PackedRecurrent
+from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import input_names, output_nodes
 from qtk.capture.torch_export import first_line, silent_torch
+from qtk.core.granularity import PerToken
 from qtk.errors import ExportError
+from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
 from qtk.torch_private import pytree
 
@@ -74,9 +81,13 @@ def trace(
     Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
         nested as those the model was prepared with.
     """
+    sites = list(sites)
+    if isinstance(model, PackedRecurrent):
+        _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
         flat = _marked(model, {site.node: site.name for site in sites})
-        program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)))
+        free = model.free_axes if isinstance(model, PackedRecurrent) else {}
+        program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
         graph = _translate(program, opset)
     return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
 
@@ -101,7 +112,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
 
 
 def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
-    """A copy with markers inside; a composite without markers is exported as one op."""
+    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op."""
     copied = copy.deepcopy(module)
     has_markers = False
     for before, after in zip(graphs(module).values(), graphs(copied).values(), strict=True):
@@ -110,6 +121,8 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Mod
         after.recompile()
     if has_markers:
         copied.add_module("active_tap", _ActiveTap())
+    if isinstance(copied, Recurrent):
+        copied.over_time = scan_over_time
     return copied
 
 
@@ -140,12 +153,27 @@ def _mark_sites(
     return any(call in sites for call in calls)
 
 
-def _export(flat: fx.GraphModule, leaves: list[object]) -> torch.export.ExportedProgram:
+def _check_padding(model: PackedRecurrent, sites: Iterable[SimulatedSite]) -> None:
+    """Raises: ExportError naming a site in a cell whose dynamic range would include padding."""
+    cells = [graph.graph for path, graph in graphs(model).items() if path.endswith(".cell")]
+    for site in sites:
+        if site.spec.dynamic and site.node.graph in cells and not isinstance(site.spec.granularity, PerToken):
+            raise ExportError(
+                f"{site.name}: packed sequences are padded in ONNX, and dynamic quantization of a whole tensor would "
+                "include the padding; quantize this site per token or statically, or export formats=('encodings',)"
+            )
+
+
+def _export(
+    flat: fx.GraphModule, leaves: list[object], free: Mapping[str, list[int]]
+) -> torch.export.ExportedProgram:
     placeholders = flat.graph.find_nodes(op="placeholder")
-    examples = tuple(_doubled(leaf, node) for leaf, node in zip(leaves, placeholders, strict=True))
-    shapes = tuple(dict.fromkeys(_dynamic_axes(node), Dim.AUTO) or None for node in placeholders)
+    axes = [free.get(str(node.target), _dynamic_axes(node)) for node in placeholders]
+    examples = tuple(_doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True))
+    shapes = tuple(dict.fromkeys(each, Dim.AUTO) or None for each in axes)
     try:
-        return torch.export.export(flat, examples, dynamic_shapes=shapes)
+        with lengths_stay_free():
+            return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
         raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
 
@@ -156,9 +184,9 @@ def _dynamic_axes(node: fx.Node) -> list[int]:
     return [axis for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
 
 
-def _doubled(leaf: object, node: fx.Node) -> object:
+def _doubled(leaf: object, axes: list[int]) -> object:
     """The input with length 2 instead of 1 along dynamic axes, because torch.export fixes a length of 1."""
-    for axis in _dynamic_axes(node):
+    for axis in axes:
         if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
             leaf = leaf.repeat_interleave(2, axis)
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -180,6 +208,8 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)
+    RewritePass(_MULTIPLIED_BY_ONE)(graph)
+    IdentityEliminationPass()(graph)
     ClearMetadataAndDocStringPass()(graph)
     return graph
 
@@ -211,6 +241,8 @@ def _schema() -> onnx.defs.OpSchema:
 
 
 _SCHEMA = _schema()
+_MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
+"""``addcmul`` is translated to a product with its factor, which is 1."""
 
 
 def _root_cause(error: BaseException) -> str:

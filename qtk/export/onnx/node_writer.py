@@ -14,8 +14,8 @@ class NodeWriter:
     """Inserts nodes in front of an existing one.
 
     Args:
-        graph: the graph that gets the nodes.
-        before: the node they are inserted in front of.
+        graph: the graph that gets the initializers.
+        before: the node they are inserted in front of, in ``graph`` or a subgraph of it.
         name: the prefix of their names.
         shape: default shape of their results.
     """
@@ -41,7 +41,7 @@ class NodeWriter:
             name = f"{base}.{len(self._names)}"
         self._names.add(name)
         node.name = node.outputs[0].name = name
-        self.graph.insert_before(self.before, node)
+        insert_before(self.before, node)
         return node
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -57,6 +57,12 @@ class NodeWriter:
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
         self.graph.register_initializer(value)
         return value
+
+
+def insert_before(reader: ir.Node, node: ir.Node) -> None:
+    """Inserts a node in front of ``reader``, into its graph."""
+    assert reader.graph is not None
+    reader.graph.insert_before(reader, node)
 
 
 def value_of(dtype: ir.DataType | None, shape: ir.Shape | None) -> ir.Value:

@@ -27,7 +27,8 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shap
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
-from qtk.export.onnx.node_writer import NodeWriter, array_of, value_of
+from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
+from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -45,14 +46,14 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     graph = marked.model.graph
     fix_lengths(graph)
     markers: dict[str, list[ir.Node]] = defaultdict(list)
-    for node in graph:
+    for node in graph.all_nodes():
         if node.domain == DOMAIN:
             markers[node.attributes["site"].as_string()].append(node)
     entries = {}
     for site in sites:
         if site.name not in markers:
             raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
-        for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
+        for step, marker in enumerate(markers[site.name]):  # more than one where the model's own loop is unrolled
             name = f"{site.name}@{step}" if step else site.name
             entries[name] = _replace(marker, graph, site, name, opset)
     marked.model.opset_imports.pop(DOMAIN, None)
@@ -61,7 +62,10 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     names = ValueNames(graph)
     name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
     name_batch(graph)
-    _name_sites(graph, names, entries)
+    _name_sites(names, entries)
+    carry_codes(graph, names)
+    RemoveUnusedNodesPass()(marked.model)
+    OutputFixPass()(marked.model)
 
 
 def qparam_name(site: str, kind: str) -> str:
@@ -69,7 +73,7 @@ def qparam_name(site: str, kind: str) -> str:
     return f"qtk_quantizers.{site}.{kind}"
 
 
-def _name_sites(graph: ir.Graph, names: ValueNames, entries: dict[str, ir.Node]) -> None:
+def _name_sites(names: ValueNames, entries: dict[str, ir.Node]) -> None:
     """Names the value that each node of ``entries`` reads after its site.
 
     A value that keeps another name (an input, an output, a float parameter, another site) is read through Identity.
@@ -83,7 +87,7 @@ def _name_sites(graph: ir.Graph, names: ValueNames, entries: dict[str, ir.Node])
         keeps_name = value.is_initializer() or value.is_graph_input() or value.is_graph_output() or value in named
         if keeps_name and not codes:
             identity = ir.node("Identity", [value], outputs=[value_of(value.dtype, value.shape)])
-            graph.insert_before(node, identity)
+            insert_before(node, identity)
             value = identity.outputs[0]
             node.replace_input_with(0, value)
         names.give(value, site)
@@ -108,7 +112,8 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
     result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
     same_kind = writer.cast(result.outputs[0], value.dtype)
     marker.outputs[0].replace_all_uses_with(same_kind, replace_graph_outputs=True)
-    graph.remove(marker, safe=True)
+    assert marker.graph is not None
+    marker.graph.remove(marker, safe=True)
     return entry
 
 

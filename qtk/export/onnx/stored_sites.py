@@ -20,7 +20,7 @@ from qtk.export.onnx.qdq_nodes import SITE, SPEC
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSite:
-    """A DequantizeLinear of an exported file; an unrolled loop over time has one per time step.
+    """A DequantizeLinear of an exported file, in the body of a Scan too; a model's own loop has one per iteration.
 
     Args:
         name: name of the site.
@@ -62,7 +62,7 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
         graph = ir.load(path).graph
     except Exception as error:
         raise ExportError(f"cannot read {path} as ONNX: {error}") from error
-    for node in graph:
+    for node in graph.all_nodes():
         if node.op_type == "DequantizeLinear":
             yield _stored_site(node, path)
 

@@ -32,7 +32,7 @@ def sim():
 
 
 def markers(traced):
-    nodes = [node for node in traced.model.graph if node.domain == DOMAIN]
+    nodes = [node for node in traced.model.graph.all_nodes() if node.domain == DOMAIN]
     assert {node.op_type for node in nodes} <= {MARKER}
     return {node.attributes["site"].as_string() for node in nodes}
 

@@ -1,0 +1,52 @@
+"""The shapes of recurrent nets while a tracer runs.
+
+Torch (seen in 2.15) finds them by its own loop over time, which fixes the number of time steps and takes as long as
+there are time steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qtk.torch_private import python_kernel
+
+_ATEN = torch.ops.aten
+_OPS = {_ATEN.lstm.input: 2, _ATEN.gru.input: 1, _ATEN.rnn_tanh.input: 1, _ATEN.rnn_relu.input: 1}
+"""Op → number of its states."""
+
+
+@contextlib.contextmanager
+def lengths_stay_free() -> Iterator[None]:
+    """While active, tracers find the shapes of recurrent nets without a loop over time."""
+    importlib.import_module("torch._decomp")  # registers the kernels that are replaced
+    with contextlib.ExitStack() as stack:
+        for op, num_states in _OPS.items():
+            stack.enter_context(python_kernel(op, partial(_results, num_states)))
+        yield
+
+
+def _results(
+    num_states: int,
+    x: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Tensors like those that a recurrent net returns, strides included."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    assert len(states) == num_states
+    time_first = x.transpose(0, 1) if batch_first else x
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    output = x.new_zeros(time_first.shape[0], time_first.shape[1], width)
+    return (output.transpose(0, 1) if batch_first else output, *(state.new_zeros(state.shape) for state in states))

@@ -1,0 +1,175 @@
+"""Carries quantized values across the boundary of a Scan as codes, so that a runtime finds Q/DQ around the cell's ops.
+
+Each case moves a DequantizeLinear that its readers see through the boundary; values do not change.
+
+1. A constant outside that the body reads is dequantized in the body.
+2. A sequence of dequantized values is handed in as codes and dequantized in the body.
+3. A dequantized result of the body is handed out as codes and dequantized outside.
+4. A state that the body returns dequantized is carried as codes, if the first one is zero or has the same encoding:
+   only then it is on the same grid.
+5. Dequantized values that the body splits are dequantized behind the split, one part for each gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from qtk.export.onnx.node_writer import insert_before, value_of
+from qtk.export.onnx.value_names import ValueNames
+
+MOVEMENT = ("Expand", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators whose result holds nothing but values of their first input."""
+
+
+def carry_codes(graph: ir.Graph, names: ValueNames) -> None:
+    """Rewrites every Scan of ``graph``. In place."""
+    for node in list(graph.all_nodes()):
+        if node.op_type == "Scan":
+            _Scan(node, names).rewrite()
+
+
+class _Scan:
+    """A Scan: its inputs and those of its body are the states, then the sequences; its outputs likewise."""
+
+    def __init__(self, node: ir.Node, names: ValueNames) -> None:
+        self.node, self.names = node, names
+        self.body = node.attributes["body"].as_graph()
+        self.num_states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+
+    def rewrite(self) -> None:
+        self._dequantize_constants()
+        for node in list(self.body):
+            if node.op_type == "Split":
+                self._split_codes(node)
+        for index in range(self.num_states, len(self.node.inputs)):
+            dequantize = _dequantize(self.node.inputs[index])
+            if dequantize is not None:
+                self._take_codes(index, _codes(dequantize), dequantize)
+        for index in range(self.num_states):
+            self._carry_state(index)
+        for index in range(self.num_states, len(self.node.outputs)):
+            dequantize = _dequantize(self.body.outputs[index])
+            if dequantize is not None:
+                self._return_codes(index, dequantize)
+
+    def _dequantize_constants(self) -> None:
+        """Case 1."""
+        inside: dict[ir.Node, ir.Value] = {}
+        for node in list(self.body.all_nodes()):
+            for index, value in enumerate(node.inputs):
+                outside = None if value is None else value.producer()
+                if outside is None or outside.graph is self.body or outside.op_type != "DequantizeLinear":
+                    continue
+                if not _codes(outside).is_initializer():
+                    continue
+                if outside not in inside:
+                    copied = self._dequantize_like(outside, _codes(outside), outside.outputs[0].shape)
+                    insert_before(self.body[0], copied)
+                    inside[outside] = copied.outputs[0]
+                node.replace_input_with(index, inside[outside])
+
+    def _carry_state(self, index: int) -> None:
+        """Case 4."""
+        first, dequantize = self.node.inputs[index], _dequantize(self.body.outputs[index])
+        if first is None or dequantize is None:
+            return
+        given = _dequantize(first)
+        if given is not None and given.inputs[1:] == dequantize.inputs[1:]:
+            codes = _codes(given)
+        elif _is_zero(first):
+            codes = self._quantize_like(dequantize, first)
+        else:
+            return
+        self._take_codes(index, codes, dequantize)
+        self._return_codes(index, dequantize)
+
+    def _split_codes(self, node: ir.Node) -> None:
+        """Case 5."""
+        dequantize = _dequantize(node.inputs[0])
+        if dequantize is None:
+            return
+        node.replace_input_with(0, _codes(dequantize))
+        for part in node.outputs:
+            self._dequantize_result(part, dequantize)
+
+    def _take_codes(self, index: int, codes: ir.Value, dequantize: ir.Node) -> None:
+        """Hands ``codes`` to the body, which dequantizes them like ``dequantize``."""
+        self.node.replace_input_with(index, codes)
+        value = self.body.inputs[index]
+        inside = self._dequantize_like(dequantize, value, value.shape)
+        value.replace_all_uses_with(inside.outputs[0])
+        inside.replace_input_with(0, value)
+        value.dtype = codes.dtype
+        insert_before(self.body[0], inside)
+
+    def _return_codes(self, index: int, dequantize: ir.Node) -> None:
+        """Returns the codes that ``dequantize`` reads in the body; outside they are dequantized like there."""
+        self.body.outputs[index] = _codes(dequantize)
+        self._dequantize_result(self.node.outputs[index], dequantize)
+
+    def _dequantize_result(self, value: ir.Value, dequantize: ir.Node) -> None:
+        """Makes ``value``, a result of a node, codes; their readers get them dequantized like by ``dequantize``."""
+        result = self._dequantize_like(dequantize, value, value.shape)
+        if value.is_graph_output():
+            assert value.name is not None
+            self.names.give(result.outputs[0], value.name)
+        value.replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
+        result.replace_input_with(0, value)
+        value.dtype = _codes(dequantize).dtype
+        producer = value.producer()
+        assert producer is not None
+        assert producer.graph is not None
+        producer.graph.insert_after(producer, result)
+
+    def _dequantize_like(self, node: ir.Node, codes: ir.Value, shape: ir.Shape | None) -> ir.Node:
+        result = self._named("DequantizeLinear", node, [codes, *node.inputs[1:]], node.outputs[0].dtype, shape)
+        result.metadata_props.update(node.metadata_props)
+        return result
+
+    def _quantize_like(self, dequantize: ir.Node, value: ir.Value) -> ir.Value:
+        """The codes of ``value``, outside."""
+        codes = _codes(dequantize)
+        quantize = self._named("QuantizeLinear", dequantize, [value, *dequantize.inputs[1:]], codes.dtype, value.shape)
+        insert_before(self.node, quantize)
+        return quantize.outputs[0]
+
+    def _named(
+        self, op: str, like: ir.Node, inputs: Sequence[ir.Value | None], dtype: ir.DataType | None,
+        shape: ir.Shape | None,
+    ) -> ir.Node:
+        node = ir.node(op, inputs, like.attributes, outputs=[value_of(dtype, shape)])
+        self.names.give(node.outputs[0], self.names.free(like.outputs[0].name or op))
+        node.name = node.outputs[0].name
+        return node
+
+
+def _dequantize(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that makes ``value``, one scale for all of it; else ``None``."""
+    producer = None if value is None else value.producer()
+    while producer is not None and producer.op_type == "Identity":
+        (source,) = producer.inputs
+        producer = None if source is None else source.producer()
+    if producer is None or producer.op_type != "DequantizeLinear":
+        return None
+    scale = producer.inputs[1]
+    return producer if scale is not None and scale.shape is not None and len(scale.shape) == 0 else None
+
+
+def _codes(dequantize: ir.Node) -> ir.Value:
+    codes = dequantize.inputs[0]
+    assert codes is not None
+    return codes
+
+
+def _is_zero(value: ir.Value) -> bool:
+    """Whether a value is made of constant zeros."""
+    while (constant := ir.convenience.get_const_tensor(value)) is None:
+        producer = value.producer()
+        source = producer.inputs[0] if producer is not None and producer.op_type in MOVEMENT else None
+        if source is None:
+            return False
+        value = source
+    return not value.is_graph_input() and not np.any(constant.numpy())

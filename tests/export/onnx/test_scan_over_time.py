@@ -1,0 +1,171 @@
+"""Recurrent nets as Scan: the file, in ONNX Runtime and in onnx's evaluator, against the simulation's loop."""
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import qtk
+from qtk.errors import ExportError
+from qtk.export.onnx.qdq import compare_with_simulation, export
+from qtk.export.onnx.stored_sites import stored_sites
+from tests.export.onnx.simulated import run_onnx, run_simulation
+from tests.zoo.recurrent import Packed
+
+I, H, P = 5, 6, 3  # noqa: E741
+NETS = {
+    "lstm": lambda: nn.LSTM(I, H, 2, batch_first=True),
+    "lstm_both": lambda: nn.LSTM(I, H, 2, bidirectional=True, batch_first=True),
+    "lstm_projected": lambda: nn.LSTM(I, H, proj_size=P),
+    "gru": lambda: nn.GRU(I, H, 2),
+    "gru_both": lambda: nn.GRU(I, H, bidirectional=True, bias=False, batch_first=True),
+    "rnn_tanh": lambda: nn.RNN(I, H, bias=False),
+    "rnn_relu_both": lambda: nn.RNN(I, H, bidirectional=True, nonlinearity="relu"),
+}
+
+
+class Started(nn.Module):
+    """A net whose first states are inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.LSTM(I, H, bidirectional=True)
+
+    def forward(self, x, hidden, cell):
+        output, (hidden, cell) = self.net(x, (hidden, cell))
+        return output, hidden, cell
+
+
+def quantized(model, *inputs, **options):
+    """A simulation whose sequences may have any length and number."""
+    torch.manual_seed(0)
+    prepared = qtk.prepare_model(model.eval(), inputs, dynamic_shapes="all", verify=False)
+    sim = qtk.QuantSim(prepared, inputs, **options)
+    sim.compute_encodings([inputs])
+    return sim
+
+
+def written(sim, path, *inputs):
+    export(sim.model, inputs, path)
+    compare_with_simulation(path, sim.model)
+    return path
+
+
+def operators(graph):
+    """How often each operator occurs, subgraphs included."""
+    counts = Counter()
+    for node in graph.node:
+        counts[node.op_type] += 1
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                counts += operators(attribute.g)
+    return counts
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_file_computes_the_simulation_at_any_length(name, tmp_path):
+    torch.manual_seed(1)
+    net = NETS[name]()
+    sim = quantized(net, torch.randn(7, 4, I))
+    path = written(sim, tmp_path / "model.onnx", torch.randn(7, 4, I))
+    steps = net.num_layers * (2 if net.bidirectional else 1)
+    assert operators(onnx.load(path).graph)["Scan"] == steps
+    for shape in ((7, 4, I), (3, 2, I), (12, 1, I), (1, 9, I)):
+        x = torch.randn(shape)
+        expected = run_simulation(sim.model, x)
+        for found in (run_onnx(path, x), ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})):
+            assert_near(found, expected, sim)
+
+
+def assert_near(found, expected, sim):
+    """Equal, but for a value on a tie that another order of summation moved by one code."""
+    largest = max(float(each.scale.max()) for each in sim.quantizers.values() if each.scale.numel() == 1)
+    for theirs, ours in zip(found, expected, strict=True):
+        assert theirs.shape == ours.shape
+        difference = np.abs(theirs - ours)
+        assert (difference > 1e-5).mean() <= 0.02
+        assert difference.max() <= 1.001 * largest
+
+
+def test_first_states_that_are_inputs(tmp_path):
+    inputs = torch.randn(4, 3, I), torch.randn(2, 3, H), torch.randn(2, 3, H)
+    sim = quantized(Started(), *inputs)
+    path = written(sim, tmp_path / "model.onnx", *inputs)
+    other = torch.randn(6, 2, I), torch.randn(2, 2, H), torch.randn(2, 2, H)
+    assert_near(run_onnx(path, *other), run_simulation(sim.model, *other), sim)
+
+
+def test_every_site_is_found_under_its_name(tmp_path):
+    x = torch.randn(4, 3, I)
+    sim = quantized(nn.Sequential(NETS["lstm_both"]()), x)
+    path = written(sim, tmp_path / "model.onnx", x)
+    stored = {site.name: site for site in stored_sites(path)}
+    assert {"0.l0.cell.hidden:out", "0.l1_reverse.cell.forget_gate:out", "0.weight_hh_l1_reverse"} <= set(stored)
+    assert all(stored[name].encoding.equals(encoding) for name, encoding in sim.encodings().items())
+    bodies = [attribute.g for node in onnx.load(path).graph.node for attribute in node.attribute if attribute.g.node]
+    names = {value for body in bodies for node in body.node for value in node.output}
+    assert {f"0.l1.cell.{op}:out" for op in ("hidden_projection", "gates", "cell_tanh", "hidden")} <= names
+
+
+def test_the_file_does_not_grow_with_the_length(tmp_path):
+    counts = []
+    for length in (3, 40):
+        x = torch.randn(2, length, I)
+        sim = quantized(NETS["lstm"](), x)
+        counts.append(operators(onnx.load(written(sim, tmp_path / f"{length}.onnx", x)).graph))
+    assert counts[0] == counts[1]
+    assert sum(counts[0].values()) <= 300
+
+
+def test_a_net_that_is_not_quantized_stays_one_operator(tmp_path):
+    x = torch.randn(3, 4, I)
+    sim = quantized(nn.Sequential(nn.Linear(I, I), NETS["lstm"]()), x, activation_bits=None)
+    for name, quantizer in sim.quantizers.items():
+        if not name.startswith("0."):
+            quantizer.mode = qtk.Mode.BYPASS
+    path = tmp_path / "model.onnx"
+    export(sim.model, x, path)
+    assert operators(onnx.load(path).graph)["LSTM"] == 2
+    other = torch.randn(5, 9, I)
+    for found, expected in zip(run_onnx(path, other), run_simulation(sim.model, other), strict=True):
+        assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def packed():
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4])
+    sim = qtk.QuantSim(Packed().eval(), inputs)
+    sim.compute_encodings([inputs])
+    return sim
+
+
+def test_packed_sequences_of_any_lengths(packed, tmp_path):
+    packed.export(tmp_path / "out", formats=("onnx",))
+    assert operators(onnx.load(tmp_path / "out" / "lstm.onnx").graph)["Scan"] == 2
+    lengths = ([6, 3, 1, 4], [2, 6, 6], [3], [1, 1, 1, 1, 1])
+    data = [(torch.randn(len(each), 6, 16), torch.tensor(each)) for each in lengths]
+    exact = packed.verify_export(tmp_path / "out", data).exact
+    assert exact.differing <= 0.02
+    sequence = pack_padded_sequence(torch.randn(3, 5, 16), torch.tensor([5, 4, 2]), batch_first=True)
+    states = torch.zeros(2, 3, 12), torch.zeros(2, 3, 12)
+    found = run_onnx(tmp_path / "out" / "lstm.onnx", sequence.data, sequence.batch_sizes, *states)
+    with torch.no_grad():
+        output, last = packed.model.lstm(sequence)
+    for theirs, ours in zip(found, (output.data, *last), strict=True):
+        assert np.abs(theirs - ours.numpy()).max() <= 0.02  # one code
+
+
+def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
+    inputs = torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4])
+    config = {"version": 1, "defaults": {"activation": {"symmetric": False, "dynamic": True}}}
+    sim = qtk.QuantSim(Packed().eval(), inputs, config=config)
+    sim.compute_encodings([inputs])
+    with pytest.raises(ExportError, match=r"lstm\.l0\.cell\.\S+: packed sequences are padded in ONNX"):
+        sim.export(tmp_path / "out", formats=("onnx",))
+    assert not (tmp_path / "out").exists()
