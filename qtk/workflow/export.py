@@ -22,6 +22,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
+from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
@@ -38,12 +39,12 @@ EXPORTERS: Registry[Exporter] = Registry("export format")
 
 
 def onnx_name(path: str) -> str:
-    """File name of a captured graph: ``model.onnx``, or an island's module path.
+    """File name of a captured graph: ``model.onnx``, or an island's module path, see ``file_stem``.
 
-    >>> onnx_name("backbone.body")
-    'backbone.body.onnx'
+    >>> onnx_name("backbone.body"), onnx_name("conv/1")
+    ('backbone.body.onnx', 'conv%2F1.onnx')
     """
-    return f"{path or 'model'}.onnx"
+    return f"{file_stem(path or 'model')}.onnx"
 
 
 def export(
@@ -160,7 +161,7 @@ def _read_back(path: Path) -> Iterator[None]:
 
 def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     try:
-        from qtk.export.onnx import qdq  # loaded here: onnx is an extra, and slow to import
+        from qtk.export.onnx import qdq, session  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
@@ -172,6 +173,9 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
         )
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
+        remedy = session.bfloat16_remedy(graph)
+        if remedy is not None:
+            warnings.warn(f"{file.name}: {remedy}", stacklevel=2)
         qdq.export(graph, call, file)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)

@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import sys
 from dataclasses import replace
@@ -221,3 +223,28 @@ def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch
     monkeypatch.setattr(qdq, "export", write)
     with pytest.raises(ExportError, match=r"model\.onnx read back differs .*(0\.weight|another)"):
         export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["pathlib.Path.write_text", "onnx_ir.save", "onnx.checker.check_model", "os.fsync", "pathlib.Path.rename"],
+)
+def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path, monkeypatch):
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, full)
+        with pytest.raises(ExportError, match="No space left on device"):
+            export(sim, EXAMPLE, tmp_path / "new" / "out", check=fit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_warns_and_names_the_way_out(tmp_path):
+    example = EXAMPLE.bfloat16()
+    handle = qtk.QuantSim(nn.Linear(8, 4).bfloat16(), example)
+    handle.compute_encodings([example], progress=False)
+    with pytest.warns(UserWarning, match=r"model\.onnx: .* no bfloat16 .* export model\.float\(\) instead"):
+        handle.export(tmp_path / "out", formats=("onnx",))
+    with pytest.raises(ExportError, match=r"cannot load it: .*; .* export model\.float\(\) instead"):
+        handle.verify_export(tmp_path / "out", [example])
