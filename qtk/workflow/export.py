@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -55,6 +56,7 @@ def export(
     check: Callable[[], None],
     formats: Sequence[str] = ("encodings", "onnx"),
     force: bool = False,
+    opset: int | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -68,6 +70,7 @@ def export(
         check: is called first and raises if the simulation must not be exported.
         formats: names from ``EXPORTERS``.
         force: replace an existing directory.
+        opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -77,10 +80,15 @@ def export(
         formats = (formats,)
     if not formats:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
-    exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]
+    exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, formats)}
+    if opset is not None:
+        if "onnx" not in exporters:
+            raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "
+                              "opset out")
+        exporters["onnx"] = partial(_onnx, opset=opset)
     check()
     with staged_directory(directory, force=force) as folder:
-        for write in exporters:
+        for write in exporters.values():
             write(simulation, example_inputs, folder)
 
 
@@ -159,7 +167,7 @@ def _read_back(path: Path) -> Iterator[None]:
         raise ExportError(f"{path.name} read back differs from the simulation: {error}; nothing was written") from error
 
 
-def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None) -> None:
     try:
         from qtk.export.onnx import qdq, session  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
@@ -176,7 +184,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -
         remedy = session.bfloat16_remedy(graph)
         if remedy is not None:
             warnings.warn(f"{file.name}: {remedy}", stacklevel=2)
-        qdq.export(graph, call, file)
+        qdq.export(graph, call, file, opset=opset)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
 

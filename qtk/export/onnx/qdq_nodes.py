@@ -33,8 +33,9 @@ from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.numerics import affine, minifloat
 
-SITE, SPEC = "qtk.site", "qtk.spec"
-"""Metadata keys of a DequantizeLinear: the name of its site, and its spec as JSON."""
+SITES = "qtk.sites"
+"""Metadata key of a file: JSON with the list ``specs``, and ``nodes``: the name of a DequantizeLinear → name of its site
+(``null``: the same) and index of its spec."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
@@ -48,13 +49,18 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     for node in graph:
         if node.domain == DOMAIN:
             markers[node.attributes["site"].as_string()].append(node)
-    entries = {}
+    entries, specs, nodes = {}, dict[str, int](), dict[str, tuple[str | None, int]]()
     for site in sites:
+        spec = specs.setdefault(json.dumps(site.spec.to_json()), len(specs))
         if site.name not in markers:
             raise ExportError(f"{site.name} is quantized in the model, but the exported graph does not use its value")
         for step, marker in enumerate(markers[site.name]):  # more than one in a loop over time, which is unrolled
             name = f"{site.name}@{step}" if step else site.name
             entries[name] = _replace(marker, graph, site, name, opset)
+            nodes[name] = (site.name if step else None, spec)
+    marked.model.metadata_props[SITES] = json.dumps(
+        {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}, separators=(",", ":")
+    )
     marked.model.opset_imports.pop(DOMAIN, None)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
@@ -105,7 +111,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:
         entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
-    result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
+    result.name = name
     same_kind = writer.cast(result.outputs[0], value.dtype)
     marker.outputs[0].replace_all_uses_with(same_kind, replace_graph_outputs=True)
     graph.remove(marker, safe=True)
