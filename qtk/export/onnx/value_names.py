@@ -88,6 +88,7 @@ def drop_inferred_types(graph: ir.Graph) -> None:
     for value in [*(output for node in graph.all_nodes() for output in node.outputs), *initializers]:
         if value not in outputs:
             value.type = value.shape = None
+            value.metadata_props.clear()
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
