@@ -34,7 +34,7 @@ from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, nam
 from qtk.numerics import affine, minifloat
 
 SITES = "qtk.sites"
-"""Metadata key of a file: JSON with the list ``specs``, and ``nodes``: the name of a DequantizeLinear → name of its site
+"""Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
 (``null``: the same) and index of its spec."""
 
 
