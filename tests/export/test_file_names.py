@@ -6,8 +6,8 @@ from qtk.export.file_names import LONGEST, file_stem
 
 PATHS = [
     "/x/evil", "..", ".", ".hidden", "...", "conv/1", "conv%2F1", "conv_1", "a\\b", "a:b", "C:\\x", "nul\0",
-    "line\nbreak", "a b", "ä", "模型", "\ud800", "model", "a" * 300, "a" * 299 + "b", "a" * LONGEST, "a" * (LONGEST + 1),
-    "/" * 300,    "模" * 300, file_stem("a" * 300), "backbone.body", "body@1",
+    "line\nbreak", "a b", "ä", "模型", "\ud800", "model", "a" * 300, "a" * 299 + "b", "a" * LONGEST,
+    "a" * (LONGEST + 1), "/" * 300, "模" * 300, file_stem("a" * 300), "backbone.body", "body@1",
 ]
 
 
