@@ -275,7 +275,8 @@ class QuantSim:
         return compare(self._simulation, data, forward=forward, num_batches=num_batches, progress=progress)
 
     def export(
-        self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False
+        self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False,
+        opset: int | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -294,19 +295,17 @@ class QuantSim:
         >>> sorted(path.name for path in (folder / "encodings").glob("*.json"))
         ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
 
-        A directory is replaced only if that is asked for:
-
-        >>> sim.export(folder / "encodings", formats=["encodings_json"], force=True)
-
         Args:
             directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
             formats: names from ``qtk.EXPORTERS``.
             force: replace an existing directory.
+            opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
             the model, or a file read back differs from the simulation; nothing is written then.
         """
-        export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force)
+        inputs, check = self.example_inputs, self.check
+        export(self.simulation, inputs, directory, check=check, formats=formats, force=force, opset=opset)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Iterable[Batch], *, forward: Forward | None = None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.atomic import staged_directory
+from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
@@ -37,12 +39,12 @@ EXPORTERS: Registry[Exporter] = Registry("export format")
 
 
 def onnx_name(path: str) -> str:
-    """File name of a captured graph: ``model.onnx``, or an island's module path.
+    """File name of a captured graph: ``model.onnx``, or an island's module path, see ``file_stem``.
 
-    >>> onnx_name("backbone.body")
-    'backbone.body.onnx'
+    >>> onnx_name("backbone.body"), onnx_name("conv/1")
+    ('backbone.body.onnx', 'conv%2F1.onnx')
     """
-    return f"{path or 'model'}.onnx"
+    return f"{file_stem(path or 'model')}.onnx"
 
 
 def export(
@@ -53,6 +55,7 @@ def export(
     check: Callable[[], None],
     formats: Sequence[str] = ("encodings", "onnx"),
     force: bool = False,
+    opset: int | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -66,6 +69,7 @@ def export(
         check: is called first and raises if the simulation must not be exported.
         formats: names from ``EXPORTERS``.
         force: replace an existing directory.
+        opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -75,10 +79,15 @@ def export(
         formats = (formats,)
     if not formats:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
-    exporters = [EXPORTERS[name] for name in dict.fromkeys(map(EXPORTERS.canonical, formats))]
+    exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, formats)}
+    if opset is not None:
+        if "onnx" not in exporters:
+            raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "
+                              "opset out")
+        exporters["onnx"] = partial(_onnx, opset=opset)
     check()
     with staged_directory(directory, force=force) as folder:
-        for write in exporters:
+        for write in exporters.values():
             write(simulation, example_inputs, folder)
 
 
@@ -157,14 +166,18 @@ def _read_back(path: Path) -> Iterator[None]:
         raise ExportError(f"{path.name} read back differs from the simulation: {error}; nothing was written") from error
 
 
-def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None) -> None:
     try:
-        from qtk.export.onnx import qdq, saturation  # loaded here: onnx is an extra, and slow to import
+        from qtk.export.onnx import qdq, saturation, session  # loaded here: onnx is an extra, and slow to import
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
-    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+    calls = _graph_calls(simulation.model, example_inputs)
+    for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
-        qdq.export(graph, call, file)
+        remedy = session.bfloat16_remedy(graph)
+        if remedy is not None:
+            warnings.warn(f"{file.name}: {remedy}", stacklevel=2)
+        qdq.export(graph, call, file, opset=opset)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for graph, _ in calls.values() for name in saturation.saturating_weights(graph)]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
-from qtk.errors import EncodingError
+from qtk.errors import EncodingError, ExportError
 from qtk.export.atomic import staged_directory
 from qtk.export.encodings_json import load_object
 from qtk.export.plan_json import plan_from_json, plan_to_json
@@ -92,9 +92,12 @@ def save(
         "tied": {name: original for name, original in originals.items() if original != name},
     }
     with staged_directory(directory, force=force) as folder:
-        save_file(_unshared(kept), folder / STATE_FILE)
-        if step_tensors:
-            save_file(_unshared(step_tensors), folder / STEPS_FILE)
+        try:
+            save_file(_unshared(kept), folder / STATE_FILE)
+            if step_tensors:
+                save_file(_unshared(step_tensors), folder / STEPS_FILE)
+        except SafetensorError as error:  # a full disk, among others
+            raise ExportError(f"cannot write {directory}: {error}") from error
         (folder / SIM_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,57 @@ def test_parent_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExportError, match="cannot write into"), staged_directory(tmp_path / "file" / "out"):
         pytest.fail("the block must not run")
+
+
+def test_a_directory_that_nobody_may_write_to_is_refused():
+    with pytest.raises(ExportError, match=r"cannot write into /sys/kernel: .*; choose a directory you may write to"), \
+            staged_directory("/sys/kernel/out"):
+        pytest.fail("the block must not run")
+
+
+def test_names_up_to_255_bytes_are_created_and_longer_ones_refused(tmp_path):
+    for name in ("a" * 255, "模" * 85):
+        with staged_directory(tmp_path / name) as folder:
+            (folder / "file").touch()
+    with pytest.raises(ExportError, match=r"cannot create .*too long; .* at most 255 bytes"), \
+            staged_directory(tmp_path / "new" / ("a" * 256)):
+        pytest.fail("the block must not run")
+    assert {path.name for path in tmp_path.iterdir()} == {"a" * 255, "模" * 85}
+
+
+def full(*args: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("target", ["os.fsync", "pathlib.Path.touch", "pathlib.Path.rename", "pathlib.Path.mkdir"])
+def test_a_disk_that_is_full_at_the_end_leaves_the_old_directory(target, tmp_path, monkeypatch):
+    made_before(tmp_path / "out")
+    monkeypatch.setattr(target, full)
+    with pytest.raises(ExportError, match="No space left on device"), \
+            staged_directory(tmp_path / "out", force=True) as folder:
+        os.close(os.open(folder / "new", os.O_CREAT))
+    monkeypatch.undo()
+    assert listing(tmp_path) == {"out", "out/old"}
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [(lambda folder: full(), "No space left on device"),
+     (lambda folder: (folder / "missing" / "file").touch(), "No such file or directory")],
+    ids=["full", "in the folder"],
+)
+def test_an_error_of_the_disk_in_the_block_is_an_export_error(write, said, tmp_path):
+    def write_half() -> None:
+        with staged_directory(tmp_path / "a" / "out") as folder:
+            (folder / "half").write_text("half")
+            write(folder)
+
+    with pytest.raises(ExportError, match=said):
+        write_half()
+    assert listing(tmp_path) == set()
+
+
+def test_an_error_in_reading_something_else_is_raised_as_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError), staged_directory(tmp_path / "out"):
+        (tmp_path / "data").read_text()
+    assert listing(tmp_path) == set()

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import qtk
+from qtk.export.atomic import MARKER
+from qtk.workflow.export import onnx_name
 from tests.capture.islands import SIZES, is_inside, simulated
 from tests.zoo.prepared import slow_but
 from tests.zoo.python import PYTHON
@@ -32,3 +35,51 @@ def test_an_expert_that_saw_no_token_in_the_example_exports_too(tmp_path):
     sim.compute_encodings([entry.inputs()], progress=False)
     sim.export(tmp_path / "out", formats=("onnx",))
     assert sim.verify_export(tmp_path / "out", [entry.inputs(3)]).exact.differing == 0.0
+
+
+class ManyIslands(nn.Module):
+    """Calls its modules one by one, in Python that no capture follows."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self._modules[name] = nn.Linear(8, 8)  # add_module refuses a dot
+
+    def forward(self, x):
+        for module in self.children():
+            x = module(x)
+            if float(x.detach().sum()) > 1e9:
+                x = -x
+        return x
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["/x/evil"], ["conv/1", "conv%2F1", "conv_1"], ["a" * 300, "a" * 299 + "b"],
+     ["/" * 300, "model", "m odel", "模型"]],
+    ids=["absolute", "slash", "long", "odd"],
+)
+def test_names_of_islands_never_become_paths(names, tmp_path):
+    x, directory = torch.randn(4, 8), tmp_path / "deep" / "out"
+    sim = qtk.QuantSim(ManyIslands(names), x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(directory, formats=("encodings", "onnx"))
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+    assert [path.name for path in directory.parent.iterdir()] == ["out"]
+    assert all(path.is_file() for path in directory.iterdir())
+    assert len(list(directory.glob("*.onnx"))) == len(names)
+    result = sim.verify_export(directory, [x, -x])
+    assert result.exact.differing == 0.0
+    assert len(result.islands) == (len(names) if len(names) > 1 else 0)
+    back = qtk.QuantSim(ManyIslands(names), x)
+    sim.save(tmp_path / "saved")
+    assert back.load(tmp_path / "saved", ManyIslands(names), x).encodings().keys() == sim.encodings().keys()
+
+
+def test_a_module_called_dots_stays_inside_too(tmp_path):
+    (tmp_path / "out").mkdir()
+    for path in ("..", "../evil", "../../evil", "/x/evil", "."):
+        (tmp_path / "out" / onnx_name(path)).touch()
+    assert len(list((tmp_path / "out").iterdir())) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert MARKER not in {onnx_name(path) for path in (MARKER, "written-by-qtk")}

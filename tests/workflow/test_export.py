@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import sys
 from dataclasses import replace
@@ -188,8 +190,8 @@ def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch)
     ],
 )
 def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said, sim, tmp_path, monkeypatch):
-    def write(graph, call, path):
-        original(graph, call, path)
+    def write(graph, call, path, **rest):
+        original(graph, call, path, **rest)
         model = onnx.load(path)
         (tensor,) = (each for each in model.graph.initializer if each.name in {initializer, initializer[:-6]})
         array = onnx.numpy_helper.to_array(tensor)
@@ -206,18 +208,52 @@ def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said
 
 @pytest.mark.parametrize("name", ["axis", "site", "spec"])
 def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch):
-    def write(graph, call, path):
-        original(graph, call, path)
+    def write(graph, call, path, **rest):
+        original(graph, call, path, **rest)
         model = onnx.load(path)
         node = next(node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.attribute)
         if name == "axis":
             node.attribute[0].i = 1
-        for entry in node.metadata_props:
-            if entry.key == f"qtk.{name}":
-                entry.value = "another" if name == "site" else entry.value.replace("int8", "int4")
+        (entry,) = (each for each in model.metadata_props if each.key == "qtk.sites")
+        if name == "site":
+            entry.value = entry.value.replace('"0.weight":[null', '"0.weight":["another"')
+        elif name == "spec":
+            entry.value = entry.value.replace("int8", "int4")
         onnx.save(model, path)
 
     original = qdq.export
     monkeypatch.setattr(qdq, "export", write)
     with pytest.raises(ExportError, match=r"model\.onnx read back differs .*(0\.weight|another)"):
         export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["pathlib.Path.write_text", "onnx_ir.save", "onnx.checker.check_model", "os.fsync", "pathlib.Path.rename"],
+)
+def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path, monkeypatch):
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, full)
+        with pytest.raises(ExportError, match="No space left on device"):
+            export(sim, EXAMPLE, tmp_path / "new" / "out", check=fit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_warns_and_names_the_way_out(tmp_path):
+    example = EXAMPLE.bfloat16()
+    handle = qtk.QuantSim(nn.Linear(8, 4).bfloat16(), example)
+    handle.compute_encodings([example], progress=False)
+    with pytest.warns(UserWarning, match=r"model\.onnx: .* no bfloat16 .* export model\.float\(\) instead"):
+        handle.export(tmp_path / "out", formats=("onnx",))
+    with pytest.raises(ExportError, match=r"cannot load it: .*; .* export model\.float\(\) instead"):
+        handle.verify_export(tmp_path / "out", [example])
+
+
+def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
+    export(sim, EXAMPLE, tmp_path / "out", check=fit, opset=22)
+    assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 22
+    with pytest.raises(ExportError, match="opset=22 has no effect on the formats encodings; add 'onnx'"):
+        export(sim, EXAMPLE, tmp_path / "new", check=fit, formats="encodings", opset=22)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -248,3 +249,14 @@ def test_tensors_that_are_in_no_state_dict_are_stored_too(tmp_path):
     again = qtk.QuantSim.load(tmp_path / "sim", Unregistered().eval(), x)
     assert torch.equal(again.model(x), sim.model(x))
     assert "table" not in again.model.state_dict()
+
+
+def test_a_full_disk_is_an_export_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    sim = qtk.QuantSim(nn.Linear(8, 4).eval(), torch.randn(2, 8))
+    monkeypatch.setattr("qtk.workflow.store.save_file", full)
+    with pytest.raises(ExportError, match="No space left on device"):
+        sim.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -57,11 +57,11 @@ class _Dynamic:
         high = self._op("Max", self._extreme("ReduceMax"), self._number(0.0))
         scale = self._scale(low, high)
         zero = None if self.spec.symmetric else self._zero_point(low, scale)
-        stored_zero = None if zero is None else self._cast(zero)
+        stored_zero = self._no_offset() if zero is None else self._cast(zero)
         attributes = {"axis": self.rank - 1, "block_size": int(self.length)} if self.by_row else {}
+        type_of_codes = {"output_dtype": int(self.kind)} if stored_zero is None else {}  # opset 21, as blocks are
         codes = self.writer.node(
-            "QuantizeLinear", [self._clipped(scale, zero), scale, stored_zero], self.kind,
-            attributes | {"output_dtype": int(self.kind)},
+            "QuantizeLinear", [self._clipped(scale, zero), scale, stored_zero], self.kind, attributes | type_of_codes
         )
         inputs = [codes.outputs[0], scale, stored_zero]
         return codes, self.writer.node("DequantizeLinear", inputs, FLOAT, attributes)
@@ -99,6 +99,12 @@ class _Dynamic:
     def _zero_point(self, low: ir.Value, scale: ir.Value) -> ir.Value:
         steps = self._op("Round", self._op("Sub", self._number(self.spec.qmin), self._op("Div", low, scale)))
         return self._op("Clip", steps, self._number(self.spec.qmin), self._number(self.spec.qmax))
+
+    def _no_offset(self) -> ir.Value | None:
+        """A zero point 0, which sets the type of the codes; ``None`` per token, where it would be computed per row."""
+        if self.by_row:
+            return None
+        return self.writer.initializer(f"qtk.zero.{self.kind.name.lower()}", np.zeros((), self.kind.numpy()))
 
     def _cast(self, zero: ir.Value) -> ir.Value:
         return self.writer.node("Cast", [zero], self.kind, {"to": int(self.kind)}, shape=self.shape).outputs[0]

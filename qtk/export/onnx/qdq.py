@@ -7,6 +7,7 @@ their sites.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -22,14 +23,20 @@ from qtk.errors import ExportError
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
-from qtk.export.onnx.storage_types import BASE_OPSET, opset_for
+from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
+from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
+
+_LOGGER = logging.getLogger(__name__)
+
+OPSET_REASON = "qtk.opset"
+"""Metadata key of a file: why its opset is above 19."""
 
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
 """(domain, opset) → the lowest version of the file format that supports it."""
 
-PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
+PROTOBUF_LIMIT_BYTES = 2**31 - 2**26
 """The size limit of a protobuf file, less a margin for the graph itself."""
 
 
@@ -47,8 +54,9 @@ def export(
         model: the prepared model with its quantizers. It is exported in eval mode and not changed.
         example_inputs: a tensor, tuple or dict the model runs on, or a call of it; the values do not matter.
         path: the file to write.
-        opset: ONNX operator set; by default 21, or 25 if weights alone are quantized and some to 2
-            bits; below 25, 2 bit codes are stored as 4 bit ones.
+        opset: ONNX operator set; by default 19, 21 if a site needs it (4 or 16 bits, blocks), and 25 if weights alone
+            are quantized and some to 2 bits; below 25, 2 bit codes are stored as 4 bit ones. The reason for more than
+            19 is logged, and in the metadata ``qtk.opset`` of the file.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
@@ -57,19 +65,21 @@ def export(
     """
     path = Path(path)
     sites = simulated_sites(model)
-    if opset is None:
-        opset = opset_for(
-            (site.spec for site in sites if site.constant is not None),
-            (site.spec for site in sites if site.constant is None),
-        )
-    if ("ai.onnx", opset) not in IR_VERSIONS or opset < BASE_OPSET:
-        raise ExportError(f"opset {opset}: QDQ with 4 bits and blocks needs {BASE_OPSET} or later, and the installed "
-                          f"onnx knows up to {onnx.defs.onnx_opset_version()}")
+    lowest = opset_for(
+        (site.spec for site in sites if site.constant is not None),
+        (site.spec for site in sites if site.constant is None),
+    )
+    reason = next((f"{site.name} has {why}" for site in sites if (why := needs_21(site.spec)) is not None), None)
+    opset = _checked_opset(lowest if opset is None else opset, reason)
     marked = trace(model, sites, example_inputs, opset=opset)
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
+    if reason is not None:
+        graph.metadata_props[OPSET_REASON] = reason
+        _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
+    drop_inferred_types(graph.graph)
     _write(graph, path, embedded_limit_bytes)
 
 
@@ -99,6 +109,16 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
             _compare_site(stored, simulated[stored.name])
     if missing:
         raise ExportError(f"{next(iter(missing))} is missing in the file")
+
+
+def _checked_opset(opset: int, reason: str | None) -> int:
+    """Raises: ExportError if the installed onnx, QuantizeLinear of this opset or a site does not allow it."""
+    lowest = BASE_OPSET if reason is None else BLOCK_OPSET
+    if ("ai.onnx", opset) in IR_VERSIONS and opset >= lowest:
+        return opset
+    needs = f"QDQ needs {BASE_OPSET} or later" if reason is None else f"{reason}, which needs {BLOCK_OPSET} or later"
+    raise ExportError(f"opset {opset}: {needs}, and the installed onnx knows up to {onnx.defs.onnx_opset_version()}; "
+                      "leave opset out to get the lowest one that fits")
 
 
 def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:

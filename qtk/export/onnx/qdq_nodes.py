@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import onnx_ir as ir
 import torch
@@ -34,8 +34,12 @@ from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.numerics import affine, minifloat
 
-SITE, SPEC = "qtk.site", "qtk.spec"
-"""Metadata keys of a DequantizeLinear: the name of its site, and its spec as JSON."""
+SITE, SPEC = "site", "spec"
+"""Metadata keys of a DequantizeLinear until the file is complete: the name of its site, and its spec as JSON."""
+
+SITES = "qtk.sites"
+"""Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
+(``null``: the same) and index of its spec."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
@@ -66,11 +70,35 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     carry_codes(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
+    _list_sites(marked.model)
 
 
 def qparam_name(site: str, kind: str) -> str:
     """Name of the initializer with the scale or zero point of a site: its key in the simulation's state_dict."""
     return f"qtk_quantizers.{site}.{kind}"
+
+
+def _list_sites(model: ir.Model) -> None:
+    """Moves site and spec of every DequantizeLinear, also in the body of a Scan, to the metadata of the file."""
+    specs: dict[str, int] = {}
+    nodes: dict[str, tuple[str | None, int]] = {}
+    for node in model.graph.all_nodes():
+        if SITE not in node.metadata_props:
+            continue
+        site, spec = node.metadata_props.pop(SITE), node.metadata_props.pop(SPEC)
+        node.name = _free(node.name or site, nodes)
+        nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)))
+    listed = {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}
+    model.metadata_props[SITES] = json.dumps(listed, separators=(",", ":"))
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    """``name``, with an ordinal behind it if it is taken."""
+    ordinal, free = 0, name
+    while free in taken:
+        ordinal += 1
+        free = f"{name}@{ordinal}"
+    return free
 
 
 def _name_sites(names: ValueNames, entries: dict[str, ir.Node]) -> None:
@@ -109,6 +137,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:
         entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
+    result.name = name
     result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
     same_kind = writer.cast(result.outputs[0], value.dtype)
     marker.outputs[0].replace_all_uses_with(same_kind, replace_graph_outputs=True)

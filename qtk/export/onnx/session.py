@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import nn
 
 from qtk.core.dtypes import FloatDtype
@@ -51,8 +52,22 @@ def open_session(path: Path, model: nn.Module, *, optimized: bool = True) -> tup
     try:
         session, description = create_session(path, optimized=optimized and not has_minifloats)
     except Exception as error:
-        raise ExportError(f"{path}: ONNX Runtime {_version()} cannot load it: {error}") from error
+        remedy = bfloat16_remedy(model)
+        raise ExportError(f"{path}: ONNX Runtime {_version()} cannot load it: {error}"
+                          f"{'' if remedy is None else f'; {remedy}'}") from error
     return session, description + (" (they take float8 for integers)" if has_minifloats else "")
+
+
+def bfloat16_remedy(model: nn.Module) -> str | None:
+    """What to do where ONNX Runtime refuses a file because the model has bfloat16 parameters; ``None`` if it has none.
+
+    >>> bfloat16_remedy(nn.Linear(4, 2).bfloat16())
+    'ONNX Runtime (seen in 1.31) has no bfloat16 operators on the CPU: simulate and export model.float() instead'
+    >>> bfloat16_remedy(nn.Linear(4, 2))
+    """
+    if not any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
+        return None
+    return "ONNX Runtime (seen in 1.31) has no bfloat16 operators on the CPU: simulate and export model.float() instead"
 
 
 def create_session(

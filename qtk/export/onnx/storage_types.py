@@ -7,10 +7,14 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from qtk.core.dtypes import DTYPES, FloatDtype, QDtype
+from qtk.core.granularity import PerBlock, PerToken
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
 
-BASE_OPSET = 21
+BASE_OPSET = 19
+"""The first opset whose QuantizeLinear has float8, and the lowest that qtk writes."""
+
+BLOCK_OPSET = 21
 """The first opset whose QuantizeLinear has 4 and 16 bits, and blocks."""
 
 TWO_BIT_OPSET = 25
@@ -21,18 +25,36 @@ _FLOATS = {"fp8_e4m3": ir.DataType.FLOAT8E4M3FN, "fp8_e5m2": ir.DataType.FLOAT8E
 
 
 def opset_for(weights: Iterable[QuantSpec], activations: Iterable[QuantSpec]) -> int:
-    """25 for a weight-only model with 2 bit weights, else 21.
+    """25 for a weight-only model with 2 bit weights, 21 where ``needs_21`` says why, else 19.
 
     With quantized activations, 2 bit weights are stored as 4 bit ones: ONNX Runtime (seen in 1.31, with its default
     optimizations) would fuse them into integer operators that have no 2 bit type, and refuse the model.
 
     >>> from qtk.core.dtypes import dtype
-    >>> weight = QuantSpec(dtype("int2"), symmetric=True)
-    >>> opset_for([weight], []), opset_for([weight], [QuantSpec(dtype("uint8"))])
-    (25, 21)
+    >>> int2, uint8 = QuantSpec(dtype("int2"), symmetric=True), QuantSpec(dtype("uint8"))
+    >>> opset_for([int2], []), opset_for([int2], [uint8]), opset_for([uint8], [uint8])
+    (25, 21, 19)
     """
-    packed = not list(activations) and any(spec.dtype.bits == 2 for spec in weights)
-    return TWO_BIT_OPSET if packed else BASE_OPSET
+    weights, activations = list(weights), list(activations)
+    if not activations and any(spec.dtype.bits == 2 for spec in weights):
+        return TWO_BIT_OPSET
+    return BASE_OPSET if all(needs_21(spec) is None for spec in [*weights, *activations]) else BLOCK_OPSET
+
+
+def needs_21(spec: QuantSpec) -> str | None:
+    """What of a spec QuantizeLinear has since opset 21 only; ``None`` if 19 has it all.
+
+    >>> from qtk.core.dtypes import dtype
+    >>> needs_21(QuantSpec(dtype("int4"), symmetric=True)), needs_21(QuantSpec(dtype("uint8")))
+    ('int4 codes', None)
+    """
+    if isinstance(spec.granularity, PerBlock):
+        return "scales in blocks"
+    if isinstance(spec.granularity, PerToken):
+        return "scales per token"
+    if not isinstance(spec.dtype, FloatDtype) and not 4 < spec.dtype.bits <= 8:
+        return f"{spec.dtype} codes"
+    return None
 
 
 def storage_type(dtype: QDtype, *, opset: int) -> ir.DataType:

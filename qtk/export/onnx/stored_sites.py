@@ -15,7 +15,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
-from qtk.export.onnx.qdq_nodes import SITE, SPEC
+from qtk.export.onnx.qdq_nodes import SITES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,20 +59,24 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
     Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
     """
     try:
-        graph = ir.load(path).graph
+        model = ir.load(path)
     except Exception as error:
         raise ExportError(f"cannot read {path} as ONNX: {error}") from error
-    for node in graph.all_nodes():
-        if node.op_type == "DequantizeLinear":
-            yield _stored_site(node, path)
-
-
-def _stored_site(node: ir.Node, path: str | os.PathLike[str]) -> StoredSite:
-    site, spec_text = node.metadata_props.get(SITE), node.metadata_props.get(SPEC)
-    if site is None or spec_text is None:
-        raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
     try:
-        spec = QuantSpec.from_json(json.loads(spec_text))
+        record = json.loads(model.metadata_props.get(SITES, '{"specs": [], "nodes": {}}'))
+        specs = [QuantSpec.from_json(spec) for spec in record["specs"]]
+        sites = {node: (site or node, specs[index]) for node, (site, index) in record["nodes"].items()}
+    except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
+    for node in model.graph.all_nodes():
+        if node.op_type == "DequantizeLinear":
+            if node.name not in sites:
+                raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
+            yield _stored_site(node, *sites[node.name], path)
+
+
+def _stored_site(node: ir.Node, site: str, spec: QuantSpec, path: str | os.PathLike[str]) -> StoredSite:
+    try:
         return StoredSite(site, spec, None if spec.dynamic else _encoding(node, spec), node)
     except (QtkError, ValueError) as error:
         raise ExportError(f"{path}: {site}: {error}") from error

@@ -79,6 +79,18 @@ def fix_lengths(graph: ir.Graph) -> None:
             ])
 
 
+def drop_inferred_types(graph: ir.Graph) -> None:
+    """Removes dtype and shape of values between inputs and outputs, and of initializers, whose tensors have them."""
+    subgraphs = {node.graph for node in graph.all_nodes() if node.graph is not None}
+    outputs = {value for each in [graph, *subgraphs] for value in each.outputs}
+    initializers = [value for each in [graph, *subgraphs] if isinstance(each, ir.Graph)
+                    for value in each.initializers.values()]
+    for value in [*(output for node in graph.all_nodes() for output in node.outputs), *initializers]:
+        if value not in outputs:
+            value.type = value.shape = None
+            value.metadata_props.clear()
+
+
 def _values(graph: ir.Graph) -> list[ir.Value]:
     values = [*graph.inputs, *graph.initializers.values()]
     for node in graph.all_nodes():

@@ -25,6 +25,7 @@ from tests.export.onnx.simulated import (
     run_simulation,
     simulate,
     symmetric,
+    weights,
 )
 
 
@@ -292,11 +293,20 @@ def test_nothing_of_the_fake_quantizer_remains(conv_file):
         "ReduceMean", "Gemm",
     }
     assert len(nodes(path, "Mul")) == 1  # of silu
-    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 21)]
+    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 19)]
     assert model.producer_name == "qtk"
     assert b"site-packages" not in path.read_bytes()
     assert b"Traceback" not in path.read_bytes()
     assert b"stack_trace" not in path.read_bytes()
+
+
+def test_types_stand_at_inputs_and_outputs_only_and_each_spec_once(conv_file):
+    model = onnx.load(conv_file[1])
+    assert not model.graph.value_info
+    assert all(not node.metadata_props and not node.doc_string for node in model.graph.node)
+    record = json.loads({entry.key: entry.value for entry in model.metadata_props}["qtk.sites"])
+    assert len(record["specs"]) == 2
+    assert set(record["nodes"]) == {node.name for node in nodes(conv_file[1], "DequantizeLinear")}
 
 
 def test_the_file_is_valid_onnx(conv_file):
@@ -565,10 +575,59 @@ def test_other_inputs_than_prepared_with(inputs, linear, tmp_path):
         export(linear, inputs, tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("opset", [20, 99])
+@pytest.mark.parametrize("opset", [18, 99])
 def test_opsets_out_of_range(opset, linear, tmp_path):
-    with pytest.raises(ExportError, match=f"opset {opset}: .* 21 or later"):
+    with pytest.raises(ExportError, match=f"opset {opset}: .* 19 or later"):
         export(linear, torch.randn(2, 8), tmp_path / "model.onnx", opset=opset)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "reason"),
+    [
+        (symmetric("int8"), activations("uint8"), None),
+        (symmetric("int5"), activations("uint6"), None),
+        (symmetric("fp8_e4m3"), activations("fp8_e5m2", symmetric=True), None),
+        (symmetric("int4"), nothing, "fc.weight has int4 codes"),
+        (weights("uint3"), activations(), "fc.weight has uint3 codes"),
+        (symmetric("int8", PerBlock((1, 4))), activations(), "fc.weight has scales in blocks"),
+        (symmetric("int8"), activations("uint16"), "x:input has uint16 codes"),
+    ],
+)
+def test_opset_19_unless_a_site_needs_more(weight, activation, reason, tmp_path, caplog):
+    sim = simulate(Linear(), torch.randn(4, 8), weight=weight, activation=activation)
+    path, x = tmp_path / "model.onnx", torch.randn(32, 8)
+    with caplog.at_level("INFO", logger="qtk"):
+        export(sim, torch.randn(4, 8), path)
+    model = onnx.load(path)
+    assert model.opset_import[0].version == (19 if reason is None else 21)
+    assert {entry.key: entry.value for entry in model.metadata_props}.get("qtk.opset") == reason
+    assert ("because" in caplog.text) == (reason is not None)
+    np.testing.assert_allclose(run_onnx(path, x)[0], run_simulation(sim, x)[0], rtol=1e-5, atol=1e-5)
+    if reason is not None:
+        with pytest.raises(ExportError, match=f"opset 20: {reason}, which needs 21 or later"):
+            export(sim, torch.randn(4, 8), path, opset=20)
+
+
+class Reshaped(nn.Module):
+    """A reshape between two layers, whose codes ONNX Runtime moves the reshape to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 5)
+
+    def forward(self, image):
+        return self.fc(self.conv(image).relu().reshape(-1, 4 * 36))
+
+
+@pytest.mark.parametrize("opset", [19, 20, 21])
+def test_symmetric_int8_activations_load_and_run_in_every_opset(opset, tmp_path):
+    images = torch.randn(4, 3, 8, 8)
+    sim = simulate(Reshaped(), images, activation=activations("int8", symmetric=True))
+    export(sim, images, tmp_path / "model.onnx", opset=opset)
+    scale = float(encodings_of(sim)["fc:out"].scale)
+    for optimized in (False, True):
+        assert_agrees(run_onnx(tmp_path / "model.onnx", images, optimized=optimized)[0], run_simulation(sim, images)[0],
+                      scale)
 
 
 def test_an_op_that_onnx_lacks_is_an_export_error(tmp_path):
@@ -603,8 +662,7 @@ def test_read_refuses_other_files(conv_file, tmp_path):
     with pytest.raises(ExportError, match="cannot read"):
         read(tmp_path / "text.onnx")
     model = onnx.load(conv_file[1])
-    for node in model.graph.node:
-        del node.metadata_props[:]
+    del model.metadata_props[:]
     onnx.save(model, tmp_path / "bare.onnx")
     with pytest.raises(ExportError, match="was not written by qtk"):
         read(tmp_path / "bare.onnx")
