@@ -117,7 +117,7 @@ class Rules:
         """The rule that keeps the values inside a composite in float; ``None`` if they are quantized."""
         reason = None
         for index, rule in enumerate(self.config.rules):
-            if rule.inside is not None and _matches(rule, composite, flow, None):
+            if rule.inside is not None and _matches(rule, composite, flow, frozenset(), None):
                 self._matched.add(index)
                 reason = f"rules[{index}]" if rule.inside == "float" else None
         return reason
