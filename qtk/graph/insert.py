@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -46,12 +46,10 @@ def insert(
     """
     located = [(module, *_locations(module.graph)) for module in graphs(model).values()]
     _check_sites(plan, [{*values, *edges} for _, values, edges in located])
-    quantizers: dict[Site, Quantizer] = {}
+    quantizers = _quantizers(plan, {site for _, values, _ in located for site in values}, known)
     for module, values, edges in located:
         for site in [site for site in plan if site in values or site in edges]:
             leader = _leader(plan, site)
-            if leader not in quantizers:
-                quantizers[leader] = _quantizer(plan, leader, leader in values, quantizers, known)
             target = quantizer_target(leader)
             if leader == site or not _has(module, target):
                 module.add_submodule(target, quantizers[leader])
@@ -63,18 +61,18 @@ def insert(
     return {site: quantizers[_leader(plan, site)] for site in plan}
 
 
-def _quantizer(
-    plan: QuantPlan, site: Site, at_value: bool, quantizers: Mapping[Site, Quantizer], known: Mapping[Site, Quantizer]
-) -> Quantizer:
-    """The quantizer of a leader: the known one, or a new one; that of an int32 bias is always new."""
-    factors = plan[site].factors
-    if factors is None:
-        new = Quantizer(plan[site].spec, site=site.name, cache=plan[site].static and at_value)
-        return known.get(site, new)
-    of_input, of_weight = (quantizers[_leader(plan, factor)] for factor in factors)
-    bias = BiasQuantizer(plan[site].spec, of_input, of_weight, site=site.name)
-    bias.mode = known[site].mode if site in known else bias.mode
-    return bias
+def _quantizers(plan: QuantPlan, values: Collection[Site], known: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
+    """Leader → its quantizer, the known one or a new one; those of int32 biases are new: they belong to two others."""
+    quantizers = {
+        site: known.get(site) or Quantizer(decided.spec, site=site.name, cache=decided.static and site in values)
+        for site, decided in plan.items() if decided.leader is None and decided.factors is None
+    }
+    for site, decided in plan.items():
+        if decided.factors is not None:
+            of_input, of_weight = (quantizers[_leader(plan, factor)] for factor in decided.factors)
+            quantizers[site] = BiasQuantizer(decided.spec, of_input, of_weight, site=site.name)
+            quantizers[site].mode = known[site].mode if site in known else quantizers[site].mode
+    return quantizers
 
 
 def _check_sites(plan: QuantPlan, located: Sequence[set[Site]]) -> None:

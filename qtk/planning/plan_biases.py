@@ -11,6 +11,7 @@ from qtk.core.granularity import PerChannel, PerTensor, Shape
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port, edge_site, value_site
@@ -85,18 +86,29 @@ def _factors(draft: Draft, node: fx.Node, row: OpRow) -> tuple[_Factor, _Factor]
 
 def _factor(draft: Draft, port: Port) -> _Factor | None:
     """What is read at ``port``; ``None`` unless it has codes of at most 8 bits and a calibrated range."""
-    edge, root = edge_site(port), draft.flow.root(port.value)
+    edge = edge_site(port)
     if edge in draft.edges:
         node, site, decided = port.value, edge, draft.edges[edge]
     else:
-        node = port.value if port.value in draft.values else root
-        if node not in draft.values:
+        producer, node = _producer(draft, port.value)
+        if node not in producer.values:
             return None
-        site, decided = value_site(node), draft.values[node]
+        site, decided = value_site(node), producer.values[node]
     spec = decided.spec
     if spec.dynamic or isinstance(spec.dtype, FloatDtype) or spec.dtype.bits > 8:
         return None
     return _Factor(site, decided, tuple(node.meta["val"].shape))
+
+
+def _producer(draft: Draft, value: fx.Node) -> tuple[Draft, fx.Node]:
+    """The node that quantizes a value, and its draft: that of the last graph in a composite, if this makes the value."""
+    if value in draft.values:
+        return draft, value
+    node = draft.flow.root(value)
+    if maker(node) in draft.nested and (maker(node) is node or node.args[1] == 0):
+        last = draft.nested[maker(node)][-1]
+        return last, last.flow.root(last.graph.output_node().all_input_nodes[0])
+    return draft, node
 
 
 def _spec(shape: Shape, weight: _Factor) -> QuantSpec | None:
