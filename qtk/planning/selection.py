@@ -19,7 +19,9 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
     Raises: CalibrationError for a name or glob that matches no site.
     """
     if names is None:
-        return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None and decided.factors is None)
+        return dict.fromkeys(
+            site for site, decided in plan.items() if decided.leader is None and decided.factors is None
+        )
     wanted: set[Site] = set()
     for name in [names] if isinstance(names, str) else names:
         glob = name.replace("[", "[[]")  # ports are numbered in brackets

@@ -52,8 +52,9 @@ class BiasQuantizer(Quantizer):
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Raises: EncodingError: the scale is not free to choose."""
-        raise EncodingError(f"{self.site} has the scale of {self.factors[0].site} times that of {self.factors[1].site}; "
-                            "load encodings for these")
+        of_input, of_weight = (factor.site for factor in self.factors)
+        raise EncodingError(f"{self.site} has the scale of {of_input} times that of {of_weight}; load encodings "
+                            "for these")
 
     def learn_range(self) -> None:
         """Does nothing: the scale follows those that are learned."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import qtk
 from qtk.core.site import Site

@@ -39,7 +39,7 @@ def test_the_scale_is_the_product_and_follows_both():
 
 
 def test_it_has_no_state_and_waits_for_both():
-    x, weight, bias = quantizers()
+    x, _, bias = quantizers()
     assert (bias.ready, bias.encoding) == (False, None)
     with pytest.raises(NotCalibratedError, match="b has no encoding"):
         bias(torch.zeros(2))

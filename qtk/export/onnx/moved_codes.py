@@ -25,7 +25,7 @@ NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat")
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
-    """Lets the operators of the three cases, and those of ``CARRIED`` in front of them, read and return codes. In place."""
+    """Lets the operators of the three cases, and those in front of them that move values, move codes. In place."""
     nodes = DequantizeNodes(names)
     for node in list(graph):
         if node.op_type in NOT_CARRIED:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from qtk.export.onnx import qdq_nodes
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
