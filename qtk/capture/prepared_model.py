@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qtk.capture.calls import Call
-from qtk.capture.inputs import as_captured, check_inputs
+from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import PrepareReport
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
@@ -65,13 +65,21 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            if self.variants:
-                variant = self.variants.get(Call(args, kwargs, None).kind)
-                if variant is not None:
-                    return variant(*args, **kwargs)
+            variant = self.variant(args, kwargs)
+            if variant is not self:
+                return variant(*args, **kwargs)
             args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
+        """The graph that serves calls with such arguments: itself, or one of its variants."""
+        return self.variants.get(Call(args, kwargs, None).kind, self) if self.variants else self
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+        """The values of the graph's inputs in a call of it, in order."""
+        args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
+        return input_leaves(self.graph, args, kwargs)
 
 
 class PreparedTree(PreparedModel):
