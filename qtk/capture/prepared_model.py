@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
@@ -13,7 +14,7 @@ from qtk.capture.prepare_report import PrepareReport
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
-from qtk.torch_private import MODULE_TABLES
+from qtk.torch_private import MODULE_TABLES, pytree
 
 REPORT, SIGNATURE, EXAMPLE = "report", "qtk_signature", "qtk_example"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
@@ -30,7 +31,7 @@ class PreparedModel(nn.Module):
 
     @property
     def example(self) -> Call | None:
-        """The call it was captured with; ``None`` if it was traced without inputs."""
+        """The call it was captured with, moved and converted with it; ``None`` if it was traced without inputs."""
         example: Call | None = self.meta.get(EXAMPLE)
         return example
 
@@ -40,6 +41,21 @@ class PreparedModel(nn.Module):
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreparedModel:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.example is not None:
+            args, kwargs = pytree.tree_map(lambda leaf: _like(leaf, fn), (self.example.args, self.example.kwargs))
+            self.meta[EXAMPLE] = Call(args, kwargs, None)
+        return self
+
+
+def _like(leaf: object, fn: Callable[[Tensor], Tensor]) -> object:
+    """A tensor with the device and dtype that ``fn`` gives it, and its own numbers, which ``to_empty`` would lose."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    moved = fn(leaf.new_empty(0))
+    return leaf if moved.is_meta else leaf.to(moved.device, moved.dtype)
 
 
 def parameters_outside(model: PreparedModel) -> dict[str, str]:
