@@ -78,8 +78,8 @@ def refuse_fixed(simulation: Simulation, sites: Iterable[Site]) -> None:
     if fixed:
         more = f" and {len(fixed) - LISTED} more" if len(fixed) > LISTED else ""
         raise CalibrationError(
-            f"{', '.join(fixed[:LISTED])}{more} would be rewritten, but their encodings are frozen, or their weights were "
-            "rounded; transform before layer-wise methods and before freezing"
+            f"{', '.join(fixed[:LISTED])}{more} would be rewritten, but are frozen, or their weights were rounded; "
+            "transform before layer-wise methods and before freezing, or sim.unfreeze() what is frozen alone"
         )
 
 
