@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class PreparedModel(nn.Module):
         assert isinstance(report, PrepareReport)
         return report
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.example is not None:
             args, kwargs = pytree.tree_map(lambda leaf: _like(leaf, fn), (self.example.args, self.example.kwargs))

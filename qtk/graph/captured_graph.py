@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import NoReturn, Self, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -73,7 +73,7 @@ class CapturedGraph(fx.GraphModule):
         """Uses the tables of another module; ``fx.GraphModule`` keeps only members that its graph reads."""
         self.__dict__.update({name: registries[name] for name in MODULE_TABLES})
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         before = self._home()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._anchor() is None:  # no tensor shows what fn does
