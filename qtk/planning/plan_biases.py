@@ -112,7 +112,7 @@ def _producer(draft: Draft, value: fx.Node) -> tuple[Draft, fx.Node]:
 
 
 def _spec(shape: Shape, weight: _Factor) -> QuantSpec | None:
-    """The spec of a bias of ``shape`` with the scales of the weight; ``None`` if they are not one an element."""
+    """The spec of a bias of ``shape`` with the scales of the weight; ``None`` if these do not fit its elements."""
     granularity = weight.decided.spec.granularity
     if isinstance(granularity, PerTensor):
         return QuantSpec(INT32, symmetric=True)
