@@ -101,7 +101,7 @@ def _factor(draft: Draft, port: Port) -> _Factor | None:
 
 
 def _producer(draft: Draft, value: fx.Node) -> tuple[Draft, fx.Node]:
-    """The node that quantizes a value, and its draft: that of the last graph in a composite, if this makes the value."""
+    """The node that quantizes a value, and its draft: of the last graph in a composite, if this makes the value."""
     if value in draft.values:
         return draft, value
     node = draft.flow.root(value)
