@@ -28,10 +28,11 @@ from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
+from qtk.export.onnx.moved_codes import quantize_around_movement
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.simulated_sites import SimulatedSite
-from qtk.export.onnx.storage_types import limits, storage_type
+from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.numerics import affine, minifloat
 
@@ -70,6 +71,8 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     _name_sites(names, entries)
     carry_codes(graph, names)
     fuse_linear_layers(graph, names)
+    if opset >= BLOCK_OPSET:
+        quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
     _list_sites(marked.model)
