@@ -70,7 +70,11 @@ def test_a_captured_program_and_a_dynamic_batch(tmp_path):
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node)
     assert kinds["QuantizeLinear"] >= sum(not site.name.endswith("weight") for site in sim.plan)
     more = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-    assert difference(sim, tmp_path / "model.onnx", more) < 1e-6
+    with torch.no_grad():
+        expected = sim.model(more).numpy()
+    for optimized in (False, True):  # a value on a rounding edge behind norm and GELU may get the next code
+        (got,) = run_onnx(tmp_path / "model.onnx", more, optimized=optimized)
+        assert abs(got - expected).max() <= float(sim.encodings()["linear:out"].scale) * 1.001
 
 
 def test_dynamic_quantization_is_the_operator_that_runtimes_know(tmp_path):
@@ -95,7 +99,7 @@ def test_every_element_in_onnx_itself(dtype, qmin, qmax, axis, tmp_path):
             return fake_quantize(x, self.scale, self.zero_point, sizes, qmin, qmax)
 
     torch.manual_seed(0)
-    model, x = Quantized(), (torch.randn(6, 7) * 40).to(dtype)
+    model, x = Quantized().eval(), (torch.randn(6, 7) * 40).to(dtype)
     torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
     (got,) = ReferenceEvaluator(str(tmp_path / "model.onnx")).run(None, {"x": x.numpy()})
     assert np.array_equal(got, model(x).numpy())
