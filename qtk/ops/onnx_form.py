@@ -1,4 +1,4 @@
-"""What ``torch.onnx.export(sim.model, dynamo=True)`` makes of the fake-quantize ops: QuantizeLinear and DequantizeLinear.
+"""What ``torch.onnx.export(sim.model, dynamo=True)`` makes of fake-quantize: QuantizeLinear and DequantizeLinear.
 
 Registered as decompositions, which torch's exporter applies to every op that it has no translation for. Per tensor and
 per channel, codes of up to 8 bits go through the two ONNX operators, in any opset; all else is written out in float32.
@@ -32,15 +32,18 @@ def fake_quantize(
     zero = torch.zeros_like(scale) if zero_point is None else effective_zero_point(zero_point, qmin, qmax)
     shape = [-1] if kept else []
     scale, zero = effective_scale(scale).reshape(shape), zero.to(torch.float32).reshape(shape)
-    real, attributes = input.to(torch.float32), {"axis": kept[0]} if kept else {}
+    real = input.to(torch.float32)
+    axis = kept[0] if kept else 1
     if (qmin, qmax) != _LIMITS[kind]:
         aligned = [-1, *[1] * (input.ndim - 1 - kept[0])] if kept else []
         bounds = (((code - zero) * scale).reshape(aligned) for code in (qmin, qmax))
         real = torch.clamp(real, *bounds)
     stored = zero.to(kind)
-    codes = torch.onnx.ops.symbolic("QuantizeLinear", (real, scale, stored), attributes, dtype=kind, shape=real.shape)
+    codes = torch.onnx.ops.symbolic(
+        "QuantizeLinear", (real, scale, stored), {"axis": axis}, dtype=kind, shape=real.shape
+    )
     result: Tensor = torch.onnx.ops.symbolic(
-        "DequantizeLinear", (codes, scale, stored), attributes, dtype=torch.float32, shape=real.shape
+        "DequantizeLinear", (codes, scale, stored), {"axis": axis}, dtype=torch.float32, shape=real.shape
     )
     return result.to(input.dtype)
 

@@ -135,8 +135,9 @@ def to_spec(
 ) -> QuantSpec:
     """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
-    A ``batched`` tensor holds matrices, each with output channels of its own: per channel it has a scale for every
-    index along all axes but the input channels. A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32.
+    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32. A ``batched``
+    one holds matrices with output channels of their own: per channel it has a scale for every index along all axes
+    but that of the input channels.
 
     Raises: SpecError on contradictory settings.
     """

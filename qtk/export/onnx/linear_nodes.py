@@ -71,7 +71,7 @@ def _subtract_bias(add: ir.Node, names: ValueNames) -> None:
 
 
 def _becomes_gemm(product: ir.Node, shape: ir.Shape | None) -> bool:
-    """Whether ``product``, of dynamically quantized values and a stored weight, becomes a Gemm with the Add behind it."""
+    """Whether a product of dynamically quantized values and a stored weight becomes a Gemm with the Add behind it."""
     if product.op_type != "MatMul" or len(product.outputs[0].uses()) > 1:
         return False
     left, right = (_before_transpose(value) for value in product.inputs)

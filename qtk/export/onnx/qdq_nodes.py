@@ -41,7 +41,7 @@ SITE, SPEC = "site", "spec"
 
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
-(``null``: the same), index of its spec and, where the stored codes are transposed, the axes of the site in their order."""
+(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:

@@ -22,8 +22,8 @@ EXACT_MODE = "session.x64quantprecision"
 
 
 FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level"
-"""ONNX Runtime's setting for products with weights alone in integers: 1 computes them in float32. Its default, 4, rounds
-their inputs to 8 bits in blocks as well, which no simulation of the file shows."""
+"""ONNX Runtime's setting for products with weights alone in integers: 1 computes them in float32. Its default, 4,
+rounds their inputs to 8 bits in blocks as well, which the simulation does not."""
 
 
 def require_onnxruntime() -> None:
