@@ -59,10 +59,10 @@ def _requantized(value: ir.Value, dequantize: ir.Node, before: ir.Node, names: V
     """``value``, quantized and dequantized like by ``dequantize`` in front of ``before``."""
     codes = dequantize.inputs[0]
     assert codes is not None
-    qparams = dequantize.inputs[1:]
-    quantize = ir.node("QuantizeLinear", [value, *qparams], outputs=[value_of(codes.dtype, value.shape)])
+    scale_and_zero_point = dequantize.inputs[1:]
+    quantize = ir.node("QuantizeLinear", [value, *scale_and_zero_point], outputs=[value_of(codes.dtype, value.shape)])
     again = ir.node(
-        "DequantizeLinear", [quantize.outputs[0], *qparams], outputs=[value_of(value.dtype, value.shape)],
+        "DequantizeLinear", [quantize.outputs[0], *scale_and_zero_point], outputs=[value_of(value.dtype, value.shape)],
         metadata_props=dict(dequantize.metadata_props),
     )
     for node in (quantize, again):

@@ -90,8 +90,8 @@ def _stored_site(
 
 
 def _encoding(node: ir.Node, spec: QuantSpec, axes: tuple[int, ...]) -> Encoding:
-    qparams = [_restored(_numbers(value), axes) for value in node.inputs[1:]]
-    scale, *zero_point = [each.reshape(1) if isinstance(spec.granularity, PerTensor) else each for each in qparams]
+    restored = [_restored(_numbers(value), axes) for value in node.inputs[1:]]
+    scale, *zero_point = [each.reshape(1) if isinstance(spec.granularity, PerTensor) else each for each in restored]
     return Encoding(spec, scale.float(), None if spec.symmetric else zero_point[0].int())
 
 
