@@ -8,10 +8,12 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx, nn
+from torch._decomp import register_decomposition  # what torch.onnx.export makes of an op that it does not know
 from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graphs (``cond``); what an ATen node calls
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
@@ -36,10 +38,12 @@ __all__ = [
     "drop_input_guards",
     "flatten_as",
     "is_exporting",
+    "is_in_onnx_export",
     "is_traced",
     "length_hint",
     "python_kernel",
     "pytree",
+    "register_decomposition",
     "rnn_kernels",
     "rnn_parameter_names",
     "schema_of",
@@ -119,6 +123,12 @@ def is_exporting() -> bool:
     """
     exporting: bool = torch.compiler._is_exporting_flag
     return exporting
+
+
+def is_in_onnx_export() -> bool:
+    """``torch.onnx.is_in_onnx_export`` without importing the exporter, which needs packages that are an extra."""
+    loaded = "torch.onnx._internal.exporter._core" in sys.modules
+    return loaded and torch.onnx.is_in_onnx_export()
 
 
 def is_traced() -> bool:

@@ -61,7 +61,7 @@ def test_the_simulation_is_the_formula_at_every_site(net, x):
 def test_the_shipped_target_quantizes_linear_layers_alone(x):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
-    sim = qtk.QuantSim(model, x, config="dynamic")
+    sim = qtk.QuantSim(model, x, config="dynamic_per_token")
     sim.compute_encodings(None)
     dynamic_sites = {name for name, spec in specs(sim).items() if "dynamic" in spec}
     assert {name.rpartition(":")[2] for name in dynamic_sites} == {"in[0]"}
@@ -71,16 +71,16 @@ def test_the_shipped_target_quantizes_linear_layers_alone(x):
     with torch.no_grad():
         expected = model(x)
         assert float((sim.model(x) - expected).norm() / expected.norm()) < 0.02
-    narrow = specs(qtk.QuantSim(model, x, config="dynamic", weight_bits=4, activation_bits=6))
+    narrow = specs(qtk.QuantSim(model, x, config="dynamic_per_token", weight_bits=4, activation_bits=6))
     assert {spec.split()[0] for spec in narrow.values()} == {"int4", "int6"}
-    weights_only = specs(qtk.QuantSim(model, x, config="dynamic", activation_bits=None))
+    weights_only = specs(qtk.QuantSim(model, x, config="dynamic_per_token", activation_bits=None))
     assert not any("dynamic" in spec for spec in weights_only.values())
 
 
 def test_a_recurrent_net_finds_its_ranges_step_by_step():
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, batch_first=True).eval(), torch.randn(2, 5, 6)
-    sim = qtk.QuantSim(model, x, config="dynamic")
+    sim = qtk.QuantSim(model, x, config="dynamic_per_token")
     sim.compute_encodings(None)
     assert sum("dynamic" in spec for spec in specs(sim).values()) == 2
     with torch.no_grad():

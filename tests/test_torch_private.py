@@ -23,10 +23,12 @@ from qtk.torch_private import (
     drop_input_guards,
     flatten_as,
     is_exporting,
+    is_in_onnx_export,
     is_traced,
     length_hint,
     python_kernel,
     pytree,
+    register_decomposition,
     rnn_kernels,
     rnn_parameter_names,
     schema_of,
@@ -266,6 +268,29 @@ def test_is_exporting_is_false_while_compiling():
     assert torch.compile(model, fullgraph=True, backend="eager")(x).tolist() == [0.0, 0.0]
     assert torch.export.export(model, (x,), strict=False).module()(x).tolist() == [1.0, 1.0]
     assert not is_exporting()
+
+
+def test_register_decomposition_and_is_in_onnx_export_meet_in_torch_onnx_export():
+    seen = []
+
+    def tripled(x):
+        seen.append(is_in_onnx_export())
+        return x + x + x
+
+    torch.library.define("qtk_test::tripled", "(Tensor x) -> Tensor")
+    torch.library.impl("qtk_test::tripled", "CompositeExplicitAutograd", lambda x: 3 * x)
+    torch.library.register_fake("qtk_test::tripled", torch.empty_like)
+    register_decomposition(torch.ops.qtk_test.tripled.default)(tripled)
+
+    class Tripled(nn.Module):
+        def forward(self, x):
+            return torch.ops.qtk_test.tripled(x)
+
+    exported = torch.onnx.export(Tripled().eval(), (torch.ones(2),), dynamo=True, verbose=False)
+    assert [node.op_type for node in exported.model.graph] == ["Add", "Add"]
+    assert seen
+    assert all(seen)
+    assert not is_in_onnx_export()
 
 
 def test_length_hint_leaves_a_dynamic_axis_dynamic():

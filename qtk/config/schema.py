@@ -37,16 +37,18 @@ class Match(_Frozen):
             products with parameters, merges and data movement. What such a rule says of ``output`` holds for the value
             as these ops read it; an op with weights, or a matrix product, that reads it too gets it as it would be
             without the rule.
+        has_weight: they multiply with a parameter (``true``), or do not (``false``).
     """
 
     op: Names = ()
     path: Names = ()
     feeds: Names = ()
+    has_weight: StrictBool | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
-        if not self.op and not self.path and not self.feeds:
-            raise ValueError("a match needs op, path or feeds; to match everything write path: '*'")
+        if not self.op and not self.path and not self.feeds and self.has_weight is None:
+            raise ValueError("a match needs op, path, feeds or has_weight; to match everything write path: '*'")
         return self
 
 

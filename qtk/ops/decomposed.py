@@ -26,9 +26,7 @@ class FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.spec = block_size, qmin, qmax
-        ratio, step, zero = _scaled_and_aligned(x, scale, zero_point, block_size, qmin, qmax)
-        code = (ratio.round() + zero).clamp(qmin, qmax)
-        return torch.empty_like(x).copy_(((code - zero) * step).reshape(x.shape))
+        return torch.empty_like(x).copy_(fake_quantized(x, scale, zero_point, block_size, qmin, qmax))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -49,6 +47,15 @@ class FakeQuantize(torch.autograd.Function):
             clipped = torch.where(inside, 0.0, upstream.float())
             of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * effective_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
+
+
+def fake_quantized(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Tensor:
+    """The forward alone, without a gradient of its own. Shape: as ``x``, float32."""
+    ratio, step, zero = _scaled_and_aligned(x, scale, zero_point, block_size, qmin, qmax)
+    code = (ratio.round() + zero).clamp(qmin, qmax)
+    return ((code - zero) * step).reshape(x.shape)
 
 
 def _scaled_and_aligned(

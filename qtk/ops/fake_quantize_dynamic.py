@@ -95,9 +95,18 @@ def range_of(
     if not x.numel():
         low = high = torch.zeros(shape, device=x.device)
     elif torch.compiler.is_compiling():
-        split, inside = split_shape(x.shape, block_size)
-        blocks = x.detach().to(torch.float32).reshape(split)
-        low, high = (blocks.amin(inside), blocks.amax(inside)) if inside else (blocks, blocks)
+        return written_out_range(x.detach(), block_size, qmin, qmax, symmetric=symmetric)
     else:
         low, high = min_max(x.detach(), block_size)
+    return dynamic.dynamic_range(low.reshape(shape), high.reshape(shape), qmin, qmax, symmetric=symmetric)
+
+
+def written_out_range(
+    x: Tensor, block_size: Sequence[int], qmin: float, qmax: float, *, symmetric: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``range_of`` in plain aten, of a tensor that is not empty."""
+    shape = dynamic.scale_shape(x.shape, block_size)
+    split, inside = split_shape(x.shape, block_size)
+    blocks = x.to(torch.float32).reshape(split)
+    low, high = (blocks.amin(inside), blocks.amax(inside)) if inside else (blocks, blocks)
     return dynamic.dynamic_range(low.reshape(shape), high.reshape(shape), qmin, qmax, symmetric=symmetric)

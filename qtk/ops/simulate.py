@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+import qtk.ops.onnx_form  # noqa: F401  torch.onnx.export finds the ops' decompositions
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
 from qtk.ops.fake_quantize import fake_quantize

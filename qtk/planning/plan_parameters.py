@@ -89,7 +89,7 @@ def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[in
         return
     shape = tuple(node.meta["val"].shape)
     try:
-        spec = to_spec(decision.setting, axes, len(shape))
+        spec = to_spec(decision.setting, axes, len(shape), batched=axes is not None and _is_batched(draft, port))
         spec.granularity.qparam_shape(shape)
     except SpecError as error:
         draft.misfits.append(f"{value_site(node)}: {error}")
@@ -100,6 +100,12 @@ def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[in
     row = draft.flow.row(port.user)
     if present.spec != spec and row is not None and port.arg in row.weights:
         draft.edges[edge_site(port)] = wanted  # a constant operand keeps the encoding it has
+
+
+def _is_batched(draft: Draft, port: Port) -> bool:
+    """Whether the op multiplies with a stack of matrices: experts, heads."""
+    row = draft.flow.row(port.user)
+    return row is not None and "matmul" in row.names and port.value.meta["val"].ndim > 2
 
 
 def _quantized_node(

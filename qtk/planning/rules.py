@@ -130,10 +130,14 @@ class Rules:
         )
 
 
-def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> QuantSpec:
+def to_spec(
+    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool = False
+) -> QuantSpec:
     """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
-    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32.
+    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32. A ``batched``
+    one holds matrices with output channels of their own: per channel it has a scale for every index along all axes
+    but that of the input channels.
 
     Raises: SpecError on contradictory settings.
     """
@@ -142,7 +146,7 @@ def to_spec(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> 
                         f"{setting.granularity}; say dynamic: false with it, or another granularity")
     codes, symmetric, narrow = _codes(setting)
     reduced = bool(setting.reduced_range) and codes.name == "int8"
-    granularity = _granularity(setting, axes, rank)
+    granularity = _granularity(setting, axes, rank, batched=batched)
     blocks = BLOCK_FORMATS.get(setting.dtype or "")
     stored = blocks.scale_format if blocks is not None and isinstance(granularity, PerBlock) else None
     return QuantSpec(codes, granularity, symmetric=symmetric, narrow_range=narrow and not reduced,
@@ -159,7 +163,9 @@ def _codes(setting: TensorSetting) -> tuple[QDtype, bool, bool]:
     return codes, symmetric or isinstance(codes, FloatDtype), narrow
 
 
-def _granularity(setting: TensorSetting, axes: tuple[int, int] | None, rank: int) -> Granularity:
+def _granularity(
+    setting: TensorSetting, axes: tuple[int, int] | None, rank: int, *, batched: bool
+) -> Granularity:
     if setting.granularity == "per_token":
         return PerToken()
     if axes is None:
@@ -172,7 +178,11 @@ def _granularity(setting: TensorSetting, axes: tuple[int, int] | None, rank: int
         sizes = [WHOLE] * rank
         sizes[out_axis], sizes[in_axis] = 1, length
         return PerBlock(tuple(sizes))
-    return PerChannel(out_axis) if setting.granularity == "per_channel" else PerTensor()
+    if setting.granularity != "per_channel":
+        return PerTensor()
+    if batched:
+        return PerBlock(tuple(WHOLE if axis == in_axis else 1 for axis in range(rank)))
+    return PerChannel(out_axis)
 
 
 def _bits(setting: TensorSetting) -> int:
@@ -206,6 +216,8 @@ def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symme
 def _matches(rule: Rule, node: fx.Node, flow: Flow, feeds: frozenset[str], kind: str | None) -> bool:
     if rule.match.feeds and feeds.isdisjoint(rule.match.feeds):
         return False
+    if rule.match.has_weight not in (None, bool(node.op != "placeholder" and flow.weight_ports(node))):
+        return False
     names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
     names = (*((kind,) if kind else names), label(node, COMPOSITE) or "")
     if rule.match.op and not any(name in rule.match.op for name in names):
@@ -225,4 +237,5 @@ def _wanted(rule: Rule) -> str:
     wants = [f"op {', '.join(rule.match.op)}"] if rule.match.op else []
     wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
     wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
+    wants += [] if rule.match.has_weight is None else [f"has_weight {str(rule.match.has_weight).lower()}"]
     return " and ".join(wants)

@@ -168,7 +168,8 @@ def _read_back(path: Path) -> Iterator[None]:
 
 def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None) -> None:
     try:
-        from qtk.export.onnx import qdq, saturation, session  # loaded here: onnx is an extra, and slow to import
+        # loaded here: onnx is an extra, and slow to import
+        from qtk.export.onnx import float_inputs, qdq, saturation, session
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
@@ -188,6 +189,13 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
             "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
             "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
             "sessions with session.x64quantprecision=1", stacklevel=2,
+        )
+    names = [name for graph, _ in calls.values() for name in float_inputs.weights_of_floats(graph)]
+    if names:
+        others = f" and {len(names) - 1} other weights" if names[1:] else ""
+        warnings.warn(
+            f"{names[0]}{others} are multiplied with floats, which ONNX Runtime by default rounds to 8 bits in blocks; "
+            f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
 
 

@@ -23,7 +23,7 @@ import qtk
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
 
-CONFIGS = ("default", "onnxruntime", "dynamic")
+CONFIGS = ("default", "onnxruntime", "dynamic", "dynamic_per_token")
 LAYERWISE = ("residual", "all_convolutions", "vit", "gru", "reused_module", "two_inputs")
 METHODS = ["seq_mse", "gptq", "bias_correction"]
 

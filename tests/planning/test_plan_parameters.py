@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
 from tests.planning.plans import PER_CHANNEL, by_name, plan_of
@@ -116,3 +117,30 @@ def test_a_weight_computed_from_parameters_is_quantized_where_the_op_reads_it():
 def test_prelu_has_a_slope_a_channel():
     decided = by_name(plan_of(nn.Sequential(nn.PReLU(5)), torch.randn(2, 5), PER_CHANNEL))
     assert decided["0.weight"].spec.granularity == PerChannel(0)
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.experts = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x):
+        y = x @ self.shared @ self.experts
+        return y @ y.transpose(1, 2)
+
+
+def test_products_with_and_without_weights_are_told_apart():
+    config = {"version": 1, "rules": [
+        {"match": {"path": "*"}, "output": "float"},
+        {"match": {"op": "matmul", "has_weight": True}, "input": {"bits": 4}},
+        {"match": {"op": "matmul", "has_weight": False}, "input": {"bits": 6}},
+    ], "io": {"inputs": "float"}}
+    sim = qtk.QuantSim(Products(), torch.randn(3, 2, 6), config=config)
+    widths = {site.name: decided.spec.dtype.bits for site, decided in sim.plan.items() if ":in" in site.name}
+    assert widths == {"matmul:in[0]": 4, "matmul_1:in[0]": 4, "matmul_2:in[0]": 6, "matmul_2:in[1]": 6}
+
+
+def test_experts_have_scales_of_their_own():
+    sim = qtk.QuantSim(Products(), torch.randn(3, 2, 6))
+    granularities = {site.name: str(decided.spec.granularity) for site, decided in sim.plan.items() if decided.static}
+    assert granularities == {"shared": "per_channel(axis=1)", "experts": "per_block(1, -1, 1)"}

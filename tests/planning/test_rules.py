@@ -92,3 +92,10 @@ def test_widths_left_out_are_those_of_the_config():
 def test_a_width_that_contradicts_the_config_is_an_error_8_like_any_other(widths, message):
     with pytest.raises(ConfigError, match=message):
         Rules(WIDE, **{"weight_bits": FROM_CONFIG, "activation_bits": FROM_CONFIG} | widths)
+
+
+def test_a_batched_weight_has_a_scale_for_every_matrix_and_channel():
+    channel = TensorSetting(bits=8, symmetric=True, granularity="per_channel")
+    assert to_spec(channel, (2, 1), 3, batched=True).granularity == PerBlock((1, -1, 1))
+    assert to_spec(channel, (2, 0), 4, batched=True).granularity == PerBlock((-1, 1, 1, 1))
+    assert to_spec(FULL, (2, 1), 3, batched=True).granularity == PerTensor()

@@ -363,7 +363,7 @@ def test_every_scheme(scheme):
     assert decibels[1] > decibels[0] + 1
 
 
-@pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic"])
+@pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic", "dynamic_per_token"])
 @pytest.mark.parametrize("name", ["shared norm", "gelu"])
 def test_every_target(name, config):
     data, model = batches(torch.float32), net(name, torch.float32)

@@ -26,13 +26,15 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.int8_movement import quantize_around_movement
+from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
 from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.simulated_sites import SimulatedSite
-from qtk.export.onnx.storage_types import limits, storage_type
+from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.numerics import affine, minifloat
 
@@ -41,7 +43,7 @@ SITE, SPEC = "site", "spec"
 
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
-(``null``: the same) and index of its spec."""
+(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
@@ -72,6 +74,9 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     carry_codes(graph, names)
     move_codes(graph, names)
     pool_codes(graph, names)
+    fuse_linear_layers(graph, names)
+    if opset >= BLOCK_OPSET:
+        quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
     _list_sites(marked.model)
@@ -85,13 +90,14 @@ def qparam_name(site: str, kind: str) -> str:
 def _list_sites(model: ir.Model) -> None:
     """Moves site and spec of every DequantizeLinear, also in the body of a Scan, to the metadata of the file."""
     specs: dict[str, int] = {}
-    nodes: dict[str, tuple[str | None, int]] = {}
+    nodes: dict[str, tuple[object, ...]] = {}
     for node in model.graph.all_nodes():
         if SITE not in node.metadata_props:
             continue
         site, spec = node.metadata_props.pop(SITE), node.metadata_props.pop(SPEC)
         node.name = _free(node.name or site, nodes)
-        nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)))
+        transposed = [json.loads(axes)] if (axes := node.metadata_props.pop(PERMUTATION, None)) else []
+        nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)), *transposed)
     listed = {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}
     model.metadata_props[SITES] = json.dumps(listed, separators=(",", ":"))
 
@@ -163,6 +169,8 @@ class _Calibrated:
         attributes = self._axis_and_block_size()
         scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
+            if "block_size" in attributes and self.encoding.zero_point is None and not self.encoding.spec.middle_code:
+                del scale_and_zero_point[1:]
             stored = self.writer.node(
                 "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes
             )
@@ -200,7 +208,7 @@ class _Calibrated:
         return wide[0] if wide else len(sizes) - 1
 
     def _scale_and_zero_point(self) -> list[ir.Value]:
-        """Initializers of scale and zero point; the latter is always written, because it sets the type of the codes."""
+        """Initializers of scale and zero point; the latter sets the type of the codes that QuantizeLinear writes."""
         scale, zero = self.encoding.scale, self.encoding.zero_point
         if zero is None:
             zero = torch.full_like(scale, self.encoding.spec.middle_code, dtype=torch.int32)

@@ -21,6 +21,11 @@ EXACT_MODE = "session.x64quantprecision"
 """ONNX Runtime's setting that stores constant int8 weights as uint8, whose products with uint8 never saturate."""
 
 
+FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level"
+"""ONNX Runtime's setting for products with weights alone in integers: 1 computes them in float32. Its default, 4,
+rounds their inputs to 8 bits in blocks as well, which the simulation does not."""
+
+
 def require_onnxruntime() -> None:
     """Raises: ExportError with the install command, if ONNX Runtime is not installed."""
     try:
@@ -136,6 +141,7 @@ def _session(
     if optimized_file is not None:
         options.optimized_model_filepath = str(optimized_file)
     options.log_severity_level = 3  # errors only: warnings would list constants that cannot be folded
+    options.add_session_config_entry(FLOAT_PRODUCTS, "1")
     if exact:
         options.add_session_config_entry(EXACT_MODE, "1")
         options.log_severity_level = 4  # fatal errors only: a file that this mode refuses is opened without it

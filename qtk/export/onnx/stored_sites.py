@@ -27,26 +27,28 @@ class StoredSite:
         spec: its spec.
         encoding: its encoding; ``None`` for dynamic quantization.
         node: the DequantizeLinear.
+        axes: the axes of the site in the order of the stored codes, where these are transposed.
     """
 
     name: str
     spec: QuantSpec
     encoding: Encoding | None
     node: ir.Node
+    axes: tuple[int, ...] = ()
 
     def constant(self) -> Tensor | None:
         """The dequantized stored codes, float32; ``None`` if the codes are computed at run time.
 
         ``(codes - zero_point) * scale``, as ONNX defines it, with the axis and block size in the node's attributes.
         """
-        codes, scale, zero_point = self.node.inputs
+        codes, scale, *zero_points = self.node.inputs
         if codes is None or codes.const_value is None:
             return None
         reals = _numbers(codes).float()
         axis, block_size = self._attribute("axis", 1), self._attribute("block_size", 0)
-        return (reals - _aligned(_numbers(zero_point).float(), reals, axis, block_size)) * _aligned(
-            _numbers(scale), reals, axis, block_size
-        )
+        for zero_point in zero_points:
+            reals = reals - _aligned(_numbers(zero_point).float(), reals, axis, block_size)
+        return _restored(reals * _aligned(_numbers(scale), reals, axis, block_size), self.axes)
 
     def _attribute(self, name: str, default: int) -> int:
         attribute = self.node.attributes.get(name)
@@ -65,7 +67,10 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
     try:
         record = json.loads(model.metadata_props.get(SITES, '{"specs": [], "nodes": {}}'))
         specs = [QuantSpec.from_json(spec) for spec in record["specs"]]
-        sites = {node: (site or node, specs[index]) for node, (site, index) in record["nodes"].items()}
+        sites = {
+            node: (site or node, specs[index], tuple(axes[0]) if axes else ())
+            for node, (site, index, *axes) in record["nodes"].items()
+        }
     except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
     for node in model.graph.all_nodes():
@@ -75,18 +80,24 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
             yield _stored_site(node, *sites[node.name], path)
 
 
-def _stored_site(node: ir.Node, site: str, spec: QuantSpec, path: str | os.PathLike[str]) -> StoredSite:
+def _stored_site(
+    node: ir.Node, site: str, spec: QuantSpec, axes: tuple[int, ...], path: str | os.PathLike[str]
+) -> StoredSite:
     try:
-        return StoredSite(site, spec, None if spec.dynamic else _encoding(node, spec), node)
+        return StoredSite(site, spec, None if spec.dynamic else _encoding(node, spec, axes), node, axes)
     except (QtkError, ValueError) as error:
         raise ExportError(f"{path}: {site}: {error}") from error
 
 
-def _encoding(node: ir.Node, spec: QuantSpec) -> Encoding:
-    scale, zero_point = map(_numbers, node.inputs[1:])
-    if isinstance(spec.granularity, PerTensor):
-        scale, zero_point = scale.reshape(1), zero_point.reshape(1)
-    return Encoding(spec, scale.float(), None if spec.symmetric else zero_point.int())
+def _encoding(node: ir.Node, spec: QuantSpec, axes: tuple[int, ...]) -> Encoding:
+    restored = [_restored(_numbers(value), axes) for value in node.inputs[1:]]
+    scale, *zero_point = [each.reshape(1) if isinstance(spec.granularity, PerTensor) else each for each in restored]
+    return Encoding(spec, scale.float(), None if spec.symmetric else zero_point[0].int())
+
+
+def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """What is stored with its axes in another order, in the order of the site."""
+    return stored.permute([axes.index(axis) for axis in range(len(axes))]).contiguous() if axes else stored
 
 
 def _numbers(value: ir.Value | None) -> Tensor:

@@ -1,0 +1,37 @@
+"""Finds products of stored weights with floats, whose inputs ONNX Runtime rounds where nobody asked for it.
+
+ONNX Runtime (seen in 1.31) fuses the product of a float and a dequantized weight into MatMulNBits, and unless the
+session says ``session.qdq_matmulnbits_accuracy_level=1`` rounds the float to 8 bits in blocks: errors near 1 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import with_nested
+from qtk.graph.insert import quantizer_called
+from qtk.graph.op_row import Product
+
+
+def weights_of_floats(model: fx.GraphModule) -> list[str]:
+    """The sites of the weights of linear layers and matrix products that are multiplied with values in float."""
+    constants = {site.node: site.name for site in simulated_sites(model) if site.constant is not None}
+    names = (name for graph in with_nested(model) for name in _in_graph(graph, constants))
+    return list(dict.fromkeys(names))
+
+
+def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str]) -> Iterator[str]:
+    flow = Flow(graph.graph)
+    for node, name in constants.items():
+        if node.graph is not graph.graph:
+            continue
+        for port in flow.readers(node):
+            row = flow.row(port.user) if port.user.op != "output" else None
+            if row is None or row.product not in (Product.OUT_IN, Product.IN_OUT) or port.arg not in row.weights:
+                continue
+            if any(quantizer_called(flow.root(data.value)) is None for data in flow.data_ports(port.user)):
+                yield name
