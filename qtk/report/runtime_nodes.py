@@ -63,7 +63,7 @@ class RuntimeNodes:
             (kind, str(count), self._ops(kind, reason), reason) for (_, kind, reason), count in ordered
         )
         columns = (Column("kind"), Column("nodes", number=True), Column("ops"), Column("in float because"))
-        return Table(f"{len(self.floats)} nodes in float", columns, texts)
+        return Table(f"nodes in float: {len(self.floats)}", columns, texts)
 
     def to_json(self) -> dict[str, object]:
         """``integer`` by kind; ``float``: a record for each node."""

@@ -57,7 +57,7 @@ class FileRuns:
         self.folder = Path(self._temporary.name)
         try:
             session, runtime = session_with(file, Optimizations.OFF)
-            self.inputs = [(value.name, list(value.shape)) for value in session.get_inputs()]
+            self.inputs = [(value.name, list(value.shape), str(value.type)) for value in session.get_inputs()]
             self.outputs = [value.name for value in session.get_outputs()]
             sites = site_outputs(file, codes=False)
             self.off = _Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], sites)
@@ -105,28 +105,29 @@ class FileRuns:
         return tuple(way.result(self.unseen_sites) for way in self.ways)
 
     def measure(
-        self, inputs: Mapping[str, Tensor], float_file: Path, *, turns: int, progress: bool
+        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool
     ) -> None:
-        """Measures the latency of every optimized way and of the float file, in turns, on one row of ``inputs``."""
+        """Measures the latency of every optimized way, and of the float file if there is one, on one row."""
         feed = {
             name: tensor[:1] if shape and shape[0] == "batch" else tensor
-            for (name, shape), tensor in zip(self.inputs, self._feed(inputs).values(), strict=True)
+            for (name, shape, _), tensor in zip(self.inputs, self._feed(inputs).values(), strict=True)
         }
-        session, _ = session_with(float_file, Optimizations.ON)
-        runners: dict[str, Callable[[], object]] = {FLOAT: partial(_run_session, session, [], feed)}
+        runners: dict[str, Callable[[], object]] = {}
+        if float_file is not None:
+            runners[FLOAT] = partial(_run_session, session_with(float_file, Optimizations.ON)[0], [], feed)
         for way in self.ways:
             if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
                 runners[way.way] = partial(way.runners[0], feed)
-        if OPENVINO in runners:
+        if OPENVINO in runners and float_file is not None:
             runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file).run, feed)
         latencies = median_latencies_ms(runners, turns=turns, progress=progress)
         for way in self.ways:
             if way.way in latencies:
                 way.latency_ms = latencies[way.way]
-                way.float_latency_ms = latencies[FLOAT_IN_OPENVINO if way.way == OPENVINO else FLOAT]
+                way.float_latency_ms = latencies.get(FLOAT_IN_OPENVINO if way.way == OPENVINO else FLOAT)
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for name, _ in self.inputs]
+        names = [name for name, _, _ in self.inputs]
         if set(names) != set(inputs):
             raise ExportError(f"the file takes {', '.join(names)}, the model {', '.join(inputs)}; {OTHER_SIMULATION}")
         return {name: inputs[name] for name in names}
@@ -245,7 +246,7 @@ def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
         if nodes:
             counts = sum((Counter(each.integer) for each in nodes), Counter())
             way.nodes = RuntimeNodes(dict(counts), tuple(node for each in nodes for node in each.floats))
-        if all(each.latency_ms is not None for each in ways):
+        if all(each.latency_ms is not None and each.float_latency_ms is not None for each in ways):
             way.latency_ms = sum(each.latency_ms or 0.0 for each in ways)
             way.float_latency_ms = sum(each.float_latency_ms or 0.0 for each in ways)
         merged.append(way.result(sum(file.unseen_sites for file in files)))

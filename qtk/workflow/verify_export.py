@@ -63,8 +63,7 @@ def verify_export(
         run the file even with the optimizations off; CalibrationError without any batch.
     """
     require_onnxruntime()
-    if runtime not in RUNTIMES:
-        raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
+    check_runtime(runtime)
     files = {Path(directory) / onnx_name(path): graph for path, graph in roots(simulation.model).items()}
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
@@ -109,6 +108,12 @@ def _circumstances(graph: CapturedGraph, runtime: str) -> Circumstances:
         for module in graph.modules()
     )
     return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(graph)), has_minifloats)
+
+
+def check_runtime(runtime: str) -> None:
+    """Raises: ExportError if there is no such runtime."""
+    if runtime not in RUNTIMES:
+        raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
 
 
 def size_bytes(file: Path) -> int:

@@ -99,8 +99,11 @@ class _ExportedFile:
 
     def _original(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
         for output in node.output:
-            if output in self.makers:
-                return self.makers[output]
+            maker = self.makers.get(output)
+            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
+                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
+            if maker is not None:
+                return maker
         return self.named.get(node.name) or self.named.get(re.sub(r"_token_\d+$", "", node.name))
 
     def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
