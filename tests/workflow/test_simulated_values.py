@@ -29,11 +29,11 @@ def test_values_of_a_shared_quantizer_are_told_apart():
     with torch.no_grad():
         output = sim.model(INPUTS)
     taken = values.take()
+    assert values.take() == {}
     assert {name for name, _ in taken} == set(names)
     quantizer = sim.quantizers["mul:out"]
     assert torch.equal(taken["mul:out", 0][0], quantizer(sim.quantizers["x:input"](INPUTS) * 2))
     assert torch.equal(taken["concat:out", 0][0], output)
-    assert values.take() == {}
     values.close()
     assert not any(module._forward_hooks for module in sim.model.modules() if isinstance(module, Quantizer))
 

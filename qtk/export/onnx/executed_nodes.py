@@ -104,7 +104,8 @@ class _ExportedFile:
                 maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
             if maker is not None:
                 return maker
-        return self.named.get(node.name) or self.named.get(re.sub(r"_token_\d+$", "", node.name))
+        name = re.sub(r"_token_\d+$", "", node.name)
+        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # convolutions in blocks of channels
 
     def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
         if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:
