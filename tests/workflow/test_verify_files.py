@@ -65,7 +65,7 @@ def test_a_spoilt_optimization_is_seen(written, monkeypatch):
 
 
 def test_bad_input(written, tmp_path):
-    with pytest.raises(ExportError, match="holds no .onnx file"):
+    with pytest.raises(ExportError, match=r"holds no \.onnx file"):
         verify_files(tmp_path)
     with pytest.raises(ExportError, match="a batch has 2 tensors"):
         verified(written / "onnxruntime", [(INPUTS, INPUTS)])

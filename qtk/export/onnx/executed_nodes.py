@@ -105,7 +105,7 @@ class _ExportedFile:
             if maker is not None:
                 return maker
         name = re.sub(r"_token_\d+$", "", node.name)
-        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # convolutions in blocks of channels
+        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # channels in blocks
 
     def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
         if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:

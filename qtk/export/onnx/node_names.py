@@ -13,10 +13,14 @@ from qtk.graph.sites import OP, OWNER, join, label
 def name_nodes(model: ir.Model) -> None:
     """Names every node whose origin torch's exporter recorded ``<op>/<kind>``: ``blocks.0.attn.qkv/MatMul``. In place.
 
-    An op may become several nodes; those of one kind are numbered. Other nodes keep their names.
+    An op may become several nodes; those of one kind are numbered. Constants lose their names, which would only take
+    room; other nodes keep theirs.
     """
     counts: Counter[str] = Counter()
     for node in model.graph.all_nodes():
+        if node.op_type == "Constant":
+            node.name = None
+            continue
         origin = node.meta.get("node")
         if not isinstance(origin, fx.Node):
             continue

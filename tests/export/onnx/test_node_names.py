@@ -21,7 +21,9 @@ def test_nodes_are_named_after_the_ops_of_the_model(tmp_path):
     inputs = torch.randn(2, 3, 8)
     sim = simulate(nn.Sequential(Block(), Block()), inputs)
     export(sim, inputs, tmp_path / "model.onnx")
-    names = [node.name for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    nodes = onnx.load(tmp_path / "model.onnx").graph.node
+    assert not any(node.name for node in nodes if node.op_type == "Constant")
+    names = [node.name for node in nodes if node.name]
     assert {"0.fc/MatMul", "0.fc/Add", "0.add/Add", "1.fc/MatMul", "1.add/Add"} <= set(names)
     assert len(set(names)) == len(names)
 
