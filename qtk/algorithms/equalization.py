@@ -86,10 +86,12 @@ def equalize(
     near, near_at = weights, log_factors.clone()
     num_sweeps, moved, enough = 0, math.inf, tolerance / 2
     while num_sweeps < max_sweeps and _worst(ranges) > tolerance and moved > tolerance / 32:
-        if near is weights:
+        is_new = near is weights
+        if is_new:
             near, near_at = [_near_largest(weights, log_factors, ranges, LARGEST_WINDOW)], log_factors.clone()
         window = min(max(16 * moved, SMALLEST_WINDOW), LARGEST_WINDOW)
-        sweep = _Sweep(_near_largest(near, log_factors, ranges, window), groups)
+        is_same = is_new and window == LARGEST_WINDOW
+        sweep = _Sweep(near[0] if is_same else _near_largest(near, log_factors, ranges, window), groups)
         start, moved, drift = log_factors.clone(), math.inf, 0.0
         while num_sweeps < max_sweeps and moved > enough and drift <= window / 2:
             num_sweeps += 1
@@ -149,7 +151,7 @@ def _near_largest(
     for weight in weights:
         scaled = weight.scaled(log_factors)
         produced, read = (side.to(scaled) for side in least)
-        kept = scaled >= torch.minimum(produced[weight.outputs], read[weight.inputs])
+        kept = (scaled >= torch.minimum(produced[weight.outputs], read[weight.inputs])).nonzero(as_tuple=True)
         logs.append(weight.logs[kept].to(log_factors))
         outputs.append(weight.outputs.expand(scaled.shape)[kept])
         inputs.append(weight.inputs.expand(scaled.shape)[kept])

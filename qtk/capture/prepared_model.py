@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtk.capture.calls import Call
-from qtk.capture.inputs import as_captured, check_inputs
+from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import PrepareReport
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
-from qtk.torch_private import MODULE_TABLES
+from qtk.torch_private import MODULE_TABLES, pytree
 
 REPORT, SIGNATURE, EXAMPLE = "report", "qtk_signature", "qtk_example"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
@@ -30,7 +31,7 @@ class PreparedModel(nn.Module):
 
     @property
     def example(self) -> Call | None:
-        """The call it was captured with; ``None`` if it was traced without inputs."""
+        """The call it was captured with, moved and converted with it; ``None`` if it was traced without inputs."""
         example: Call | None = self.meta.get(EXAMPLE)
         return example
 
@@ -40,6 +41,21 @@ class PreparedModel(nn.Module):
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return report
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.example is not None:
+            args, kwargs = pytree.tree_map(lambda leaf: _like(leaf, fn), (self.example.args, self.example.kwargs))
+            self.meta[EXAMPLE] = Call(args, kwargs, None)
+        return self
+
+
+def _like(leaf: object, fn: Callable[[Tensor], Tensor]) -> object:
+    """A tensor with the device and dtype that ``fn`` gives it, and its own numbers, which ``to_empty`` would lose."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    moved = fn(leaf.new_empty(0))
+    return leaf if moved.is_meta else leaf.to(moved.device, moved.dtype)
 
 
 def parameters_outside(model: PreparedModel) -> dict[str, str]:
@@ -65,13 +81,21 @@ class PreparedGraph(CapturedGraph, PreparedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            if self.variants:
-                variant = self.variants.get(Call(args, kwargs, None).kind)
-                if variant is not None:
-                    return variant(*args, **kwargs)
+            variant = self.variant(args, kwargs)
+            if variant is not self:
+                return variant(*args, **kwargs)
             args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
+        """The graph that serves calls with such arguments: itself, or one of its variants."""
+        return self.variants.get(Call(args, kwargs, None).kind, self) if self.variants else self
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+        """The values of the graph's inputs in a call of it, in order."""
+        args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
+        return input_leaves(self.graph, args, kwargs)
 
 
 class PreparedTree(PreparedModel):

@@ -75,7 +75,7 @@ def _plan_constant(draft: Draft, port: Port, decision: Decision, why: str) -> No
     if not decision.setting.is_dynamic:
         _plan_parameter(draft, port, decision, None, why)
     elif node not in draft.values:
-        draft.floats.setdefault(node, "constant; ranges are taken at run time")
+        draft.floats.setdefault(node, "constant operand; activations are quantized dynamically")
 
 
 def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, why: str) -> None:

@@ -156,11 +156,3 @@ def _reads(model: nn.Module) -> Counter[str]:
             if name is not None:
                 counts[name] += len(node.users)
     return counts
-
-
-def scaled(statistics: Statistics, factors: Mapping[str, Tensor]) -> Statistics:
-    """Statistics of values that were multiplied by factors [out]."""
-    return {
-        name: tuple(side.double().cpu() * factors.get(name, torch.ones(())) for side in pair)  # type: ignore[misc]
-        for name, pair in statistics.items()
-    }

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from qtk.capture.inputs import input_leaves
+from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import SpecError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs, roots
@@ -114,7 +115,7 @@ class ChannelScales:
     {'0.bias': [2.0, 2.0, 2.0], '0.weight': [2.0, 2.0, 2.0], '2.weight': [0.5, 0.5, 0.5]}
 
     Args:
-        model: a prepared model without quantizers. It is run once, in eval mode.
+        model: a prepared model without quantizers. It is evaluated in eval mode.
         args: positional example inputs.
         kwargs: keyword example inputs.
 
@@ -236,7 +237,14 @@ def _carry_one(classes: ChannelClasses, a: Tensor, b: Tensor, product: Tensor) -
 def _record(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], absorbers: Absorbers
 ) -> list[tuple[CapturedGraph, list[object]]]:
-    """Runs the model. Returns: the calls of its outermost graphs, one for each shape of inputs, with their leaves."""
+    """The calls of the model's outermost graphs, one for each shape of inputs, with their leaves.
+
+    A model with Python of its own around them is run.
+    """
+    if isinstance(model, PreparedGraph):
+        graph = model.variant(args, dict(kwargs))
+        assert isinstance(graph, PreparedGraph)
+        return [(graph, graph.leaves(args, dict(kwargs)))]
     calls: dict[object, tuple[CapturedGraph, list[object]]] = {}
     outside = _ParametersReadOutside(absorbers)
 

@@ -7,8 +7,8 @@ that the function stays exactly what it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from qtk.algorithms.equalization import LayerMagnitudes, equalize
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.graph.op_table import row_of
-from qtk.transforms.absorb_bias import Statistics, absorbable_biases, scaled
+from qtk.transforms.absorb_bias import Statistics, absorbable_biases
 from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
 from qtk.transforms.clamp_names import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
@@ -25,8 +25,7 @@ from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import TransformResult
-from qtk.transforms.snapshot import unchanged_on_error
-from qtk.transforms.steps import ScaleParameter, Step, steps_of
+from qtk.transforms.steps import ScaleParameter, Step
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 
 TRANSFORM = "equalize"
@@ -38,8 +37,9 @@ EQUAL = 1.01
 def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | None = None) -> TransformResult:
     """Gives the weights before and behind every channel the same range, each group of channels proved.
 
-    Then biases far above 0 in front of a rectifier are absorbed by the layers behind it, as far as the statistics of
+    Biases far above 0 in front of a rectifier are absorbed by the layers behind it first, as far as the statistics of
     folded batch norms and the example inputs allow; the function stays what it was where values stay in that range.
+    Mean, standard deviation and bias of a channel are scaled alike, so that the order of the two makes no difference.
 
     Changes ``model``, a prepared one without quantizers; parameters are replaced, not written to.
 
@@ -48,36 +48,10 @@ def equalize_layers(model: PreparedModel, call: Call, statistics: Statistics | N
         call: the example inputs.
         statistics: weight → mean and standard deviation of what its layer makes; ``None``: of folded batch norms.
     """
-    with unchanged_on_error(model):
-        scales = ChannelScales(model, call.args, call.kwargs)
-        made = len(steps_of(model))
-        result = rewrite(model, call, list(_groups(model, scales)), transform=TRANSFORM, nothing=NOTHING)
-        known: Statistics = folded_statistics(model)
-        if statistics is not None:
-            known = scaled(statistics, _output_factors(scales, steps_of(model)[made:]))
-        if not known:
-            return result
-        absorbing = absorbable_biases(model, ChannelScales(model, call.args, call.kwargs), known)
-        groups = [group for group in absorbing if group.steps]
-        if not groups:
-            return result
-        absorbed = rewrite(model, call, groups, transform=TRANSFORM, nothing=NOTHING)
-    return replace(
-        result, groups=result.groups + absorbed.groups, sites=tuple(dict.fromkeys(result.sites + absorbed.sites)),
-        difference=max(result.difference or 0.0, absorbed.difference or 0.0),
-    )
-
-
-def _output_factors(scales: ChannelScales, steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Weight → the factors [out] of what its layer makes: those of its bias."""
-    factors: dict[str, Tensor] = {}
-    for step in steps:
-        if isinstance(step, ScaleParameter):
-            factors[step.parameter] = factors.get(step.parameter, torch.ones(())) * step.factor
-    return {
-        output.weight: factors[output.bias]
-        for output in scales.outputs if _is_layer(output) and output.bias is not None and output.bias in factors
-    }
+    scales = ChannelScales(model, call.args, call.kwargs)
+    known = folded_statistics(model) if statistics is None else statistics
+    absorbing = [group for group in absorbable_biases(model, scales, known) if group.steps]
+    return rewrite(model, call, [*absorbing, *_groups(model, scales)], transform=TRANSFORM, nothing=NOTHING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

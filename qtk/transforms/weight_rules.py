@@ -84,8 +84,7 @@ def _indices(
     groups = schema_arguments(node)["groups"]
     assert isinstance(groups, int)
     first, second = _along(shape, 0), _along(shape, 1)
-    group = first // (shape[0] // groups)
-    within = group * shape[1] + second
+    within = second if groups == 1 else first // (shape[0] // groups) * shape[1] + second
     axis = rank - (len(shape) - 1)
     if row.product is Product.CONV:
         return first, within, shape[0], axis

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from qtk.capture.calls import Call
-from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.insert import QUANTIZERS, drop_sites, insert, remove
 from qtk.graph.simulation import Simulation
-from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.quantizers.quantizer import Mode
 from qtk.transforms.members import Members
 from qtk.transforms.result import TransformResult
 from qtk.transforms.snapshot import unchanged_on_error
@@ -32,7 +31,6 @@ Transform: TypeAlias = Callable[[PreparedModel, Call], TransformResult]
 class Rewritable(Protocol):
     """A simulation whose model may be rewritten, as ``QuantSim``."""
 
-    example_inputs: ExampleInputs
     simulation: Simulation
 
     @property
@@ -47,19 +45,20 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
     Encodings of values and parameters that the transform changed are forgotten, all others kept. An exception leaves
     ``sim`` as it was.
 
-    Raises: CalibrationError if the transform changes a parameter or value whose encoding is frozen.
+    Raises: CalibrationError if the transform changes a value whose encoding is frozen, or a weight that was rounded.
     """
     model, before = sim.model, sim.simulation
     with unchanged_on_error(model):
         remove(model)
         masked = {site: before.plan.unquantized[site] for site in sim.plan_of(model) if site not in before.plan}
         steps, tensors = len(steps_of(model)), _float_tensors(model)
-        result = transform(model, Call(*split_inputs(sim.example_inputs), None))
+        assert model.example is not None, "a simulation is made of a complete capture"
+        result = transform(model, model.example)
         changed = {*result.sites, *_changed_parameters(tensors, _float_tensors(model))}
         rewritten = len(steps_of(model)) > steps
         plan = sim.plan_of(model) if rewritten else before.plan
-        kept = {site: before.quantizers[site] for site in before.plan if _stays(site, before.plan, plan, changed)}
-        _check_frozen(before, kept)
+        kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
+        refuse_fixed(before, [site for site in before.quantizers if site not in kept])
         simulation = Simulation(model, plan, insert(model, plan, known=kept))
         if still_masked := {site: why for site, why in masked.items() if site in plan}:
             simulation = drop_sites(simulation, still_masked)
@@ -70,28 +69,40 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
     return result
 
 
-def _stays(site: Site, before: QuantPlan, after: QuantPlan, changed: set[Site]) -> bool:
-    """Whether the quantizer of a site serves it, and all that share it, as before."""
-    leader = before[site].leader or site
-    members = [other for other in before if (before[other].leader or other) == leader]
-    return all(
-        other in after and _same(before[other], after[other]) and other not in changed for other in members
-    ) and sum((decided.leader or other) == leader for other, decided in after.items()) == len(members)
+def refuse_fixed(simulation: Simulation, sites: Iterable[Site]) -> None:
+    """Raises: CalibrationError if an encoding of ``sites`` is frozen, or a layer-wise method rounded the weight."""
+    fixed = [
+        site.name for site in sites
+        if (quantizer := simulation.quantizers.get(site)) is not None and (quantizer.frozen or quantizer.rewrote_weight)
+    ]
+    if fixed:
+        more = f" and {len(fixed) - LISTED} more" if len(fixed) > LISTED else ""
+        raise CalibrationError(
+            f"{', '.join(fixed[:LISTED])}{more} would be rewritten, but are frozen, or their weights were rounded; "
+            "transform before layer-wise methods and before freezing, or sim.unfreeze() what is frozen alone"
+        )
+
+
+def _staying(before: QuantPlan, after: QuantPlan, changed: set[Site]) -> list[Site]:
+    """The sites whose quantizer serves them, and all that share it, as before."""
+    shared, shared_after = _members(before), _members(after)
+    return [
+        site for site, decided in before.items()
+        if shared[leader := decided.leader or site] == shared_after.get(leader)
+        and all(_same(before[other], after[other]) and other not in changed for other in shared[leader])
+    ]
+
+
+def _members(plan: QuantPlan) -> dict[Site, list[Site]]:
+    """Each quantizer's leading site → all sites that it serves."""
+    members: dict[Site, list[Site]] = {}
+    for site, decided in plan.items():
+        members.setdefault(decided.leader or site, []).append(site)
+    return members
 
 
 def _same(before: SitePlan, after: SitePlan) -> bool:
     return replace(before, reason="") == replace(after, reason="")
-
-
-def _check_frozen(before: Simulation, kept: dict[Site, Quantizer]) -> None:
-    """Raises: CalibrationError if the encoding of a site that is not kept is frozen, or its weight was rounded."""
-    frozen = [site.name for site, quantizer in before.quantizers.items() if quantizer.frozen and site not in kept]
-    if frozen:
-        more = f" and {len(frozen) - LISTED} more" if len(frozen) > LISTED else ""
-        raise CalibrationError(
-            f"the encodings of {', '.join(frozen[:LISTED])}{more} are frozen, and belong to what would be rewritten; "
-            "transform before layer-wise methods and before freezing, or sim.unfreeze() them"
-        )
 
 
 def _float_tensors(model: PreparedModel) -> dict[str, Tensor]:

@@ -8,16 +8,14 @@ import torch
 
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
-from qtk.core.site import Site
 from qtk.errors import CalibrationError, ConfigError
-from qtk.graph.simulation import Simulation
 from qtk.observers.ranks import several_ranks
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.smooth_quant import SmoothQuant
 from qtk.workflow.forward_pass import Data, Forward, run_all
-from qtk.workflow.rewrite import LISTED, Rewritable, rewrite_simulation
+from qtk.workflow.rewrite import Rewritable, refuse_fixed, rewrite_simulation
 
 Alpha: TypeAlias = float | Literal["auto"]
 """How much of the range of activations goes into the weights: from 0 to 1, or the best for each group."""
@@ -101,7 +99,7 @@ def apply_smooth_quant(
 
     def transform(model: PreparedModel, call: Call) -> TransformResult:
         layers = SmoothQuant(model, ChannelScales(model, call.args, call.kwargs), before.plan)
-        _refuse_fixed(before, layers.sites)
+        refuse_fixed(before, layers.sites)
         if layers.values:
             with layers.gathering():
                 run_all(model, data, forward=forward, num_batches=num_batches, label="statistics", progress=progress)
@@ -119,18 +117,3 @@ def migration_strength(alpha: Alpha) -> float | None:
     if isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 <= alpha <= 1:
         return float(alpha)
     raise ConfigError(f"alpha must be a number from 0 to 1, or 'auto'; got {alpha!r}")
-
-
-def _refuse_fixed(simulation: Simulation, sites: list[Site]) -> None:
-    """Raises: CalibrationError if an encoding of ``sites`` is frozen, or a method rounded the weight."""
-    fixed = [
-        site.name for site in sites
-        if site in simulation.quantizers
-        and (simulation.quantizers[site].frozen or simulation.quantizers[site].rewrote_weight)
-    ]
-    if fixed:
-        more = f" and {len(fixed) - LISTED} more" if len(fixed) > LISTED else ""
-        raise CalibrationError(
-            f"{', '.join(fixed[:LISTED])}{more} would be scaled, but their encodings are frozen, or their weights were "
-            "rounded; apply SmoothQuant before layer-wise methods and before freezing"
-        )

@@ -25,7 +25,6 @@ ELSEWHERE = {
     "transforms/fold_batch_norm_step.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
     "transforms/foldable_batch_norms.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
     "transforms/graph_editor.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
-    "workflow/rewrite.py": ("tests/workflow/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
     "layerwise/bias_correction.py": ("tests/layerwise/test_methods.py", "qtk.layerwise.bias_correction"),
     "layerwise/layer_update.py": ("tests/workflow/test_layerwise.py", "qtk.apply_layerwise"),
     "layerwise/nested_layers.py": ("tests/layerwise/test_walk.py", "qtk.layerwise.walk"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qtk
 from qtk.capture.calls import Call
-from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases, scaled
+from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.fold_batch_norms import folded_statistics
@@ -50,7 +50,7 @@ def test_what_a_rectifier_lets_pass_moves_behind_it(second: str) -> None:
     known, before = statistics(model, x), copy.deepcopy(prepared)
     result = equalize_layers(prepared, Call((x,), {}, None), known)
     assert [group.outcome for group in result.groups] == [Outcome.APPLIED, Outcome.APPLIED]
-    assert "4 of 6 channels" in result.groups[1].detail
+    assert "4 of 6 channels" in result.groups[0].detail
     assert difference(before, prepared, (x,), {}) <= 1e-10
     middle = {name: module.get_parameter("a.bias").abs().max() for name, module in (("was", before), ("is", prepared))}
     assert middle["is"] < middle["was"] / 4
@@ -67,7 +67,6 @@ def test_the_amount_is_three_standard_deviations_below_the_mean() -> None:
     expected = torch.full((6,), 2.0).double()
     expected[:2] = 0  # the smallest that was seen is below 0
     torch.testing.assert_close(step.amount, expected)
-    assert scaled({"a.weight": (mean, std)}, {"a.weight": torch.full((6,), 2.0)})["a.weight"][0].tolist() == [10.0] * 6
 
 
 @pytest.mark.parametrize(
@@ -103,10 +102,10 @@ def test_folded_batch_norms_tell_the_statistics_and_nothing_is_absorbed_twice() 
     before = copy.deepcopy(prepared)
     mean, _ = folded_statistics(prepared)["0.weight"]
     result = equalize_layers(prepared, Call((x,), {}, None))
-    assert [group.name for group in result.applied] == ["0 → 3", "bias of 0 → 3"]
+    assert [group.name for group in result.applied] == ["bias of 0 → 3", "0 → 3"]
     assert difference(before, prepared, (x,), {}) <= 1e-10
     (step,) = (step for step in steps_of(prepared) if isinstance(step, AbsorbBias))
     factor = next(step.factor for step in steps_of(prepared) if isinstance(step, ScaleParameter)
                   and step.parameter == "0.bias")
-    torch.testing.assert_close(folded_statistics(prepared)["0.weight"][0], mean * factor - step.amount)
+    torch.testing.assert_close(folded_statistics(prepared)["0.weight"][0], (mean - step.amount) * factor)
     assert not equalize_layers(prepared, Call((x,), {}, None)).applied

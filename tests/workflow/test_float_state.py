@@ -67,3 +67,15 @@ def test_frozen_encodings_are_in_the_way():
     sim.freeze("0.weight")
     with pytest.raises(EncodingError, match=r"0\.weight is frozen.*unfreeze"):
         sim.load_float_state_dict(net().state_dict())
+
+
+def test_a_loaded_checkpoint_counts_as_unrounded():
+    net, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(16, 8)
+    with torch.no_grad():
+        net[0].weight[0] *= 50
+    sim = qtk.QuantSim(net, x)
+    sim.compute_encodings([x], progress=False)
+    qtk.apply_gptq(sim, [x], progress=False)
+    sim.unfreeze()
+    sim.load_float_state_dict(net.state_dict())
+    assert qtk.equalize_model(sim).applied

@@ -205,7 +205,7 @@ def test_what_is_in_the_way_is_named():
         sim.compute_encodings(batches, progress=False)
         sim.freeze(site)
         before = fingerprint(sim)
-        with pytest.raises(CalibrationError, match=rf"^{site} would be scaled"):
+        with pytest.raises(CalibrationError, match=rf"^{site} would be rewritten"):
             qtk.apply_smooth_quant(sim, batches, progress=False)
         assert same(before, fingerprint(sim))
 
@@ -215,7 +215,7 @@ def test_rounded_weights_are_in_the_way_even_when_unfrozen():
     sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     qtk.apply_gptq(sim, batches, progress=False)
     sim.unfreeze()
-    with pytest.raises(CalibrationError, match="rounded; apply SmoothQuant before layer-wise methods"):
+    with pytest.raises(CalibrationError, match="rounded; transform before layer-wise methods"):
         qtk.apply_smooth_quant(sim, batches, progress=False)
 
 
