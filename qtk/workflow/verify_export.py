@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -25,9 +26,11 @@ from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.torch_private import pytree
 from qtk.workflow.export import onnx_name
-from qtk.workflow.file_runs import Compared, FileRuns, merged_runs
 from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.simulated_values import SimulatedValues, step_of
+
+if TYPE_CHECKING:
+    from qtk.workflow.file_runs import Compared  # loaded in the functions: onnx is an extra, and slow to import
 
 SIMULATION = "the simulation"
 TURNS = 30
@@ -87,6 +90,8 @@ def verify_export(
 
 def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verdict, ...]) -> Verdict:
     """The verdict on several files together."""
+    from qtk.workflow.file_runs import merged_runs
+
     runs = merged_runs([witness.files for witness in witnesses])
     findings = tuple(
         Finding(finding.level, f"{verdict.path.name}: {finding.cause}", finding.remedy)
@@ -126,6 +131,8 @@ class _Witness:
     """Runs the file of a graph on the inputs of each call of the graph, and compares outputs and sites."""
 
     def __init__(self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str]) -> None:
+        from qtk.workflow.file_runs import FileRuns
+
         self.graph, self.path = graph, path
         self.first_call: Call | None = None
         self.inputs: dict[str, Tensor] = {}
