@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from qtk.config.validate import UNION_TAGS
 from qtk.core.block_formats import BLOCK_FORMATS
-from qtk.core.dtypes import BITS, DTYPES, dtype
+from qtk.core.dtypes import BITS, DTYPES, INT32, dtype
 from qtk.registry import nearest
 
 Bits = Annotated[int, Field(strict=True, ge=BITS.start, le=BITS.stop - 1)]
@@ -23,7 +23,8 @@ class TensorSetting(BaseModel):
     Args:
         bits: width of the codes, 2…16; signed if symmetric, else unsigned.
         dtype: the format by name (``int8``, ``fp8_e4m3``), instead of ``bits``. A block format (``mxfp4``) also sets
-            the granularity; it is for weights only, and ``block_size`` can change its block length.
+            the granularity; it is for weights only, and ``block_size`` can change its block length. ``int32`` is for
+            biases only: their scale is that of the products that they are added to, see ``plan_biases``.
         symmetric: the zero point is 0; of an unsigned ``dtype`` the middle code, 128 of uint8.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
@@ -109,7 +110,7 @@ def _check_dtype(setting: TensorSetting) -> None:
     blocks = BLOCK_FORMATS.get(setting.dtype)
     if blocks is not None and setting.granularity not in (None, "per_block"):
         raise ValueError(f"dtype {setting.dtype} is in blocks, granularity says {setting.granularity}; leave one out")
-    if setting.dtype not in DTYPES and blocks is None:
+    if setting.dtype not in (*DTYPES, INT32.name) and blocks is None:
         raise ValueError(f"unknown dtype {setting.dtype!r}; {nearest(setting.dtype, [*DTYPES, *BLOCK_FORMATS])}")
     codes = dtype(setting.dtype) if blocks is None else blocks.dtype
     if setting.bits not in (None, codes.bits):
@@ -181,6 +182,12 @@ def _not_dynamic(setting: TensorSetting | str | None) -> TensorSetting | str | N
     return setting
 
 
-ActivationSetting = Annotated[Setting, AfterValidator(_not_in_blocks)]
-WeightSetting = Annotated[Setting, AfterValidator(_not_dynamic)]
-BiasSetting = Annotated[ActivationSetting, AfterValidator(_not_dynamic)]
+def _not_int32(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    if isinstance(setting, TensorSetting) and setting.dtype == INT32.name:
+        raise ValueError(f"int32 is for biases; use a format of {BITS.start} to {BITS.stop - 1} bits")
+    return setting
+
+
+ActivationSetting = Annotated[Setting, AfterValidator(_not_in_blocks), AfterValidator(_not_int32)]
+WeightSetting = Annotated[Setting, AfterValidator(_not_dynamic), AfterValidator(_not_int32)]
+BiasSetting = Annotated[Setting, AfterValidator(_not_in_blocks), AfterValidator(_not_dynamic)]

@@ -54,6 +54,22 @@ class FloatDtype(QDtype):
         return self.largest
 
 
+@dataclass(frozen=True, slots=True)
+class SumDtype(QDtype):
+    """32-bit integers, of which -2³⁰…2³⁰ are used: exact as float32 bounds, and sums of products fit beside them."""
+
+    @property
+    def minimum(self) -> float:
+        return -(1 << 30)
+
+    @property
+    def maximum(self) -> float:
+        return 1 << 30
+
+
+INT32 = SumDtype("int32", 32, True)
+"""The format of biases that are added to sums of integer products; no other tensor has it."""
+
 BITS = range(2, 17)
 DTYPES: dict[str, QDtype] = {
     f"{prefix}{bits}": QDtype(f"{prefix}{bits}", bits, signed)
@@ -73,6 +89,8 @@ DTYPES: dict[str, QDtype] = {
 
 def dtype(name: str) -> QDtype:
     """The format called ``name``. Raises: SpecError if there is none."""
+    if name == INT32.name:
+        return INT32
     if name not in DTYPES:
         raise SpecError(f"unknown dtype {name!r}; {nearest(name, DTYPES)}")
     return DTYPES[name]

@@ -20,6 +20,7 @@ class SitePlan:
         range: fixed real range (sigmoid: 0 to 1); not calibrated.
         bounds: lower and upper limit of the calibrated range; ``None``: no limit.
         leader: the site whose quantizer, and so whose encoding, this one shares.
+        factors: of an int32 bias, the sites of the input and the weight of its op: its scale is the product of theirs.
         reason: the rule that decided it, in words.
     """
 
@@ -29,11 +30,12 @@ class SitePlan:
     range: tuple[float, float] | None = None
     bounds: tuple[float | None, float | None] | None = None
     leader: Site | None = None
+    factors: tuple[Site, Site] | None = None
     reason: str = ""
 
     @property
     def source(self) -> str:
-        """Where the encoding comes from: run time, another site, a fixed range, or a scheme.
+        """Where the encoding comes from: run time, other sites, a fixed range, or a scheme.
 
         >>> from qtk.core.dtypes import dtype
         >>> SitePlan(QuantSpec(dtype("uint8")), "mse").source
@@ -43,6 +45,8 @@ class SitePlan:
             return "at run time"
         if self.leader is not None:
             return f"as {self.leader}"
+        if self.factors is not None:
+            return " × ".join(map(str, self.factors))
         return self.scheme if self.range is None else f"range {self.range}"
 
 

@@ -22,6 +22,7 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
                 "range": None if decided.range is None else list(decided.range),
                 "bounds": None if decided.bounds is None else list(decided.bounds),
                 "leader": None if decided.leader is None else _site_to_json(decided.leader),
+                **({} if decided.factors is None else {"factors": [_site_to_json(site) for site in decided.factors]}),
                 "reason": decided.reason,
             }
             for site, decided in plan.items()
@@ -48,9 +49,9 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
         case {
             "site": list(site), "spec": dict(spec), "scheme": str(scheme), "static": bool(static),
             "range": list() | None as known, "bounds": list() | None as bounds, "leader": list() | None as leader,
-            "reason": str(reason),
+            "reason": str(reason), **rest,
         }:
-            pass
+            factors = rest.get("factors")
         case _:
             raise EncodingError(f"not a plan for a site: {record!r:.120}")
     try:
@@ -58,10 +59,19 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
             QuantSpec.from_json(spec), scheme, static,
             range=None if known is None else (float(known[0]), float(known[1])),
             bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
-            leader=None if leader is None else _site(leader), reason=reason,
+            leader=None if leader is None else _site(leader), factors=_factors(factors), reason=reason,
         )
     except (SpecError, TypeError, ValueError, IndexError) as error:
         raise EncodingError(f"not a plan for a site: {error}") from error
+
+
+def _factors(value: object) -> tuple[Site, Site] | None:
+    match value:
+        case None:
+            return None
+        case [of_input, of_weight]:
+            return _site(of_input), _site(of_weight)
+    raise EncodingError(f"not the sites of an input and a weight: {value!r}")
 
 
 def _bound(value: object) -> float | None:

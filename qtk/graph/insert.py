@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
 from qtk.graph.targets import called_module
+from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.quantizers.quantizer import Quantizer
 
 QUANTIZERS = "qtk_quantizers"
@@ -45,15 +46,10 @@ def insert(
     """
     located = [(module, *_locations(module.graph)) for module in graphs(model).values()]
     _check_sites(plan, [{*values, *edges} for _, values, edges in located])
-    quantizers: dict[Site, Quantizer] = {}
+    quantizers = _quantizers(plan, {site for _, values, _ in located for site in values}, known)
     for module, values, edges in located:
         for site in [site for site in plan if site in values or site in edges]:
             leader = _leader(plan, site)
-            if leader not in quantizers and leader in known:
-                quantizers[leader] = known[leader]
-            if leader not in quantizers:
-                cache = plan[leader].static and leader in values
-                quantizers[leader] = Quantizer(plan[leader].spec, site=leader.name, cache=cache)
             target = quantizer_target(leader)
             if leader == site or not _has(module, target):
                 module.add_submodule(target, quantizers[leader])
@@ -63,6 +59,20 @@ def insert(
                 _on_edge(edges[site], target, site)
         module.recompile()
     return {site: quantizers[_leader(plan, site)] for site in plan}
+
+
+def _quantizers(plan: QuantPlan, values: Collection[Site], known: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
+    """Leader → its quantizer, the known one or a new one; those of int32 biases are new: they belong to two others."""
+    quantizers = {
+        site: known.get(site) or Quantizer(decided.spec, site=site.name, cache=decided.static and site in values)
+        for site, decided in plan.items() if decided.leader is None and decided.factors is None
+    }
+    for site, decided in plan.items():
+        if decided.factors is not None:
+            of_input, of_weight = (quantizers[_leader(plan, factor)] for factor in decided.factors)
+            quantizers[site] = BiasQuantizer(decided.spec, of_input, of_weight, site=site.name)
+            quantizers[site].mode = known[site].mode if site in known else quantizers[site].mode
+    return quantizers
 
 
 def _check_sites(plan: QuantPlan, located: Sequence[set[Site]]) -> None:
@@ -145,12 +155,16 @@ def _on_edge(port: Port, target: str, site: Site) -> None:
 
 
 def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulation:
-    """Removes the quantizers of some sites, and of all sites that share an encoding with them.
+    """Removes the quantizers of some sites, and of all sites whose encoding is or follows from theirs.
 
     Changes the model. Returns: the simulation without them, each listed in its plan as unquantized with its reason.
     """
     model, plan = simulation.model, simulation.plan
     leaders = {_leader(plan, site): reason for site, reason in reasons.items()}
+    for site, decided in plan.items():
+        for factor in decided.factors or ():
+            if _leader(plan, factor) in leaders:
+                leaders.setdefault(site, f"{factor} is not quantized: {leaders[_leader(plan, factor)]}")
     dropped = {site: leaders[leader] for site in plan if (leader := _leader(plan, site)) in leaders}
     targets = {quantizer_target(leader) for leader in leaders}
     for module in graphs(model).values():

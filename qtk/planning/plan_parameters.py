@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from qtk.core.dtypes import INT32
 from qtk.errors import SpecError
 from qtk.graph.op_row import Role
 from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
@@ -81,6 +82,8 @@ def _plan_constant(draft: Draft, port: Port, decision: Decision, why: str) -> No
 def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, why: str) -> None:
     """Decides one parameter; ``axes``: output and input channel axes of the value at ``port``, ``None`` without any."""
     node, axes = _quantized_node(draft, port, axes)
+    if decision.enabled and decision.setting.dtype == INT32.name:
+        return  # rule 13
     if not decision.enabled:
         draft.floats.setdefault(node, f"float by {decision.reason}")
         return

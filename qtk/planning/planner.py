@@ -21,6 +21,7 @@ The rules, numbered as the code cites them:
     in float, inside whatever supergroup it ends.
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
+13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.op_table import OP_NAMES
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
+from qtk.planning.plan_biases import plan_biases
 from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
@@ -83,4 +85,5 @@ def run_passes(draft: Draft) -> None:
     plan_parameters(draft)
     share_merges(draft)
     plan_edges(draft)
+    plan_biases(draft)
     explain_unread_parameters(draft)

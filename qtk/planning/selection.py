@@ -14,12 +14,14 @@ from qtk.registry import nearest
 def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[Site, None]:
     """The leaders (sites that own their encoding), in plan order: all, or those selected by names or globs.
 
-    The name of a follower selects its leader.
+    The name of a follower selects its leader; int32 biases, whose scale follows from two other sites, are left out.
 
     Raises: CalibrationError for a name or glob that matches no site.
     """
     if names is None:
-        return dict.fromkeys(site for site, decided in plan.items() if decided.leader is None)
+        return dict.fromkeys(
+            site for site, decided in plan.items() if decided.leader is None and decided.factors is None
+        )
     wanted: set[Site] = set()
     for name in [names] if isinstance(names, str) else names:
         glob = name.replace("[", "[[]")  # ports are numbered in brackets
@@ -28,4 +30,4 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
             hint = nearest(name, [site.name for site in plan])
             raise CalibrationError(f"no site is called {name!r}; {hint}; print(sim.plan) shows all")
         wanted |= {plan[site].leader or site for site in matching}
-    return dict.fromkeys(site for site in plan if site in wanted)
+    return dict.fromkeys(site for site in plan if site in wanted and plan[site].factors is None)

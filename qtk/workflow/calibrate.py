@@ -29,6 +29,7 @@ from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
+from qtk.workflow.scale_floor import raise_scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,8 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
 
     The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
     like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Sites that are
-    quantized dynamically need no data; they are only watched for sentinels. Where a process group is initialized, every
+    quantized dynamically need no data; they are only watched for sentinels. Scales of weights are raised where an int32
+    bias needs it, see ``raise_scales``. Where a process group is initialized, every
     rank observes its own data and all get the same encodings.
 
     Args:
@@ -80,7 +82,9 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
     for site, encoding in encodings.items():
         bounds = simulation.plan[site].bounds
         simulation.quantizers[site].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
-    return drop_sites(simulation, masked) if masked else simulation
+    simulation = drop_sites(simulation, masked) if masked else simulation
+    raise_scales(simulation)
+    return simulation
 
 
 def sites_to_calibrate(

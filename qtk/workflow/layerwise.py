@@ -32,6 +32,7 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import parameter_encodings
 from qtk.workflow.forward_pass import Data, Forward, run_all
+from qtk.workflow.scale_floor import raise_scales
 
 
 def apply_seq_mse(
@@ -344,6 +345,7 @@ def apply_layerwise(
             simulation.model, resolved, layers, calls, inputs=inputs, offload=offload, checkpoint_dir=checkpoint_dir
         )
         results = run.finish(progress=progress)
+        raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
     reasons = {result.reason for result in results}
     if None not in reasons:
         raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")

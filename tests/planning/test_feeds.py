@@ -132,5 +132,5 @@ def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(con
             return self.norm(self.conv2(x) + x)
 
     sim = qtk.QuantSim(Residual(), torch.randn(2, 4, 8, 8), config=config)
-    assert {decided.spec.dtype.bits for decided in sim.plan.values()} == {8}
+    assert {decided.spec.dtype.bits for decided in sim.plan.values() if decided.factors is None} == {8}
     assert {"relu:out", "add_1:out"} <= {str(site) for site in sim.plan}

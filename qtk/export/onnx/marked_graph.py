@@ -30,6 +30,7 @@ from qtk.capture.signature import input_names, output_nodes
 from qtk.capture.torch_export import first_line, silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError
+from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.simulated_sites import SimulatedSite
@@ -100,10 +101,12 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
+    node_in_copy = dict(zip(model.graph.nodes, graph.nodes, strict=True))
+    flatten_linears(model.graph, graph)
     output = graph.output_node()
     leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
     output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
-    _mark_sites(model, model.graph, graph, sites)
+    _mark_sites(model, node_in_copy, sites)
     flat = fx.GraphModule(model, graph)
     for node in model.graph.nodes:
         composite = composite_called(node)
@@ -117,7 +120,7 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Mod
     copied = copy.deepcopy(module)
     has_markers = False
     for before, after in zip(graphs(module).values(), graphs(copied).values(), strict=True):
-        has_markers |= _mark_sites(before, before.graph, after.graph, sites)
+        has_markers |= _mark_sites(before, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
         after.delete_submodule(QUANTIZERS)
         after.recompile()
     if has_markers:
@@ -134,16 +137,16 @@ class _ActiveTap(Tap):
 
 
 def _mark_sites(
-    module: fx.GraphModule, original: fx.Graph, copied: fx.Graph, sites: Mapping[fx.Node, str]
+    module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, str]
 ) -> bool:
-    """Replaces the quantizers in a copied graph by markers; those not in ``sites`` are removed.
+    """Replaces the quantizers in a copy of the graph of ``module`` by markers; those not in ``sites`` are removed.
 
     Returns: whether there are any markers.
     """
-    node_in_copy = dict(zip(original.nodes, copied.nodes, strict=True))
     calls = quantizer_nodes(module)
     for call in calls:
         node = node_in_copy[call]
+        copied = node.graph
         (replacement,) = node.args
         assert isinstance(replacement, fx.Node)
         if call in sites:

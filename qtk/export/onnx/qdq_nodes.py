@@ -27,7 +27,9 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shap
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
+from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
+from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import limits, storage_type
@@ -68,6 +70,8 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     name_batch(graph)
     _name_sites(names, entries)
     carry_codes(graph, names)
+    move_codes(graph, names)
+    pool_codes(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
     _list_sites(marked.model)

@@ -12,12 +12,11 @@ Each case moves a DequantizeLinear that its readers see through the boundary; va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.node_writer import insert_before, value_of
+from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
+from qtk.export.onnx.node_writer import insert_before
 from qtk.export.onnx.value_names import ValueNames
 
 MOVEMENT = ("Expand", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
@@ -35,7 +34,7 @@ class _Scan:
     """A Scan: its inputs and those of its body are the states, then the sequences; its outputs likewise."""
 
     def __init__(self, node: ir.Node, names: ValueNames) -> None:
-        self.node, self.names = node, names
+        self.node, self.nodes = node, DequantizeNodes(names)
         self.body = node.attributes["body"].as_graph()
         self.num_states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
 
@@ -45,13 +44,13 @@ class _Scan:
             if node.op_type == "Split":
                 self._split_codes(node)
         for index in range(self.num_states, len(self.node.inputs)):
-            dequantize = _dequantize(self.node.inputs[index])
+            dequantize = dequantize_of(self.node.inputs[index])
             if dequantize is not None:
-                self._take_codes(index, _codes(dequantize), dequantize)
+                self._take_codes(index, codes_of(dequantize), dequantize)
         for index in range(self.num_states):
             self._carry_state(index)
         for index in range(self.num_states, len(self.node.outputs)):
-            dequantize = _dequantize(self.body.outputs[index])
+            dequantize = dequantize_of(self.body.outputs[index])
             if dequantize is not None:
                 self._return_codes(index, dequantize)
 
@@ -63,24 +62,24 @@ class _Scan:
                 outside = None if value is None else value.producer()
                 if outside is None or outside.graph is self.body or outside.op_type != "DequantizeLinear":
                     continue
-                if not _codes(outside).is_initializer():
+                if not codes_of(outside).is_initializer():
                     continue
                 if outside not in inside:
-                    copied = self._dequantize_like(outside, _codes(outside), outside.outputs[0].shape)
+                    copied = self.nodes.like(outside, codes_of(outside), outside.outputs[0].shape)
                     insert_before(self.body[0], copied)
                     inside[outside] = copied.outputs[0]
                 node.replace_input_with(index, inside[outside])
 
     def _carry_state(self, index: int) -> None:
         """Case 4."""
-        first, dequantize = self.node.inputs[index], _dequantize(self.body.outputs[index])
+        first, dequantize = self.node.inputs[index], dequantize_of(self.body.outputs[index])
         if first is None or dequantize is None:
             return
-        given = _dequantize(first)
+        given = dequantize_of(first)
         if given is not None and given.inputs[1:] == dequantize.inputs[1:]:
-            codes = _codes(given)
+            codes = codes_of(given)
         elif _is_zero(first):
-            codes = self._quantize_like(dequantize, first)
+            codes = self.nodes.quantized_like(dequantize, first, self.node)
         else:
             return
         self._take_codes(index, codes, dequantize)
@@ -88,18 +87,18 @@ class _Scan:
 
     def _split_codes(self, node: ir.Node) -> None:
         """Case 5."""
-        dequantize = _dequantize(node.inputs[0])
+        dequantize = dequantize_of(node.inputs[0])
         if dequantize is None:
             return
-        node.replace_input_with(0, _codes(dequantize))
+        node.replace_input_with(0, codes_of(dequantize))
         for part in node.outputs:
-            self._dequantize_result(part, dequantize)
+            self.nodes.behind(part, dequantize)
 
     def _take_codes(self, index: int, codes: ir.Value, dequantize: ir.Node) -> None:
         """Hands ``codes`` to the body, which dequantizes them like ``dequantize``."""
         self.node.replace_input_with(index, codes)
         value = self.body.inputs[index]
-        inside = self._dequantize_like(dequantize, value, value.shape)
+        inside = self.nodes.like(dequantize, value, value.shape)
         value.replace_all_uses_with(inside.outputs[0])
         inside.replace_input_with(0, value)
         value.dtype = codes.dtype
@@ -107,61 +106,8 @@ class _Scan:
 
     def _return_codes(self, index: int, dequantize: ir.Node) -> None:
         """Returns the codes that ``dequantize`` reads in the body; outside they are dequantized like there."""
-        self.body.outputs[index] = _codes(dequantize)
-        self._dequantize_result(self.node.outputs[index], dequantize)
-
-    def _dequantize_result(self, value: ir.Value, dequantize: ir.Node) -> None:
-        """Makes ``value``, a result of a node, codes; their readers get them dequantized like by ``dequantize``."""
-        result = self._dequantize_like(dequantize, value, value.shape)
-        if value.is_graph_output():
-            assert value.name is not None
-            self.names.give(result.outputs[0], value.name)
-        value.replace_all_uses_with(result.outputs[0], replace_graph_outputs=True)
-        result.replace_input_with(0, value)
-        value.dtype = _codes(dequantize).dtype
-        producer = value.producer()
-        assert producer is not None
-        assert producer.graph is not None
-        producer.graph.insert_after(producer, result)
-
-    def _dequantize_like(self, node: ir.Node, codes: ir.Value, shape: ir.Shape | None) -> ir.Node:
-        result = self._named("DequantizeLinear", node, [codes, *node.inputs[1:]], node.outputs[0].dtype, shape)
-        result.metadata_props.update(node.metadata_props)
-        return result
-
-    def _quantize_like(self, dequantize: ir.Node, value: ir.Value) -> ir.Value:
-        """The codes of ``value``, outside."""
-        codes = _codes(dequantize)
-        quantize = self._named("QuantizeLinear", dequantize, [value, *dequantize.inputs[1:]], codes.dtype, value.shape)
-        insert_before(self.node, quantize)
-        return quantize.outputs[0]
-
-    def _named(
-        self, op: str, like: ir.Node, inputs: Sequence[ir.Value | None], dtype: ir.DataType | None,
-        shape: ir.Shape | None,
-    ) -> ir.Node:
-        node = ir.node(op, inputs, like.attributes, outputs=[value_of(dtype, shape)])
-        self.names.give(node.outputs[0], self.names.free(like.outputs[0].name or op))
-        node.name = node.outputs[0].name
-        return node
-
-
-def _dequantize(value: ir.Value | None) -> ir.Node | None:
-    """The DequantizeLinear that makes ``value``, one scale for all of it; else ``None``."""
-    producer = None if value is None else value.producer()
-    while producer is not None and producer.op_type == "Identity":
-        (source,) = producer.inputs
-        producer = None if source is None else source.producer()
-    if producer is None or producer.op_type != "DequantizeLinear":
-        return None
-    scale = producer.inputs[1]
-    return producer if scale is not None and scale.shape is not None and len(scale.shape) == 0 else None
-
-
-def _codes(dequantize: ir.Node) -> ir.Value:
-    codes = dequantize.inputs[0]
-    assert codes is not None
-    return codes
+        self.body.outputs[index] = codes_of(dequantize)
+        self.nodes.behind(self.node.outputs[index], dequantize)
 
 
 def _is_zero(value: ir.Value) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from qtk.core.dtypes import DTYPES, FloatDtype, QDtype
+from qtk.core.dtypes import DTYPES, INT32, FloatDtype, QDtype
 from qtk.core.granularity import PerBlock, PerToken
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError
@@ -52,7 +52,7 @@ def needs_21(spec: QuantSpec) -> str | None:
         return "scales in blocks"
     if isinstance(spec.granularity, PerToken):
         return "scales per token"
-    if not isinstance(spec.dtype, FloatDtype) and not 4 < spec.dtype.bits <= 8:
+    if not isinstance(spec.dtype, FloatDtype) and spec.dtype != INT32 and not 4 < spec.dtype.bits <= 8:
         return f"{spec.dtype} codes"
     return None
 
@@ -71,6 +71,8 @@ def storage_type(dtype: QDtype, *, opset: int) -> ir.DataType:
             raise ExportError(f"ONNX QuantizeLinear of opset {opset} has {' and '.join(_FLOATS)}, not {dtype}; "
                               'plan one of these, or export formats=("encodings",)')
         return _FLOATS[dtype.name]
+    if dtype == INT32:
+        return ir.DataType.INT32
     bits = next(bits for bits in _BITS if bits >= dtype.bits and (bits > 2 or opset >= TWO_BIT_OPSET))
     return ir.DataType[f"{'INT' if dtype.signed else 'UINT'}{bits}"]
 

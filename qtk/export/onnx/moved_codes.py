@@ -1,0 +1,85 @@
+"""Moves codes in place of the values that they stand for, where ONNX Runtime does not.
+
+It looks for DequantizeLinear directly in front of a product, and carries it there itself (seen in 1.31) through
+Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and with them the product in float:
+
+1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
+2. Pad with zeros, whose code is the zero point; windows of attention are padded.
+3. Concat of parts of one quantized value, as ``roll`` is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
+from qtk.export.onnx.value_names import ValueNames
+
+CARRIED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Identity")
+"""Operators that ONNX Runtime carries a DequantizeLinear through."""
+
+NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat")
+
+
+def move_codes(graph: ir.Graph, names: ValueNames) -> None:
+    """Lets the operators of the three cases, and those in front of them that move values, move codes. In place."""
+    nodes = DequantizeNodes(names)
+    for node in list(graph):
+        if node.op_type in NOT_CARRIED:
+            for mover in dict.fromkeys(mover for value in _data(node) for mover in _movers(value)):
+                _move(mover, nodes)
+            _move(node, nodes)
+
+
+def _data(node: ir.Node) -> tuple[ir.Value | None, ...]:
+    """The inputs whose elements the operator moves."""
+    return tuple(node.inputs) if node.op_type == "Concat" else node.inputs[:1]
+
+
+def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
+    """The operators between a DequantizeLinear and ``value``, in order; none if another operator made it."""
+    chain: list[ir.Node] = []
+    while value is not None and dequantize_of(value) is None:
+        producer = value.producer()
+        if producer is None or producer.op_type not in CARRIED:
+            return
+        chain.append(producer)
+        value = producer.inputs[0]
+    yield from reversed(chain)
+
+
+def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
+    """Lets ``node`` move codes, if all that it moves is dequantized alike."""
+    sources = [dequantize_of(value) for value in _data(node)]
+    first = sources[0]
+    if first is None or codes_of(first).is_initializer():
+        return
+    if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
+        return
+    if node.op_type == "Pad" and not _pad_with_code_of_zero(node, first):
+        return
+    for index, source in enumerate(sources):
+        assert source is not None
+        node.replace_input_with(index, codes_of(source))
+    for value in node.outputs:
+        nodes.behind(value, first)
+
+
+def _pad_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
+    """Lets a Pad with zeros fill in the zero point. Returns: whether it does so, or copies values of its input."""
+    mode = node.attributes.get("mode")
+    if mode is not None and mode.as_string() != "constant":
+        return True
+    fill = node.inputs[2] if len(node.inputs) > 2 else None
+    if fill is not None:
+        constant = ir.convenience.get_const_tensor(fill)
+        if constant is None or np.any(constant.numpy()):
+            return False
+        node.replace_input_with(2, dequantize.inputs[2])
+        return True
+    node.resize_inputs(max(3, len(node.inputs)))
+    node.replace_input_with(2, dequantize.inputs[2])
+    return True

@@ -1,0 +1,69 @@
+"""The quantizer of an int32 bias, whose scale follows from those of the input and the weight of its op."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError
+from qtk.numerics.effective import effective_scale
+from qtk.ops.simulate import simulate
+from qtk.quantizers.quantizer import Quantizer
+
+
+class BiasQuantizer(Quantizer):
+    """Fake-quantizes a bias with the scale of the products that it is added to: ``input scale · weight scale``.
+
+    Integer kernels add the codes of a bias to sums of products of codes, so no other scale is possible. It is computed
+    at every call, has no state, and carries no gradient.
+
+    Args:
+        spec: int32, with as many scales as the weight.
+        of_input: quantizer of the input of the op, per tensor.
+        of_weight: quantizer of its weight, symmetric.
+        site: name of the site, for messages.
+
+    >>> import torch
+    >>> from qtk.core.dtypes import INT32, dtype
+    >>> from qtk.core.granularity import PerChannel
+    >>> x = Quantizer(QuantSpec(dtype("uint8"), symmetric=True), site="input")
+    >>> weight = Quantizer(QuantSpec(dtype("int8"), PerChannel(0), symmetric=True), site="fc.weight")
+    >>> x.load_encoding(Encoding(x.spec, torch.tensor([0.5])))
+    >>> weight.load_encoding(Encoding(weight.spec, torch.tensor([0.5, 0.25])))
+    >>> bias = BiasQuantizer(QuantSpec(INT32, PerChannel(0), symmetric=True), x, weight, site="fc.bias")
+    >>> bias.encoding.scale
+    tensor([0.2500, 0.1250])
+    """
+
+    def __init__(self, spec: QuantSpec, of_input: Quantizer, of_weight: Quantizer, *, site: str) -> None:
+        super().__init__(spec, site=site)
+        self.factors = of_input, of_weight  # in a tuple: they are modules of the graph, not of this one
+
+    @property
+    def ready(self) -> bool:
+        """Whether input and weight have encodings."""
+        return all(factor.scale is not None for factor in self.factors)
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The encoding that follows from those of input and weight; ``None`` if one of them has none."""
+        return Encoding(self.spec, self._product()) if self.ready else None
+
+    def load_encoding(self, encoding: Encoding) -> None:
+        """Raises: EncodingError: the scale is not free to choose."""
+        of_input, of_weight = (factor.site for factor in self.factors)
+        raise EncodingError(f"{self.site} has the scale of {of_input} times that of {of_weight}; load encodings "
+                            "for these")
+
+    def learn_range(self) -> None:
+        """Does nothing: the scale follows those that are learned."""
+
+    def _simulate(self, x: Tensor) -> Tensor:
+        return simulate(x, self.spec, self._product())
+
+    def _product(self) -> Tensor:
+        of_input, of_weight = (factor.scale for factor in self.factors)
+        assert of_input is not None
+        assert of_weight is not None
+        return effective_scale(of_input.detach()) * effective_scale(of_weight.detach())

@@ -1,0 +1,70 @@
+"""Pooling, sums and concatenation of quantized images in ONNX Runtime's optimized graph."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qtk.export.onnx import qdq_nodes
+from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(3, 8, 3), pool, nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.fc(self.pool(self.conv(x).relu()).flatten(1))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        y = torch.cat([self.b(y) + y, F.avg_pool2d(y, 3, 1, 1)], 1)
+        return F.max_pool2d(y, 2)
+
+
+MEANS = {
+    "adaptive": nn.AdaptiveAvgPool2d(1), "mean": lambda y: y.mean((2, 3)), "kept": lambda y: y.mean((-1, -2), True),
+}
+X = torch.randn(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("name", list(MEANS))
+def test_the_mean_of_an_image_is_pooled_in_integers(name, tmp_path):
+    sim = exported(Pooled(MEANS[name]), X, tmp_path / "out")
+    kinds = optimized_kinds(tmp_path / "out")
+    assert (kinds["QLinearGlobalAveragePool"], kinds["ReduceMean"], kinds["QGemm"]) == (1, 0, 1)
+    for optimized in (False, True):
+        assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
+
+
+def test_without_it_the_mean_is_float(tmp_path, monkeypatch):
+    monkeypatch.setattr(qdq_nodes, "pool_codes", lambda graph, names: None)
+    exported(Pooled(MEANS["mean"]), X, tmp_path / "out")
+    assert optimized_kinds(tmp_path / "out")["ReduceMean"] == 1
+
+
+@pytest.mark.parametrize("mean", [lambda y: y.mean((1, 3)), lambda y: y.mean(2).mean(2)])
+def test_other_means_stay(mean, tmp_path):
+    model = Pooled(mean)
+    model.fc = nn.LazyLinear(5)
+    model(X)
+    sim = exported(model, X, tmp_path / "out")
+    assert optimized_kinds(tmp_path / "out")["QLinearGlobalAveragePool"] == 0
+    assert steps(sim, X, tmp_path / "out", optimized=False).max() < 1.01
+
+
+def test_sums_concatenations_and_pools_are_integer(tmp_path):
+    sim = exported(Residual(), X, tmp_path / "out")
+    kinds = optimized_kinds(tmp_path / "out")
+    assert (kinds["QLinearConv"], kinds["QLinearAdd"], kinds["QLinearConcat"], kinds["QLinearAveragePool"]) == (
+        2, 1, 1, 1
+    )
+    assert not kinds.keys() & {"Conv", "Add", "Concat", "AveragePool", "Relu"}
+    assert steps(sim, X, tmp_path / "out", optimized=False).max() < 1.01
