@@ -26,6 +26,7 @@ from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.report.verdict import Verdict
 from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
 from qtk.transforms.steps import is_transformed, make
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
@@ -37,7 +38,7 @@ from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.store import load, restore, save
-from qtk.workflow.verify_export import ExportVerification, verify_export
+from qtk.workflow.verify_export import verify_export
 
 
 class QuantSim:
@@ -308,19 +309,22 @@ class QuantSim:
         export(self.simulation, inputs, directory, check=check, formats=formats, force=force, opset=opset)
 
     def verify_export(
-        self, directory: str | os.PathLike[str], data: Iterable[Batch], *, forward: Forward | None = None
-    ) -> ExportVerification:
-        """Runs the exported files in their runtimes on ``data`` and compares them with the simulation; printable.
+        self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,
+        runtime: str = "onnxruntime", float_export: str | os.PathLike[str] | None = None, turns: int = 30,
+        progress: bool = True,
+    ) -> Verdict:
+        """Runs the exported files on ``data`` against the simulation; arguments as ``qtk.workflow.verify_export``.
 
         >>> import pathlib, qtk, tempfile, torch
         >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
         >>> sim.compute_encodings(batches, progress=False)
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "exported"
         >>> sim.export(folder)
-        >>> sim.verify_export(folder, batches).exact.top1
+        >>> sim.verify_export(folder, batches, turns=0).exact.top1
         1.0
         """
-        return verify_export(self.model, directory, data, forward=forward)
+        return verify_export(self.simulation, directory, data, forward=forward, runtime=runtime,
+                             float_export=float_export, turns=turns, progress=progress)
 
     def load_float_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a float checkpoint of the original model; batch norms are folded again, and so on.
@@ -357,11 +361,7 @@ class QuantSim:
 
     @classmethod
     def load(
-        cls,
-        directory: str | os.PathLike[str],
-        model: nn.Module,
-        example_inputs: ExampleInputs,
-        *,
+        cls, directory: str | os.PathLike[str], model: nn.Module, example_inputs: ExampleInputs, *,
         in_place: bool = False,
     ) -> QuantSim:
         """Loads a simulation that ``save`` wrote, for the float ``model`` that it was made from.

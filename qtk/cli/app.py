@@ -1,4 +1,4 @@
-"""The command ``qtk``: quantize, inspect, export."""
+"""The command ``qtk``: quantize, inspect, export, verify."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
+from qtk.cli import verify as verification
 from qtk.cli.imported import search_path
 from qtk.cli.recipe import Recipe, load_recipe
 from qtk.config.shipped import shipped
@@ -96,6 +97,31 @@ def inspect(
             weight_bits=FROM_CONFIG if weight_bits is None else weight_bits or None,
             activation_bits=FROM_CONFIG if activation_bits is None else activation_bits or None,
         )
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What sim.export or qtk quantize wrote, or a file.")],
+    data: Annotated[
+        str | None, typer.Option(help="module:callable that returns batches (inputs, label); left out: random values.")
+    ] = None,
+    num_batches: Annotated[int | None, typer.Option(help="How many batches of the data; left out: all.")] = None,
+    float_export: Annotated[
+        Path | None, typer.Option(help="The float export; left out: fp32 beside DIR, as qtk quantize writes it.")
+    ] = None,
+    runtime: Annotated[str, typer.Option(help="What the files are for: onnxruntime or openvino.")] = "onnxruntime",
+    turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Run exported files in their runtimes: are they exact, in integers, fast? The exit code is 1 if not exact."""
+    with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
+        sound = verification.verify(
+            directory, _console(), data=data, num_batches=num_batches, float_export=float_export, runtime=runtime,
+            turns=turns, as_json=as_json,
+        )
+    if not sound:
+        raise typer.Exit(1)
 
 
 def main() -> None:

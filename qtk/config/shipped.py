@@ -27,7 +27,7 @@ def shipped_names(kind: str) -> list[str]:
     """Names of the shipped files of a kind, sorted.
 
     >>> shipped_names("targets")
-    ['default', 'dynamic', 'dynamic_per_token', 'onnxruntime', 'onnxruntime_vnni']
+    ['default', 'dynamic', 'dynamic_per_token', 'onnxruntime', 'onnxruntime_vnni', 'openvino']
     """
     return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable  # loaded where a table is made: `import qtk` stays light
 
 FILE_WIDTH = 240
 
@@ -47,6 +46,10 @@ class Table:
 
     def rich(self) -> RichTable:
         """The table for a ``rich`` console."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         table = RichTable(
             title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
         )
@@ -57,6 +60,11 @@ class Table:
 
     def text(self) -> str:
         """The table as plain text, as wide as its rows, without trailing blanks."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         table = RichTable(box=box.SQUARE, show_edge=False)
         for column in self.columns:
             table.add_column(Text(column.heading), justify="right" if column.number else "left", no_wrap=True)
@@ -66,6 +74,8 @@ class Table:
         return "\n".join([self.title, *(line.rstrip() for line in file.getvalue().splitlines())])
 
     def _fill(self, table: RichTable) -> None:
+        from rich.text import Text
+
         for index, row in enumerate(self.rows):
             if index in self.sections:
                 table.add_section()

@@ -1,6 +1,8 @@
 import dataclasses
+import json
 import math
 import sys
+import warnings
 
 import onnx
 import onnxruntime
@@ -8,11 +10,24 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
+from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
 from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.session import integer_sums_saturate
-from qtk.workflow.verify_export import verify_export, verify_onnx
-from tests.export.onnx.simulated import nothing, simulate
+from qtk.graph.simulation import Simulation
+from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.report.findings import SATURATION_REMEDY
+from qtk.report.verdict import EXACT, OFF, ON, Level
+from qtk.workflow import file_runs
+from qtk.workflow import verify_export as verification
+from tests.export.onnx.simulated import nothing, simulate, symmetric
+
+
+def verify_export(model, directory, data, *, turns=0, **options):
+    """The verb on a model that was simulated by hand, without measuring latency."""
+    simulation = Simulation(model, QuantPlan({}), {})
+    return verification.verify_export(simulation, directory, data, turns=turns, progress=False, **options)
 
 
 class TwoOutputs(nn.Module):
@@ -35,7 +50,7 @@ def batches(count=3, size=5):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     torch.manual_seed(0)
-    sim = simulate(TwoOutputs(), batches()[0])
+    sim = simulate(TwoOutputs(), batches()[0], weight=symmetric(reduced_range=True))
     directory = tmp_path_factory.mktemp("out")
     export(sim, batches()[0], directory / "model.onnx")
     return sim, directory
@@ -63,29 +78,128 @@ def test_the_exported_file_agrees(written):
     assert "optimizations off" in result.exact.runtime
     assert "optimizations on" in result.optimized.runtime
     with pytest.raises(dataclasses.FrozenInstanceError):
-        result.exact = None
+        result.runs = ()
 
 
-def test_one_session_runs_as_written_and_one_as_it_comes(written, monkeypatch):
-    levels = []
-
-    class Session(onnxruntime.InferenceSession):
-        def __init__(self, path, options, **rest):
-            levels.append(options.graph_optimization_level)
-            super().__init__(path, options, **rest)
-
-    integer_sums_saturate()  # opens a session of its own, once
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
-    verify_export(*written, batches(1))
-    level = onnxruntime.GraphOptimizationLevel
-    assert levels == [level.ORT_DISABLE_ALL, level.ORT_ENABLE_ALL]
+def test_it_runs_off_on_and_in_the_exact_mode(written):
+    runs = verify_export(*written, batches(1)).runs
+    assert [run.way for run in runs[:3]] == [OFF, ON, EXACT]
+    assert [run.runtime.partition(", ")[2] for run in runs[:3]] == [
+        "optimizations off", "optimizations on", "optimizations on, session.x64quantprecision=1",
+    ]
 
 
 def test_it_prints_what_it_found(written):
+    text = str(verify_export(*written, batches()))
+    assert "green, compared with the simulation" in text
+    assert text.count("100.00%") >= 3  # top-1 of each run
+    assert "integer nodes: 1 QLinearAdd, 1 QGemm" in text
+
+
+def test_each_site_is_compared_in_steps_and_the_first_to_depart_is_named(written, tmp_path):
     sim, directory = written
-    text = str(verify_export(sim, directory, batches()))
-    assert text.count("top-1 equal") == 2
-    assert text.count("scales)") == 2
+    clean = verify_export(sim, directory, batches()).exact
+    assert [site.name for site in clean.sites] == ["x:input", "shift:input", "fc:out", "mul:out", "add:out"]
+    assert all(site.max_steps <= 1.001 for site in clean.sites)
+    moved = verify_export(sim, spoilt(directory, tmp_path, "mul:out.scale", lambda array: array * 2), batches())
+    assert moved.exact.first_departure.name == "mul:out"
+    shares = {site.name: site.differing for site in moved.exact.sites}
+    assert 0.3 < shares["mul:out"] < 0.7  # half of the codes are odd
+    assert shares["x:input"] == shares["fc:out"] == 0.0
+    assert moved.level is Level.GREEN  # one step, which is what a runtime may differ by
+    assert f"{OFF}: the first tensor to depart is mul:out" in str(moved)
+
+
+def test_sites_of_the_optimized_run_are_its_codes(written):
+    sites = {site.name for site in verify_export(*written, batches()).optimized.sites}
+    assert {"x:input", "fc:out"} <= sites
+
+
+def test_sites_are_left_out_where_returning_them_would_change_what_is_fused(written, monkeypatch):
+    monkeypatch.setattr(file_runs, "computing_kinds", lambda path: path.name)
+    result = verify_export(*written, batches(1))
+    assert result.exact.sites
+    assert result.optimized.sites == ()
+
+
+def test_a_file_of_other_numbers_is_red_with_the_tensor(written, tmp_path):
+    sim, directory = written
+    result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: -array), batches())
+    assert result.level is Level.RED
+    assert "even with the optimizations off; the first tensor off by more than one step is fc:out" in str(result)
+
+
+def test_saturating_sums_are_red_with_the_remedy(written, monkeypatch):
+    """The optimized run spoilt as saturation would, on a CPU that claims to saturate."""
+    sim, directory = written
+    monkeypatch.setattr(verification, "integer_sums_saturate", lambda: True)
+    original = file_runs._run_session
+
+    def saturating(session, names, feed):
+        values = original(session, names, feed)
+        options = session.get_session_options()
+        level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        ordinary = options.graph_optimization_level == level and not has_entry(options)
+        return {name: value / 2 if ordinary and value.is_floating_point() else value for name, value in values.items()}
+
+    monkeypatch.setattr(file_runs, "_run_session", saturating)
+    result = verify_export(sim, directory, batches())
+    assert result.level is Level.RED
+    assert result.findings[0].cause.startswith("u8 × s8 saturates on this CPU")
+    assert result.findings[0].remedy == SATURATION_REMEDY
+
+
+def has_entry(options):
+    try:
+        return options.get_session_config_entry("session.x64quantprecision") == "1"
+    except RuntimeError:  # not set
+        return False
+
+
+def test_weights_that_would_saturate_elsewhere_are_yellow(tmp_path):
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 8)
+    for config, levels in (("default", {Level.YELLOW, Level.RED}), ("onnxruntime", {Level.GREEN})):
+        sim = qtk.QuantSim(nn.Linear(8, 4).eval(), inputs, config=config)
+        sim.compute_encodings([inputs], progress=False)
+        with warnings.catch_warnings(action="ignore"):
+            sim.export(tmp_path / config, formats=["onnx"])
+        assert sim.verify_export(tmp_path / config, [inputs], turns=0).level in levels
+
+
+def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
+    sim, directory = written
+    result = verify_export(sim, directory, batches(1), turns=2)
+    assert result.optimized.latency_ms > 0
+    assert result.optimized.float_latency_ms > 0
+    assert result.exact.latency_ms is None
+    assert result.size_bytes == (directory / "model.onnx").stat().st_size
+    assert result.float_size_bytes > 0
+    assert all(module.mode is Mode.SIMULATE for module in sim.modules() if isinstance(module, Quantizer))
+    onnx.save(onnx.load(directory / "model.onnx"), tmp_path / "model.onnx")
+    given = verify_export(sim, directory, batches(1), turns=1, float_export=tmp_path)
+    assert given.float_size_bytes == (tmp_path / "model.onnx").stat().st_size
+
+
+def test_the_reasons_of_float_nodes_are_those_of_the_plan(tmp_path):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    rule = {"match": {"path": "2"}, "weight": "float", "output": "float"}
+    sim = qtk.QuantSim(model, inputs, config={"version": 1, "extends": "onnxruntime", "rules": [rule]})
+    sim.compute_encodings([inputs], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    nodes = sim.verify_export(tmp_path / "out", [inputs], turns=0).optimized.nodes
+    reasons = {node.op: node.reason for node in nodes.weighted_floats}
+    assert reasons == {
+        "2": f"parameter in float ({sim.plan.unquantized[Site.parameter('2.weight')]})",
+    }
+
+
+def test_a_verdict_is_json(written):
+    record = json.loads(json.dumps(verify_export(*written, batches(1)).to_json(), allow_nan=False))
+    assert record["level"] == "green"
+    assert [run["way"] for run in record["runs"][:3]] == [OFF, ON, EXACT]
+    assert record["runs"][0]["sites"][0]["name"] == "x:input"
 
 
 @pytest.mark.parametrize(
@@ -125,19 +239,20 @@ def test_forward_and_data_that_run_themselves(written):
     sim, directory = written
     loader = [(batch, "label") for batch in batches()]
     plain = verify_export(sim, directory, batches())
-    assert verify_export(sim, directory, loader, forward=lambda model, batch: model(**batch[0])["logits"]) == plain
+    by_hand = verify_export(sim, directory, loader, forward=lambda model, batch: model(**batch[0])["logits"])
+    assert by_hand.to_json() == plain.to_json()
 
     def loop(model):
         for batch in batches():
             model(**batch)
 
-    assert verify_export(sim, directory, loop) == plain
+    assert verify_export(sim, directory, loop).to_json() == plain.to_json()
 
 
 def test_outputs_without_a_quantizer_have_no_scales(tmp_path):
     sim = simulate(nn.Linear(8, 4), torch.randn(2, 8), activation=nothing)
     export(sim, torch.randn(2, 8), tmp_path / "model.onnx")
-    result = verify_onnx(tmp_path / "model.onnx", sim, [torch.randn(5, 8)])
+    result = verify_export(sim, tmp_path, [torch.randn(5, 8)])
     assert result.exact.max_difference_scales is None
     assert result.exact.max_difference < 1e-5
 

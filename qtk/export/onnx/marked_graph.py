@@ -31,6 +31,7 @@ from qtk.capture.torch_export import first_line, silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.flat_linears import flatten_linears
+from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
@@ -208,6 +209,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     if graph.opset_imports.get("") != opset:
         raise ExportError(f"the model cannot be converted to ONNX opset {opset}, it stayed at "
                           f"{graph.opset_imports.get('')}; choose another opset")
+    name_nodes(graph)
     # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,16 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 
 if TYPE_CHECKING:
     import onnxruntime
+
+
+
+class Optimizations(enum.Enum):
+    """How ONNX Runtime runs a file: operator by operator, as it does by default, or so in its exact mode."""
+
+    OFF = "off"
+    ON = "on"
+    EXACT = "exact"
+
 
 EXACT_MODE = "session.x64quantprecision"
 """ONNX Runtime's setting that stores constant int8 weights as uint8, whose products with uint8 never saturate."""
@@ -105,6 +116,23 @@ def create_session(
         session = _session(file, threads, optimized=False)
         return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
     return session, f"{switched} on, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
+
+
+def session_with(
+    file: Path | bytes, optimizations: Optimizations, *, threads: int = 0, optimized_file: Path | None = None
+) -> tuple[onnxruntime.InferenceSession, str]:
+    """A session that runs as asked on every CPU, saturating or not; arguments and result as ``create_session``.
+
+    Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load.
+    """
+    require_onnxruntime()
+    session = _session(
+        file, threads, optimized=optimizations is not Optimizations.OFF, exact=optimizations is Optimizations.EXACT,
+        optimized_file=optimized_file,
+    )
+    switched = "off" if optimizations is Optimizations.OFF else "on"
+    exact = f", {EXACT_MODE}=1" if optimizations is Optimizations.EXACT else ""
+    return session, f"ONNX Runtime {_version()}, optimizations {switched}{exact}"
 
 
 @functools.cache

@@ -1,0 +1,69 @@
+"""``qtk verify``: what runtimes compute of exported files, how fast, and what to do about it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from qtk.cli.batches import Batches
+from qtk.report.summary import FLOAT
+from qtk.report.verdict import Level, Verdict
+from qtk.workflow.verify_files import verify_files
+
+COLORS = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "red"}
+
+
+def verify(
+    directory: Path,
+    console: Console,
+    *,
+    data: str | None = None,
+    num_batches: int | None = None,
+    float_export: Path | None = None,
+    runtime: str = "onnxruntime",
+    turns: int = 30,
+    as_json: bool = False,
+) -> bool:
+    """Prints the verdict on every file in ``directory``.
+
+    Args:
+        directory: what ``sim.export`` or ``qtk quantize`` wrote, or one file of it.
+        console: where to print.
+        data: ``module:callable`` that returns batches ``(inputs, label)``; ``None``: random values.
+        num_batches: how many of them; ``None``: all.
+        float_export: the float export; ``None``: the one that ``qtk quantize`` writes beside it, if there is one.
+        runtime: the runtime the files are for.
+        turns: how often each runtime runs for the median of its latency.
+        as_json: print JSON instead of tables.
+
+    Returns: whether no verdict is red.
+
+    Raises: QtkError if a file or the data cannot be read.
+    """
+    beside = directory.resolve().parent / FLOAT
+    if float_export is None and beside.is_dir() and beside != directory.resolve():
+        float_export = beside
+    batches = None
+    if data is not None:
+        pairs, _ = Batches(data, "--data").open()
+        batches = (inputs for inputs, _ in itertools.islice(pairs, num_batches))
+    verdicts = verify_files(directory, batches, runtime=runtime, float_export=float_export, turns=turns)
+    if as_json:
+        console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))
+    else:
+        for verdict in verdicts:
+            _print(verdict, console)
+    return all(verdict.level is not Level.RED for verdict in verdicts)
+
+
+def _print(verdict: Verdict, console: Console) -> None:
+    console.print(f"{verdict.path}: {verdict.level.value}", style=f"bold {COLORS[verdict.level]}", highlight=False,
+                  markup=False)
+    console.print(f"compared with {verdict.reference}", markup=False, highlight=False)
+    for table in verdict.tables():
+        console.print(table.rich())
+    for line in verdict.lines():
+        console.print(line, markup=False, highlight=False)

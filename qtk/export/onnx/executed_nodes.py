@@ -1,0 +1,176 @@
+"""What ONNX Runtime executes of a file: its optimized graph, with the reason of every node that computes in float.
+
+A node of the optimized graph is found in the exported one by the value it makes, else by its name. There, a value is
+quantized if it comes from a DequantizeLinear, possibly through nodes that only move values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import onnx
+
+from qtk.core.spec import QuantSpec
+from qtk.export.onnx.node_names import op_of
+from qtk.export.onnx.stored_sites import stored_sites
+from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
+
+WEIGHTED = frozenset((
+    "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Einsum",
+    "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention", "GroupQueryAttention",
+))
+"""Float kinds that multiply and add up."""
+
+INTEGER = re.compile(r"QLinear|QGemm|Integer|DynamicQuantize(MatMul|LSTM)|QAttention|MatMulNBits|QMoE|QOrdered")
+"""Kinds that compute in integers, or on integer weights."""
+
+WITH_INTEGER_KERNEL = WEIGHTED | frozenset((
+    "Add", "Mul", "Sigmoid", "LeakyRelu", "AveragePool", "GlobalAveragePool", "Concat", "Softmax", "Where",
+))
+"""Kinds for which ONNX Runtime has an integer kernel."""
+
+MOVING = frozenset((
+    "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "GatherND",
+    "GatherElements", "Expand", "Tile", "Concat", "Pad", "Resize", "DepthToSpace", "SpaceToDepth", "MaxPool",
+    "ReorderInput", "ReorderOutput", "ScatterND", "ScatterElements", "Where", "Shape", "Size", "Constant",
+    "ConstantOfShape", "Range", "Cast", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "If", "Loop",
+    "Scan", "SequenceConstruct", "SequenceAt", "ConcatFromSequence", "SplitToSequence", "Trilu", "NhwcMaxPool",
+    "MemcpyFromHost", "MemcpyToHost", "ArgMax", "ArgMin", "TopK", "Upsample", "ReverseSequence", "Compress",
+))
+"""Kinds that move, choose or convert values, and those around bodies, whose nodes are counted themselves."""
+
+FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+
+
+def executed_nodes(optimized: Path, exported: Path, reasons: Mapping[str, str]) -> RuntimeNodes:
+    """The integer and float nodes of a file that ONNX Runtime has optimized.
+
+    Args:
+        optimized: the optimized file, as ``create_session(…, optimized_file=…)`` writes it.
+        exported: the file before.
+        reasons: name of a site that is not quantized → why, as in ``QuantPlan.unquantized``.
+    """
+    graph = onnx.load(optimized, load_external_data=False).graph
+    file = _ExportedFile(exported, reasons)
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for each in _graphs(graph) for value in (*each.value_info, *each.output, *each.input)
+    }
+    integer: Counter[str] = Counter()
+    floats = []
+    for node in (node for each in _graphs(graph) for node in each.node):
+        if INTEGER.search(node.op_type):
+            integer[node.op_type] += 1
+        elif node.op_type not in MOVING and types.get(node.output[0], onnx.TensorProto.FLOAT) in FLOATS:
+            op, reason = file.explain(node)
+            floats.append(FloatNode(node.op_type, op, reason, node.op_type in WEIGHTED))
+    return RuntimeNodes(dict(integer), tuple(floats))
+
+
+def computing_kinds(optimized: Path) -> Counter[str]:
+    """The kinds of the nodes that compute, each with its number; two graphs with equal ones are fused alike."""
+    graph = onnx.load(optimized, load_external_data=False).graph
+    return Counter(node.op_type for each in _graphs(graph) for node in each.node if node.op_type not in MOVING)
+
+
+class _ExportedFile:
+    """The graph as it was exported, and why values in it are not quantized."""
+
+    def __init__(self, path: Path, reasons: Mapping[str, str]) -> None:
+        graph = onnx.load(path, load_external_data=False).graph
+        nodes = [node for each in _graphs(graph) for node in each.node]
+        self.reasons = reasons
+        self.makers = {output: node for node in nodes for output in node.output}
+        self.named = {node.name: node for node in nodes}
+        self.readers = {name: node for node in nodes for name in node.input}
+        self.initializers = {tensor.name for each in _graphs(graph) for tensor in each.initializer}
+        self.specs: dict[str, QuantSpec] = {site.node.name or "": site.spec for site in stored_sites(path)}
+
+    def explain(self, node: onnx.NodeProto) -> tuple[str, str]:
+        """The op that a node of the optimized graph computes, and why it is in float."""
+        original = self._original(node)
+        if original is None:
+            return node.name or node.op_type, "made by ONNX Runtime's optimizer"
+        op = op_of(original.name) or original.name
+        return op, self._reason(original, node.op_type, op_of(original.name))
+
+    def _original(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+        for output in node.output:
+            maker = self.makers.get(output)
+            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
+                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
+            if maker is not None:
+                return maker
+        name = re.sub(r"_token_\d+$", "", node.name)
+        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # channels in blocks
+
+    def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
+        if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:
+            return f"ONNX Runtime has no integer kernel for {original.op_type}"
+        count = 2 if original.op_type in WEIGHTED else len(original.input)
+        found = [self._input_reason(name, op) for name in original.input[:count] if name]
+        missing = [reason for reason in found if reason is not None]
+        if missing:
+            return "; ".join(dict.fromkeys(missing))
+        output = self._output_reason(original, op)
+        if output is not None:
+            return output
+        dtypes = [str(self.specs[source].dtype) for name in original.input[:count] if (source := self._source(name))]
+        return f"no integer kernel for {original.op_type} of {' × '.join(dtypes)}"
+
+    def _input_reason(self, name: str, op: str | None) -> str | None:
+        """Why an input is in float; ``None`` if it is quantized."""
+        if self._source(name):
+            return None
+        name = self._moved(name)
+        if name in self.initializers:
+            return f"parameter in float ({self.reasons.get(name, 'not quantized in the file')})"
+        maker = self.makers.get(name)
+        if maker is None:
+            return f"input in float ({self.reasons.get(f'{name}:input', 'it comes from outside')})"
+        if maker.op_type == "Constant":
+            return "a constant in float"
+        made_by = op_of(maker.name)
+        if made_by is not None and made_by == op:
+            return "inside an op that ONNX writes as several nodes"
+        return f"input in float ({self.reasons.get(f'{made_by}:out', 'not quantized in the file')})"
+
+    def _output_reason(self, node: onnx.NodeProto, op: str | None) -> str | None:
+        """Why the output is in float; ``None`` if it is quantized, or an activation behind it is."""
+        name = node.output[0]
+        for _ in range(3):  # a rectifier or a clip may stand before QuantizeLinear
+            reader = self.readers.get(name)
+            if reader is None or reader.op_type == "QuantizeLinear":
+                return None if reader is not None else f"output in float ({self.reasons.get(f'{op}:out', 'returned')})"
+            if reader.op_type not in ("Relu", "Clip", "Min", "Max", "Identity", *MOVING):
+                break
+            name = reader.output[0]
+        made_by_several = op is not None and self.readers.get(name) is not None and op_of(self.readers[name].name) == op
+        if made_by_several and f"{op}:out" not in self.reasons:
+            return "inside an op that ONNX writes as several nodes"
+        return f"output in float ({self.reasons.get(f'{op}:out', 'not quantized in the file')})"
+
+    def _source(self, name: str) -> str | None:
+        """The DequantizeLinear that a value comes from, by name; ``None`` if there is none."""
+        maker = self.makers.get(self._moved(name))
+        return maker.name if maker is not None and maker.op_type == "DequantizeLinear" else None
+
+    def _moved(self, name: str) -> str:
+        """The value that ``name`` is, before it was moved."""
+        while (maker := self.makers.get(name)) is not None and maker.op_type in MOVING and maker.input:
+            if maker.op_type in ("DequantizeLinear", "Scan", "Loop", "If"):
+                break
+            name = maker.input[1 if maker.op_type == "Where" else 0]
+        return name
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the graphs inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _graphs(attribute.g)

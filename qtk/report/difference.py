@@ -1,0 +1,42 @@
+"""How far a runtime's values are from the simulation's, over all data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The differences of one tensor, or of several together.
+
+    Args:
+        name: name of the output or site.
+        elements: the number of values compared.
+        differing: share of the values that are not bit-equal, 0…1.
+        beyond_one_step: share of the values that are off by more than one step, the scale of their quantizer, 0…1;
+            ``None`` without a quantizer.
+        max_difference: the largest ``|runtime - simulation|``.
+        max_steps: the largest, in steps; ``None`` without a quantizer.
+        sqnr_db: ``10·log10(Σ simulation² / Σ (runtime - simulation)²)``; inf if all are equal.
+    """
+
+    name: str
+    elements: int
+    differing: float
+    beyond_one_step: float | None
+    max_difference: float
+    max_steps: float | None
+    sqnr_db: float
+
+    def to_json(self) -> dict[str, object]:
+        """Every field; numbers that are not finite are null, as in JSON."""
+        return {
+            "name": self.name, "elements": self.elements, "differing": self.differing,
+            "beyond_one_step": self.beyond_one_step, "max_difference": _finite(self.max_difference),
+            "max_steps": _finite(self.max_steps), "sqnr_db": _finite(self.sqnr_db),
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

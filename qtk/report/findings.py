@@ -1,0 +1,134 @@
+"""What is wrong with an exported file, judged by its runs, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Finding, Level, Run
+
+WITHIN_ONE_STEP = 0.999
+"""The share of output values that must be within one step of the simulation's, unless SQNR is high."""
+
+HIGH_SQNR_DB = 35.0
+"""SQNR against the simulation above which a deep model computes what was simulated: what is left are values on
+rounding edges, which differ by a step after float sums in another order, and what follows from them."""
+
+WORSE_DB = 1.0
+"""A run that loses more than this against another one is worse."""
+
+SATURATION_REMEDY = (
+    "use config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
+    "sessions with session.x64quantprecision=1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a file is, and where it ran.
+
+    Args:
+        runtime: the runtime that it is for, ``onnxruntime`` or ``openvino``; a failure in another one is yellow.
+        saturates: whether ONNX Runtime's uint8 × int8 sums saturate on this CPU.
+        saturating_weights: sites of weights whose products can saturate on such a CPU.
+        has_minifloats: whether the file holds float8 values.
+        random_inputs: whether the inputs were random values, on which a model is more sensitive than on data.
+    """
+
+    runtime: str = "onnxruntime"
+    saturates: bool = False
+    saturating_weights: Sequence[str] = ()
+    has_minifloats: bool = False
+    random_inputs: bool = False
+
+
+def agrees(run: Run) -> bool:
+    """Whether a run computes what was simulated: within one step nearly everywhere, or with a high SQNR.
+
+    >>> agrees(Run(OFF, "a runtime that refuses the file"))
+    False
+    """
+    if run.total is None:
+        return False
+    beyond = run.total.beyond_one_step
+    return run.total.sqnr_db >= HIGH_SQNR_DB or (beyond is not None and beyond <= 1 - WITHIN_ONE_STEP)
+
+
+def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, ...]:
+    """Everything that is wrong or worth knowing, the most serious first."""
+    by_way = {run.way: run for run in runs}
+    findings = [*_unoptimized(by_way[OFF]), *_optimized(by_way, circumstances)]
+    if OPENVINO in by_way:
+        findings += _openvino(by_way[OPENVINO], circumstances)
+    findings += [finding for run in runs for finding in _slower(run)]
+    return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
+
+
+def _unoptimized(off: Run) -> list[Finding]:
+    if agrees(off):
+        return []
+    return [Finding(
+        Level.RED, f"the file does not compute what was simulated, even with the optimizations off{_first(off)}",
+        "verify it with the simulation it was exported from, or export it again",
+    )]
+
+
+def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Finding]:
+    off, on, exact = runs[OFF], runs[ON], runs[EXACT]
+    level = Level.RED if circumstances.runtime == "onnxruntime" else Level.YELLOW
+    without_optimizations = "set session_options.graph_optimization_level to ORT_DISABLE_ALL"
+    if on.total is None:
+        return [Finding(level, f"ONNX Runtime refuses the file with its optimizations: {on.refusal}",
+                        without_optimizations)]
+    if circumstances.saturates and _is_worse(on, exact):
+        return [Finding(level, f"u8 × s8 saturates on this CPU, which has no VNNI{_first(on)}", SATURATION_REMEDY)]
+    if not agrees(on) and _is_worse(on, off):
+        cause = "ONNX Runtime's optimizations change the results"
+        if circumstances.has_minifloats:
+            cause = "ONNX Runtime's optimizations take float8 for integers"
+        elif circumstances.random_inputs:
+            return [Finding(Level.YELLOW, f"on random inputs, {cause}{_first(on)}", "verify the file on data")]
+        return [Finding(level, f"{cause}{_first(on)}", without_optimizations)]
+    if circumstances.saturating_weights and circumstances.runtime == "onnxruntime":
+        first, *others = circumstances.saturating_weights
+        more = f" and {len(others)} other weights" if others else ""
+        return [Finding(
+            Level.YELLOW, f"u8 × s8 products of {first}{more} can saturate on x86 without VNNI", SATURATION_REMEDY
+        )]
+    return []
+
+
+def _openvino(run: Run, circumstances: Circumstances) -> list[Finding]:
+    level = Level.RED if circumstances.runtime == "openvino" else Level.YELLOW
+    if run.total is None:
+        return [Finding(level, f"OpenVINO refuses the file: {run.refusal}", "use config='openvino'")]
+    if agrees(run):
+        return []
+    if circumstances.random_inputs:
+        level = Level.YELLOW
+    return [Finding(level, "OpenVINO's low-precision transformations change the results",
+                    "use config='openvino', whose activations are symmetric int8")]
+
+
+def _slower(run: Run) -> list[Finding]:
+    latency, reference = run.latency_ms, run.float_latency_ms
+    if run.way == EXACT or latency is None or reference is None or latency < reference:
+        return []
+    floats = [] if run.nodes is None else [node.op for node in run.nodes.weighted_floats]
+    remedy = f"of its products, {', '.join(floats[:3])} {'is' if len(floats) == 1 else 'are'} in float" if floats else (
+        "all its products are in integers; the model may be too small to gain")
+    return [Finding(Level.YELLOW, f"{run.runtime}: {latency:.3g} ms, {latency / reference:.2f} × float", remedy)]
+
+
+def _is_worse(run: Run, than: Run) -> bool:
+    """Whether a run has more values beyond one step than another, or lost its high SQNR, and is farther off by 1 dB."""
+    if run.total is None or than.total is None:
+        return False
+    beyond = run.total.beyond_one_step
+    close = beyond is not None and beyond <= 1 - WITHIN_ONE_STEP
+    return not close and than.sqnr_db - run.sqnr_db > WORSE_DB
+
+
+def _first(run: Run) -> str:
+    departure = next((site for site in run.sites if site.max_steps is not None and site.max_steps > 1.5), None)
+    return "" if departure is None else f"; the first tensor off by more than one step is {departure.name}"

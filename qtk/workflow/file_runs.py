@@ -1,0 +1,264 @@
+"""Runs an exported file in every way a runtime can run it, and compares what each computes with reference values."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qtk.errors import ExportError
+from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
+from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
+from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
+from qtk.numerics.top1 import Top1
+from qtk.report.runtime_nodes import RuntimeNodes
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
+from qtk.workflow.difference_sums import DifferenceSums
+from qtk.workflow.latency import median_latencies_ms
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Compared = tuple[Tensor, Tensor | None]
+"""A reference value, and the step of its quantizer, which broadcasts; ``None`` without quantizer."""
+
+SiteValues = Mapping[tuple[str, int], Compared]
+"""Site and ordinal of its node in the file → value."""
+
+Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Inputs by name → values by name."""
+
+FLOAT, FLOAT_IN_OPENVINO = "float", "float in OpenVINO"
+
+OTHER_SIMULATION = "verify a file with the simulation it was exported from"
+
+
+class FileRuns:
+    """The runs of one file. Close it when done: it holds temporary files.
+
+    Args:
+        file: the file.
+        reasons: name of a site that is not quantized → why.
+
+    Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load with the
+        optimizations off.
+    """
+
+    def __init__(self, file: Path, reasons: Mapping[str, str]) -> None:
+        self.file, self.reasons = file, reasons
+        self._temporary = tempfile.TemporaryDirectory(prefix="qtk-")
+        self.folder = Path(self._temporary.name)
+        try:
+            session, runtime = session_with(file, Optimizations.OFF)
+            self.inputs = [(value.name, list(value.shape), str(value.type)) for value in session.get_inputs()]
+            self.outputs = [value.name for value in session.get_outputs()]
+            sites = site_outputs(file, codes=False)
+            self.off = _Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], sites)
+            optimized = [self._optimized(ON, Optimizations.ON), self._optimized(EXACT, Optimizations.EXACT)]
+            self.ways = [self.off, *optimized, *([self._openvino()] if has_openvino() else [])]
+            self.unseen_sites = sites_in_bodies(file)
+        except BaseException:
+            self._temporary.cleanup()
+            raise
+
+    def close(self) -> None:
+        """Deletes the temporary files."""
+        self.ways = []
+        self._temporary.cleanup()
+
+    def reference(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[tuple[str, int], Tensor]]:
+        """The outputs and the values of the sites with the optimizations off. Raises: ExportError as ``compare``."""
+        values = self.off.values(self._feed(inputs))
+        return [values[name] for name in self.outputs], {
+            (site.site, site.step): values[site.name] for site in self.off.sites
+        }
+
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Compared], sites: SiteValues) -> None:
+        """Runs the file in every way, and adds up the differences from the reference values.
+
+        Raises: ExportError if the file has other inputs or outputs, or does not run with the optimizations off.
+        """
+        feed = self._feed(inputs)
+        if len(self.outputs) != len(outputs):
+            raise ExportError(f"the file returns {len(self.outputs)} tensors, the model {len(outputs)}; "
+                              f"{OTHER_SIMULATION}")
+        for way in self.ways:
+            if way.refusal is None:
+                try:
+                    values = way.values(feed)
+                except ExportError as error:
+                    if way is self.off:
+                        raise
+                    way.refusal = str(error)
+                else:
+                    way.add(self.outputs, outputs, sites, values)
+
+    def runs(self) -> tuple[Run, ...]:
+        """Every run, compared with what was given so far."""
+        return tuple(way.result(self.unseen_sites) for way in self.ways)
+
+    def measure(
+        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool
+    ) -> None:
+        """Measures the latency of every optimized way, and of the float file if there is one, on one row."""
+        feed = {
+            name: tensor[:1] if shape and shape[0] == "batch" else tensor
+            for (name, shape, _), tensor in zip(self.inputs, self._feed(inputs).values(), strict=True)
+        }
+        runners: dict[str, Callable[[], object]] = {}
+        if float_file is not None:
+            runners[FLOAT] = partial(_run_session, session_with(float_file, Optimizations.ON)[0], [], feed)
+        for way in self.ways:
+            if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
+                runners[way.way] = partial(way.runners[0], feed)
+        if OPENVINO in runners and float_file is not None:
+            runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file).run, feed)
+        latencies = median_latencies_ms(runners, turns=turns, progress=progress)
+        for way in self.ways:
+            if way.way in latencies:
+                way.latency_ms = latencies[way.way]
+                way.float_latency_ms = latencies.get(FLOAT_IN_OPENVINO if way.way == OPENVINO else FLOAT)
+
+    def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = [name for name, _, _ in self.inputs]
+        if set(names) != set(inputs):
+            raise ExportError(f"the file takes {', '.join(names)}, the model {', '.join(inputs)}; {OTHER_SIMULATION}")
+        return {name: inputs[name] for name in names}
+
+    def _optimized(self, name: str, optimizations: Optimizations) -> _Way:
+        optimized = self.folder / f"{optimizations.value}.optimized.onnx"
+        try:
+            session, runtime = session_with(self.file, optimizations, optimized_file=optimized)
+        except Exception as error:
+            return _Way(name, f"ONNX Runtime, {name}", [], refusal=_first_line(error))
+        way = _Way(name, runtime, [partial(_run_session, session, self.outputs)])
+        way.nodes = executed_nodes(optimized, self.file, self.reasons)
+        if optimizations is Optimizations.ON or integer_sums_saturate():
+            self._return_sites(way, optimized, optimizations)
+        return way
+
+    def _return_sites(self, way: _Way, optimized: Path, optimizations: Optimizations) -> None:
+        """Adds a session that also returns the codes of the sites, if that does not change what is fused."""
+        sites, copy = site_outputs(self.file, codes=True), self.folder / "returning.optimized.onnx"
+        try:
+            runner = self._returning(sites, optimizations, optimized_file=copy)
+        except Exception:  # whatever the runtime says, the file itself runs without these outputs
+            return
+        if sites and computing_kinds(copy) == computing_kinds(optimized):
+            way.runners.append(runner)
+            way.sites = sites
+
+    def _returning(
+        self, sites: list[SiteOutput], optimizations: Optimizations, *, optimized_file: Path | None = None
+    ) -> Runner:
+        """Runs a copy of the file that returns its outputs and ``sites``."""
+        copy = write_with_outputs(self.file, sites, self.folder)
+        session, _ = session_with(copy, optimizations, optimized_file=optimized_file)
+        return partial(_run_session, session, [value.name for value in session.get_outputs()])
+
+    def _openvino(self) -> _Way:
+        try:
+            model = OpenVinoModel(self.file)
+        except ExportError as error:
+            return _Way(OPENVINO, OPENVINO, [], refusal=_first_line(error))
+        way = _Way(OPENVINO, model.runtime, [lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))])
+        way.nodes = model.nodes()
+        return way
+
+
+class _Way:
+    """One way to run the file, and the differences so far.
+
+    Args:
+        way: its name in the verdict.
+        runtime: the runtime and its settings.
+        runners: each returns values by name; where several return one, the first counts.
+        sites: the sites among these values.
+        refusal: why the runtime does not run the file.
+    """
+
+    def __init__(
+        self, way: str, runtime: str, runners: list[Runner], sites: Sequence[SiteOutput] = (),
+        refusal: str | None = None,
+    ) -> None:
+        self.way, self.runtime, self.runners, self.refusal = way, runtime, runners, refusal
+        self.sites = list(sites)
+        self.nodes: RuntimeNodes | None = None
+        self.top1 = Top1()
+        self.output_sums: dict[int, DifferenceSums] = {}
+        self.site_sums: dict[str, DifferenceSums] = {}
+        self.latency_ms: float | None = None
+        self.float_latency_ms: float | None = None
+
+    def values(self, feed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What it computes, by name. Raises: ExportError if it does not run."""
+        values: dict[str, Tensor] = {}
+        for run in reversed(self.runners):
+            try:
+                values |= run(feed)
+            except Exception as error:
+                raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
+        return values
+
+    def add(
+        self, names: Sequence[str], outputs: Sequence[Compared], sites: SiteValues, values: Mapping[str, Tensor]
+    ) -> None:
+        for index, (name, (ours, step)) in enumerate(zip(names, outputs, strict=True)):
+            theirs = values[name]
+            if ours.shape != theirs.shape:
+                raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
+                                  f"{tuple(ours.shape)}")
+            self.output_sums.setdefault(index, DifferenceSums(name)).add(ours, theirs, step)
+            if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
+                self.top1.add(ours.detach().cpu(), theirs.argmax(-1))
+        for site in self.sites:
+            if (site.site, site.step) in sites:
+                ours, step = sites[site.site, site.step]
+                theirs = site.reals(values[site.name])
+                if ours.shape == theirs.shape:
+                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(ours, theirs, step)
+
+    def result(self, unseen_sites: int) -> Run:
+        total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
+        return Run(
+            self.way, self.runtime, total, self.top1.share,
+            tuple(sums.difference() for sums in self.output_sums.values()),
+            tuple(sums.difference() for sums in self.site_sums.values()),
+            self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
+        )
+
+
+def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
+    """The runs of several files as if they were one: sums over their outputs, without top-1, which is of one file."""
+    merged = []
+    for ways in zip(*(file.ways for file in files), strict=True):
+        way = _Way(ways[0].way, ways[0].runtime, [], refusal=next((way.refusal for way in ways if way.refusal), None))
+        parts = [sums for each in ways for sums in each.output_sums.values()]
+        way.output_sums = dict(enumerate(parts))
+        nodes = [each.nodes for each in ways if each.nodes is not None]
+        if nodes:
+            counts = sum((Counter(each.integer) for each in nodes), Counter())
+            way.nodes = RuntimeNodes(dict(counts), tuple(node for each in nodes for node in each.floats))
+        if all(each.latency_ms is not None and each.float_latency_ms is not None for each in ways):
+            way.latency_ms = sum(each.latency_ms or 0.0 for each in ways)
+            way.float_latency_ms = sum(each.float_latency_ms or 0.0 for each in ways)
+        merged.append(way.result(sum(file.unseen_sites for file in files)))
+    return tuple(merged)
+
+
+def _run_session(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    arrays = session.run(list(names) or None, {name: tensor.detach().cpu().numpy() for name, tensor in feed.items()})
+    return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=False)}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,153 @@
+"""Verifies exported files by themselves, where the simulation is not at hand: against ONNX Runtime, optimizations off.
+
+Without optimizations each operator computes what ONNX defines, so this shows what a runtime's optimizations and the CPU
+change; that the file holds what was simulated was checked when it was exported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qtk.core.dtypes import FloatDtype
+from qtk.core.encoding import Encoding
+from qtk.errors import ExportError
+from qtk.export.onnx.session import integer_sums_saturate, require_onnxruntime
+from qtk.export.onnx.stored_sites import stored_sites
+from qtk.numerics.affine import expand
+from qtk.report.findings import Circumstances, judge
+from qtk.report.verdict import Verdict
+from qtk.torch_private import pytree
+from qtk.workflow.file_runs import Compared, FileRuns
+from qtk.workflow.verify_export import TURNS, check_runtime, size_bytes
+
+REFERENCE = "ONNX Runtime, optimizations off"
+
+RANDOM_BATCHES, RANDOM_ROWS, FREE_LENGTH = 4, 8, 8
+
+
+def verify_files(
+    directory: str | os.PathLike[str],
+    data: Iterable[object] | None = None,
+    *,
+    runtime: str = "onnxruntime",
+    float_export: str | os.PathLike[str] | None = None,
+    turns: int = TURNS,
+    progress: bool = True,
+) -> list[Verdict]:
+    """The verdict on each ONNX file in a directory, or on one file.
+
+    Args:
+        directory: what ``sim.export`` wrote, or one file of it.
+        data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs.
+        runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
+        float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
+        turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
+        progress: show bars where it takes longer than seconds.
+
+    Raises: ExportError if there is no file, one was not written by qtk, or does not run on the data.
+    """
+    require_onnxruntime()
+    check_runtime(runtime)
+    given = Path(directory)
+    files = [given] if given.is_file() else sorted(given.glob("*.onnx"))
+    if not files:
+        raise ExportError(f"{directory} holds no .onnx file to verify; export with formats=('onnx',)")
+    if data is not None and files[1:]:
+        raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
+    return [_verify(file, data, runtime, float_export, turns, progress=progress) for file in files]
+
+
+def _verify(
+    file: Path, data: Iterable[object] | None, runtime: str, float_export: str | os.PathLike[str] | None, turns: int,
+    *, progress: bool,
+) -> Verdict:
+    stored = list(stored_sites(file))
+    encodings = {site.name: site.encoding for site in stored if site.encoding is not None}
+    try:
+        runs = FileRuns(file, {})
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
+    try:
+        first: dict[str, Tensor] | None = None
+        batches = _random_batches(runs, encodings) if data is None else data
+        for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
+            inputs = _named(runs, batch)
+            first = first or inputs
+            outputs, sites = runs.reference(inputs)
+            returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
+            compared: list[Compared] = [
+                (value, _step(value, returned.get(name))) for name, value in zip(runs.outputs, outputs, strict=True)
+            ]
+            values = {key: (value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
+            runs.compare(inputs, compared, values)
+        if first is None:
+            raise ExportError(f"{file}: no batches to verify it on")
+        float_file = None if float_export is None else Path(float_export)
+        if float_file is not None and float_file.is_dir():
+            float_file = float_file / file.name
+        if turns:
+            runs.measure(first, float_file, turns=turns, progress=progress)
+        results = runs.runs()
+    finally:
+        runs.close()
+    has_minifloats = any(isinstance(site.spec.dtype, FloatDtype) for site in stored)
+    found = judge(results, Circumstances(runtime, integer_sums_saturate(), (), has_minifloats, data is None))
+    float_bytes = None if float_file is None else size_bytes(float_file)
+    return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes)
+
+
+def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:
+    if encoding is None:
+        return None
+    return expand(encoding.scale, value.shape, encoding.spec.granularity.block_size(value.ndim))
+
+
+def _named(runs: FileRuns, batch: object) -> dict[str, Tensor]:
+    """The tensors of a batch under the names of the file's inputs."""
+    names = [name for name, _, _ in runs.inputs]
+    if isinstance(batch, Mapping) and set(batch) == set(names):
+        return {name: batch[name] for name in names}
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if len(tensors) != len(names):
+        raise ExportError(f"the file takes {', '.join(names)}, a batch has {len(tensors)} tensors")
+    return dict(zip(names, tensors, strict=True))
+
+
+def _random_batches(runs: FileRuns, encodings: Mapping[str, Encoding]) -> list[dict[str, Tensor]]:
+    """Values uniform within the range of each input's encoding, normal where it has none; integers are 0 or 1."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(RANDOM_BATCHES):
+        batch = {}
+        for name, shape, kind in runs.inputs:
+            sizes = [
+                each if isinstance(each, int) else RANDOM_ROWS if index == 0 else FREE_LENGTH
+                for index, each in enumerate(shape)
+            ]
+            encoding = encodings.get(f"{name}:input")
+            if kind.startswith(("tensor(int", "tensor(uint", "tensor(bool")):
+                batch[name] = torch.randint(2, sizes, generator=generator).to(_DTYPES[kind])
+            elif encoding is None:
+                batch[name] = torch.randn(sizes, generator=generator).to(_DTYPES[kind])
+            else:
+                low, high = float(encoding.minimum.min()), float(encoding.maximum.max())
+                batch[name] = (torch.rand(sizes, generator=generator) * (high - low) + low).to(_DTYPES[kind])
+        batches.append(batch)
+    return batches
+
+
+_DTYPES = {
+    f"tensor({name})": dtype for name, dtype in (
+        ("float", torch.float32), ("float16", torch.float16), ("double", torch.float64), ("int64", torch.int64),
+        ("int32", torch.int32), ("int16", torch.int16), ("int8", torch.int8), ("uint8", torch.uint8),
+        ("bool", torch.bool),
+    )
+}

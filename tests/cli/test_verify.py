@@ -1,0 +1,72 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import qtk
+from qtk.cli import verify as verification
+from qtk.cli.app import app
+from qtk.report.verdict import Finding, Level
+
+INPUTS = torch.randn(16, 8)
+
+
+def batches():
+    return [(INPUTS, 0), (-INPUTS, 1)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("exported")
+    sim = qtk.QuantSim(nn.Linear(8, 4).eval(), INPUTS, config="onnxruntime")
+    sim.compute_encodings([INPUTS], progress=False)
+    sim.export(folder / "w8a8", formats=["onnx"])
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def test_a_sound_file_exits_with_0_and_prints_the_verdict(exported):
+    result = invoke(exported / "w8a8", "--turns", 0)
+    assert result.exit_code == 0, result.output
+    for part in ("model.onnx: green", "optimizations off", "session.x64quantprecision=1", "1 QGemm", "bytes"):
+        assert part in result.stdout
+
+
+def test_a_red_verdict_exits_with_1(exported, monkeypatch):
+    from qtk.workflow import verify_files
+
+    finding = Finding(Level.RED, "wrong numbers", "do not use it")
+    monkeypatch.setattr(verify_files, "judge", lambda runs, circumstances: (finding,))
+    result = invoke(exported / "w8a8", "--turns", 0)
+    assert result.exit_code == 1
+    assert "red: wrong numbers; do not use it" in result.stdout
+
+
+def test_data_and_json(exported):
+    result = invoke(exported / "w8a8", "--turns", 0, "--data", f"{__name__}:batches", "--num-batches", 1, "--json")
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)
+    assert record["runs"][0]["total"]["elements"] == 16 * 4
+
+
+def test_the_float_export_of_a_recipe_is_found(exported, monkeypatch):
+    given = []
+    monkeypatch.setattr(verification, "verify_files", lambda *_, float_export, **__: given.append(float_export) or [])
+    (exported / "fp32").mkdir()
+    invoke(exported / "w8a8")
+    invoke(exported / "w8a8", "--float-export", exported / "other")
+    invoke(exported / "fp32")
+    assert given == [exported / "fp32", exported / "other", None]
+
+
+def test_a_mistake_is_one_clean_message(tmp_path):
+    result = invoke(tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,65 @@
+"""What ONNX Runtime makes of files, as its optimized graph says."""
+
+from collections import Counter
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.qdq import export
+from qtk.export.onnx.session import Optimizations, session_with
+from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
+
+INPUTS = torch.randn(2, 3, 8, 8)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3), nn.LayerNorm([6, 6]), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.conv(x)))
+
+
+def executed(folder, reasons=None, **choices):
+    torch.manual_seed(0)
+    sim = simulate(Net(), INPUTS, **choices)
+    export(sim, INPUTS, folder / "model.onnx")
+    session_with(folder / "model.onnx", Optimizations.ON, optimized_file=folder / "optimized.onnx")
+    return executed_nodes(folder / "optimized.onnx", folder / "model.onnx", reasons or {})
+
+
+def test_nodes_are_those_of_the_optimized_graph(tmp_path):
+    found = executed(tmp_path, weight=symmetric())
+    graph = onnx.load(tmp_path / "optimized.onnx").graph
+    kinds = Counter(node.op_type for node in graph.node)
+    assert found.integer["QLinearConv"] == kinds["QLinearConv"] == 1
+    norms = [node for node in found.floats if node.kind == "LayerNormalization"]
+    assert [(node.op, node.reason, node.weighted) for node in norms] == [
+        ("norm", "ONNX Runtime has no integer kernel for LayerNormalization", False)
+    ]
+
+
+@pytest.mark.parametrize(("choices", "reason"), [
+    ({"activation": nothing}, "input in float (because)"),
+    ({"weight": nothing, "activation": lambda site, value: activations()(site, value) if site == "x:input" else None},
+     "parameter in float (excluded)"),
+    ({"activation": lambda site, value: activations()(site, value) if site == "x:input" else None},
+     "output in float (returned to norm)"),
+    ({"weight": symmetric("int16"), "activation": activations("uint16")}, "no integer kernel for Conv of uint16"),
+])
+def test_each_reason_is_found_in_the_exported_graph(choices, reason, tmp_path):
+    reasons = {"x:input": "because", "conv.weight": "excluded", "conv:out": "returned to norm"}
+    floats = {node.op: node for node in executed(tmp_path, reasons, **choices).floats}
+    assert floats["conv"].weighted
+    assert floats["conv"].reason.startswith(reason)
+
+
+def test_moved_values_do_not_count_as_computing(tmp_path):
+    executed(tmp_path)
+    kinds = computing_kinds(tmp_path / "optimized.onnx")
+    assert not kinds & Counter(["Transpose", "QuantizeLinear", "DequantizeLinear"])
+    assert kinds["QLinearConv"] == 1

@@ -1,0 +1,96 @@
+"""Each condition, in runs made up here."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from qtk.report.difference import Difference
+from qtk.report.findings import SATURATION_REMEDY, Circumstances, agrees, judge
+from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
+from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Level, Run
+
+
+def run(way, sqnr_db=math.inf, beyond=0.0, **fields):
+    return Run(way, f"runtime {way}", Difference("outputs", 1000, 0.5, beyond, 1.0, 1.0, sqnr_db), **fields)
+
+
+GOOD = {way: run(way) for way in (OFF, ON, EXACT)}
+
+
+def judged(*changed, **circumstances):
+    return judge([*(GOOD | {each.way: each for each in changed}).values()], Circumstances(**circumstances))
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    assert judged() == ()
+
+
+@pytest.mark.parametrize(("sqnr_db", "beyond", "agreeing"), [
+    (50.0, 0.2, True), (20.0, 0.0005, True), (20.0, 0.01, False), (34.0, None, False), (36.0, None, True),
+])
+def test_a_run_agrees_within_one_step_or_with_a_high_sqnr(sqnr_db, beyond, agreeing):
+    assert agrees(run(ON, sqnr_db, beyond)) is agreeing
+
+
+def test_a_file_that_is_wrong_without_optimizations_is_red():
+    (first, *_) = judged(run(OFF, 10.0, 0.5), run(ON, 10.0, 0.5), run(EXACT, 10.0, 0.5))
+    assert first.level is Level.RED
+    assert "even with the optimizations off" in first.cause
+
+
+def test_saturation_is_told_from_what_the_optimizer_changes():
+    spoilt = run(ON, 12.0, 0.4)
+    (saturated,) = judged(spoilt, saturates=True)
+    assert (saturated.level, saturated.remedy) == (Level.RED, SATURATION_REMEDY)
+    (changed,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True)
+    assert "optimizations change the results" in changed.cause
+    assert "ORT_DISABLE_ALL" in changed.remedy
+    (elsewhere,) = judged(spoilt, saturates=False)
+    assert "saturates" not in elsewhere.cause
+
+
+def test_one_decibel_less_than_the_exact_mode_is_worse_though_high():
+    assert judged(run(ON, 38.0, 0.1), run(EXACT, 39.5, 0.1), saturates=True)[0].level is Level.RED
+    assert judged(run(ON, 39.0, 0.1), run(EXACT, 39.5, 0.1), saturates=True) == ()
+
+
+def test_weights_that_can_saturate_elsewhere_are_yellow():
+    (finding,) = judged(saturating_weights=("conv.weight", "fc.weight"))
+    assert finding.level is Level.YELLOW
+    assert "conv.weight and 1 other weights" in finding.cause
+    assert judged(saturating_weights=("conv.weight",), runtime="openvino") == ()
+
+
+def test_a_refusal_is_red_in_the_runtime_that_the_file_is_for():
+    refused = Run(ON, "runtime", refusal="no kernel")
+    assert judged(refused)[0].level is Level.RED
+    assert "no kernel" in judged(refused)[0].cause
+    assert judged(refused, runtime="openvino")[0].level is Level.YELLOW
+
+
+def test_minifloats_are_named_as_the_cause():
+    assert "float8" in judged(run(ON, 5.0, 0.5), has_minifloats=True)[0].cause
+
+
+def test_random_inputs_do_not_make_a_file_red_for_its_rounding_edges():
+    (finding,) = judged(run(ON, 30.0, 0.1), random_inputs=True)
+    assert finding.level is Level.YELLOW
+    assert judged(run(ON, 30.0, 0.1))[0].level is Level.RED
+
+
+def test_openvino_counts_where_the_file_is_for_it():
+    wrong = run(OPENVINO, 3.0, 0.9)
+    assert judged(wrong)[0].level is Level.YELLOW
+    assert judged(wrong, runtime="openvino")[0].level is Level.RED
+    assert "config='openvino'" in judged(wrong)[0].remedy
+
+
+def test_slower_than_float_names_the_products_in_float():
+    nodes = RuntimeNodes({}, (FloatNode("Gemm", "head", "excluded", weighted=True),))
+    slow = replace(GOOD[ON], latency_ms=3.0, float_latency_ms=2.0, nodes=nodes)
+    (finding,) = judged(slow)
+    assert finding.level is Level.YELLOW
+    assert "1.50 × float" in finding.cause
+    assert "head is in float" in finding.remedy
+    assert judged(replace(slow, latency_ms=1.0)) == ()

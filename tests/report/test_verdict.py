@@ -1,0 +1,51 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from qtk.report.difference import Difference
+from qtk.report.verdict import EXACT, OFF, ON, Finding, Level, Run, Verdict
+
+SITES = (Difference("a:out", 10, 0.0, 0.0, 0.0, 0.0, math.inf), Difference("b:out", 10, 0.5, 0.1, 0.2, 3.0, 20.0))
+TOTAL = Difference("outputs", 10, 0.5, 0.1, 0.2, 3.0, 20.0)
+RUNS = (Run(OFF, "off", TOTAL, sites=SITES), Run(ON, "on", TOTAL), Run(EXACT, "exact", refusal="shared weight"))
+FINDINGS = (Finding(Level.YELLOW, "slow", "wait"), Finding(Level.RED, "wrong", "export again"))
+
+
+def verdict(findings=FINDINGS):
+    return Verdict(Path("model.onnx"), "the simulation", RUNS, tuple(findings), 1000, 4000)
+
+
+@pytest.mark.parametrize(("findings", "level"), [
+    ((), Level.GREEN), (FINDINGS[:1], Level.YELLOW), (FINDINGS, Level.RED),
+])
+def test_the_level_is_that_of_the_most_serious_finding(findings, level):
+    assert verdict(findings).level is level
+
+
+def test_the_first_departure_is_the_first_site_that_differs():
+    assert verdict().exact.first_departure.name == "b:out"
+    assert verdict().optimized.first_departure is None
+
+
+def test_everything_is_printed():
+    text = str(verdict())
+    for part in ("model.onnx: red", "0.250 of float's", "b:out", "exact x86 mode: shared weight", "refused",
+                 "yellow: slow; wait", "red: wrong; export again"):
+        assert part in text
+    assert "a:out" not in text  # equal
+
+
+def test_a_refused_run_has_no_numbers():
+    refused = verdict().run(EXACT)
+    assert math.isnan(refused.differing)
+    assert math.isnan(refused.sqnr_db)
+    assert refused.max_difference_scales is None
+
+
+def test_it_is_json():
+    record = json.loads(json.dumps(verdict().to_json(), allow_nan=False))
+    assert record["format"] == "qtk.verdict"
+    assert record["runs"][2]["refusal"] == "shared weight"
+    assert record["findings"][1] == {"level": "red", "cause": "wrong", "remedy": "export again"}

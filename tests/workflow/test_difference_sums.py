@@ -1,0 +1,42 @@
+import math
+
+import torch
+
+from qtk.workflow.difference_sums import DifferenceSums, absolute_difference
+
+
+def test_batches_add_up():
+    sums = DifferenceSums("out")
+    sums.add(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), torch.tensor(0.25))
+    sums.add(torch.tensor([3.0, 4.0]), torch.tensor([3.25, 4.0]), torch.tensor(0.25))
+    found = sums.difference()
+    assert (found.elements, found.differing, found.beyond_one_step) == (4, 0.5, 0.25)
+    assert (found.max_difference, found.max_steps) == (0.5, 2.0)
+    assert math.isclose(found.sqnr_db, 10 * math.log10(30 / 0.3125))
+
+
+def test_without_a_step_there_are_none():
+    sums = DifferenceSums("out")
+    sums.add(torch.ones(2), torch.zeros(2), None)
+    assert sums.difference().max_steps is None
+    assert sums.difference().beyond_one_step is None
+
+
+def test_equal_values_have_infinite_sqnr():
+    sums = DifferenceSums("out")
+    sums.add(torch.ones(2), torch.ones(2), torch.tensor(1.0))
+    assert sums.difference().sqnr_db == math.inf
+
+
+def test_not_finite_values_are_equal_to_themselves_alone():
+    ours = torch.tensor([math.inf, math.nan, math.nan, 1.0])
+    theirs = torch.tensor([math.inf, math.nan, 0.0, math.inf])
+    assert absolute_difference(ours, theirs).tolist() == [0.0, 0.0, math.inf, math.inf]
+
+
+def test_the_total_weighs_by_elements():
+    small, large = DifferenceSums("a"), DifferenceSums("b")
+    small.add(torch.ones(1), torch.zeros(1), torch.tensor(1.0))
+    large.add(torch.ones(3), torch.ones(3), None)
+    total = DifferenceSums.total([small, large], "both").difference()
+    assert (total.elements, total.differing, total.max_steps) == (4, 0.25, 1.0)

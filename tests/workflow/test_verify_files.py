@@ -1,0 +1,92 @@
+import subprocess
+import sys
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import ExportError
+from qtk.report.verdict import Level
+from qtk.workflow.verify_files import REFERENCE, verify_files
+from tests.export.onnx.without_vnni import QEMU
+
+INPUTS = torch.rand(64, 64)  # as the random values that are verified with, so that outputs are not clipped
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """One layer whose sums are as large as they get, by two targets."""
+    folder = tmp_path_factory.mktemp("files")
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 8).eval()
+    nn.init.uniform_(layer.weight, 0.8, 1.0)
+    for config in ("onnxruntime", "onnxruntime_vnni"):
+        sim = qtk.QuantSim(layer, INPUTS, config=config)
+        sim.compute_encodings([INPUTS], progress=False)
+        with pytest.warns() if config != "onnxruntime" else pytest.MonkeyPatch.context():
+            sim.export(folder / config, formats=["onnx"])
+    return folder
+
+
+def verified(folder, *data, **options):
+    (verdict,) = verify_files(folder, *data, turns=0, progress=False, **options)
+    return verdict
+
+
+def test_random_values_within_the_range_of_the_input(written):
+    verdict = verified(written / "onnxruntime")
+    assert verdict.level is Level.GREEN
+    assert verdict.reference == REFERENCE
+    assert verdict.exact.differing == 0.0
+    assert verdict.optimized.nodes.integer == {"QGemm": 1}
+    assert [site.name for site in verdict.exact.sites] == ["input:input", "linear:out"]
+    assert verdict.exact.total.max_steps == 0.0  # in the scale of the output's site
+
+
+@pytest.mark.parametrize("batch", [INPUTS, (INPUTS,), {"input": INPUTS}, [INPUTS]])
+def test_batches_of_every_kind(written, batch):
+    assert verified(written / "onnxruntime", [batch]).exact.total.elements == 64 * 8
+
+
+def test_a_spoilt_optimization_is_seen(written, monkeypatch):
+    from qtk.workflow import file_runs
+
+    original = file_runs._Way.values
+
+    def values(way, feed):
+        result = original(way, feed)
+        return result if way.way == "optimizations off" else {name: value * 2 for name, value in result.items()}
+
+    monkeypatch.setattr(file_runs._Way, "values", values)
+    assert verified(written / "onnxruntime", [INPUTS]).level is Level.RED
+    assert verified(written / "onnxruntime").level is Level.YELLOW  # random inputs
+
+
+def test_bad_input(written, tmp_path):
+    with pytest.raises(ExportError, match=r"holds no \.onnx file"):
+        verify_files(tmp_path)
+    with pytest.raises(ExportError, match="a batch has 2 tensors"):
+        verified(written / "onnxruntime", [(INPUTS, INPUTS)])
+    with pytest.raises(ExportError, match="no batches"):
+        verified(written / "onnxruntime", [])
+    with pytest.raises(ExportError, match="unknown runtime 'tvm'; choose from onnxruntime, openvino"):
+        verified(written / "onnxruntime", runtime="tvm")
+    for name in ("a", "b"):
+        onnx.save(onnx.load(written / "onnxruntime" / "model.onnx"), tmp_path / f"{name}.onnx")
+    with pytest.raises(ExportError, match="holds 2 files, and data fits one"):
+        verify_files(tmp_path, [INPUTS])
+    assert len(verify_files(tmp_path, turns=0, progress=False)) == 2
+
+
+@pytest.mark.slow  # tests/report/test_findings.py and test_verify_export.py pretend to be such a CPU
+@pytest.mark.skipif(QEMU is None, reason="qemu-x86_64 is not installed")
+@pytest.mark.parametrize(("config", "level"), [("onnxruntime", "green"), ("onnxruntime_vnni", "red")])
+def test_a_cpu_without_vnni_shows_what_saturates(config, level, written):
+    command = [sys.executable, "-m", "qtk.cli.app", "verify", str(written / config), "--turns", "0"]
+    run = subprocess.run([QEMU, "-cpu", "Haswell", *command], capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == (1 if level == "red" else 0), run.stderr
+    assert f"model.onnx: {level}" in run.stdout
+    assert ("u8 × s8 saturates on this CPU" in run.stdout) == (level == "red")
+    assert ("the first tensor off by more than one step is linear:out" in run.stdout) == (level == "red")
