@@ -11,7 +11,7 @@ def layers(sim):
     return weighted_layers(sim.model, sim.plan)[0]
 
 
-def overwrite(sim, originals):
+def overwrite(sim, originals, error=None):
     for layer in layers(sim):
         originals.keep(layer.weight, layer.bias)
         with torch.no_grad():
@@ -19,6 +19,8 @@ def overwrite(sim, originals):
             layer.bias.add_(1)
         layer.quantizer.drop_encoding()
         layer.quantizer.frozen = layer.quantizer.rewrote_weight = True
+    if error is not None:
+        raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -29,8 +31,7 @@ def test_what_layers_held_is_put_back(error):
     sim.quantizers["2.weight"].drop_encoding()
     before = {name: value.clone() for name, value in sim.model.state_dict().items()}
     with pytest.raises(error), unchanged_on_error(layers(sim)) as originals:
-        overwrite(sim, originals)
-        raise error
+        overwrite(sim, originals, error)
     after = sim.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
