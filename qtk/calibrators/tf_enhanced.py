@@ -40,16 +40,17 @@ class TfEnhanced:
 
     Args:
         bins: smallest number of histogram bins over the range of an activation.
-        growth: how far later batches may extend the range of the first, see ``Histogram``; ``None``: without limit.
+        growth: how far later batches may extend the range of the first, see ``Histogram``; ``None``: without limit. It
+            was 3 in AIMET 2.x, where values beyond count in the outermost bins.
         gamma: weight of the error of a clipped value.
         variant: ``v2`` as in AIMET 2.x; ``v1`` as in AIMET's older C++ library, see ``qtk.calibrators.tf_enhanced_v1``;
-            its bins and growth are fixed to 512 and 3.
+            its bins are fixed by the first batch.
 
     Raises: CalibrationError if a setting is out of range, or contradicts ``v1``.
     """
 
     bins: int = 512
-    growth: float | None = 3.0
+    growth: float | None = None
     gamma: float = 3.0
     variant: Literal["v1", "v2"] = "v2"
 
@@ -58,8 +59,9 @@ class TfEnhanced:
             raise CalibrationError(f"variant must be 'v1' or 'v2', got {self.variant!r}")
         if not self.gamma > 0:
             raise CalibrationError(f"gamma must be more than 0, got {self.gamma}")
-        if self.variant == "v1" and (self.bins, self.growth) != (512, 3.0):
-            raise CalibrationError("variant v1 has bins=512 and growth=3.0; leave both out")
+        if self.variant == "v1" and (self.bins, self.growth) != (512, None):
+            raise CalibrationError("variant v1 has 512 bins over three times the first batch's range; leave bins and "
+                                   "growth out")
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> Observer:
         if self.variant == "v1":

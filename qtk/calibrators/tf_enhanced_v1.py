@@ -19,6 +19,7 @@ at least 0.01 wide; [-1, 1] if only zeros were seen.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,8 @@ from qtk.observers.observer import Observer
 
 SCALES_AT_ONCE = 64
 SMALLEST_RANGE = 0.01
+MOST_DROPPED = 0.001
+"""Share of a scale's values outside its bins that is not worth a warning."""
 
 
 def encodings(observers: Sequence[Observer], specs: Sequence[QuantSpec], *, gamma: float) -> list[Encoding]:
@@ -50,6 +53,11 @@ def _encoding(observer: Observer, spec: QuantSpec, gamma: float) -> Encoding:
     if histogram is None:
         one = torch.ones(observer.shape, device=observer.device)
         return encoding_of_range(-one, one, spec)
+    if observer.dropped > MOST_DROPPED:
+        warnings.warn(
+            f"{observer.dropped:.1%} of the values lie outside three times the range of the first batch, which "
+            "tf_enhanced(variant='v1') drops; shuffle the data, or use tf_enhanced", stacklevel=2,
+        )
     left, shares, seen = histogram
     occupied = shares > 0
     empty = ~occupied.any(1)  # only zeros, in a tensor that has other numbers elsewhere

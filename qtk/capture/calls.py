@@ -53,6 +53,18 @@ def _kind_of(leaf: object) -> object:
     return leaf.ndim, "float" if leaf.is_floating_point() else leaf.dtype
 
 
+def leaves_text(tree: object) -> str:
+    """Dtype and shape of every tensor in a pytree, the type of everything else, for messages.
+
+    >>> leaves_text((torch.ones(2, 3), [7]))
+    'float32 [2, 3], int'
+    """
+    return ", ".join(
+        f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
+        for leaf in pytree.tree_leaves(tree)
+    )
+
+
 def detached(tree: Tree) -> Tree:
     """A copy of ``tree`` whose tensors are detached clones."""
     copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

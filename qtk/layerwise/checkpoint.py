@@ -1,7 +1,8 @@
 """Checkpoints of layer-wise runs: finished layers on disk, from which a killed run resumes.
 
-``run.json`` says which run the directory belongs to: methods, and digests of weights, encodings and data;
-``0003.safetensors`` holds the update of layer 3. Nothing is ever unpickled.
+``run.json`` says which run the directory belongs to: methods, versions, and digests of the model's arithmetic, its
+quantizers, weights, encodings and data; ``0003.safetensors`` holds the update of layer 3, and its digest. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
+from qtk.graph.arithmetic import arithmetic_digest
 from qtk.layerwise.layer_update import LayerUpdate
 from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import pytree
 
-FORMAT, VERSION = "qtk.layerwise", 1
+FORMAT, VERSION = "qtk.layerwise", 2
 RUN_FILE = "run.json"
-NUMBERS = ("before", "after")
+NUMBERS, TENSORS = ("before", "after"), ("scale", "zero_point", "weight", "bias")
 
 
 class Checkpoint:
@@ -52,7 +55,8 @@ class Checkpoint:
         self._folder = Path(directory)
         self._files = {name: f"{index:04d}.safetensors" for index, name in enumerate(layers)}
         run: dict[str, object] = {
-            "format": FORMAT, "version": VERSION, **settings, "layers": list(layers),
+            "format": FORMAT, "version": VERSION, "torch": torch.__version__, **settings, "layers": list(layers),
+            "model": arithmetic_digest(model), "quantizers": _digest(_quantizers(model)),
             "weights and encodings": _digest(model.state_dict().values()), "data": _digest(calls),
         }
         try:
@@ -72,15 +76,15 @@ class Checkpoint:
 
     def save(self, layer: WeightedLayer, update: LayerUpdate) -> None:
         """Saves the update of a layer, atomically."""
-        tensors = {
-            "scale": update.encoding.scale, "zero_point": update.encoding.zero_point, "weight": update.weight,
-            "bias": update.bias,
-        }
+        tensors = dict(zip(
+            TENSORS, (update.encoding.scale, update.encoding.zero_point, update.weight, update.bias), strict=True
+        ))
         numbers = {name: float(getattr(update, name)).hex() for name in NUMBERS}
         path = self._folder / self._files[layer.name]
         staged = path.with_suffix(".part")
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-        save_file(contents, staged, metadata={"layer": layer.name, **numbers})
+        metadata = {"layer": layer.name, **numbers}
+        save_file(contents, staged, metadata={**metadata, "digest": _digest([metadata, contents])})
         os.replace(staged, path)
 
     def load(self, layer: WeightedLayer) -> LayerUpdate:
@@ -94,6 +98,9 @@ class Checkpoint:
             raise CalibrationError(f"cannot read {path}: {error}; delete it to do {layer.name} again") from error
         if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {*NUMBERS}:
             raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
+        metadata = {name: numbers[name] for name in ("layer", *NUMBERS)}
+        if numbers.get("digest") != _digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
+            raise CalibrationError(f"{path} is damaged; delete it to do {layer.name} again")
         before, after = (float.fromhex(numbers[name]) for name in NUMBERS)
         encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
         return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after)
@@ -109,6 +116,14 @@ class Checkpoint:
             raise CalibrationError(f"checkpoint_dir {self._folder} belongs to another run: not the same "
                                    f"{', '.join(differing)}; make the simulation anew from the same model and data, or "
                                    "give another directory")
+
+
+def _quantizers(model: nn.Module) -> list[str]:
+    """How every quantizer quantizes, and whether it does."""
+    return [
+        f"{path} {module.site} {module.spec!r} {module.mode}"
+        for path, module in model.named_modules() if isinstance(module, Quantizer)
+    ]
 
 
 def _digest(values: Iterable[object]) -> str:

@@ -36,6 +36,11 @@ class LayerUpdate:
     before: float
     after: float
 
+    def written(self, layer: WeightedLayer) -> list[Tensor]:
+        """The parameters of ``layer`` that ``write`` overwrites."""
+        pairs = ((layer.weight, self.weight), (layer.bias, self.bias))
+        return [parameter for parameter, new in pairs if parameter is not None and new is not None]
+
     @torch.no_grad()
     def write(self, layer: WeightedLayer) -> None:
         """Writes the values into ``layer``, and freezes the encoding if it or the weight has changed."""

@@ -17,6 +17,7 @@ from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.originals import Originals
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.second_moments import RequiredStatistics
@@ -37,6 +38,7 @@ class LayerwiseRun:
         inputs: see ``qtk.layerwise.walk.Inputs``.
         offload: where values are kept between layers.
         checkpoint_dir: where finished layers are saved, and looked for.
+        originals: keeps what is overwritten.
 
     Raises: CalibrationError if the directory belongs to another run.
     """
@@ -44,10 +46,12 @@ class LayerwiseRun:
     def __init__(
         self, model: nn.Module, methods: Sequence[LayerwiseMethod], layers: Sequence[WeightedLayer],
         calls: Sequence[Call], *, inputs: Inputs, offload: Offload, checkpoint_dir: str | os.PathLike[str] | None,
+        originals: Originals,
     ) -> None:
         self._methods = methods
         self._layers = layers
         self._device = device_of(model)
+        self._originals = originals
         self._short_of_data: list[str] = []
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
@@ -63,16 +67,18 @@ class LayerwiseRun:
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
-        updates: dict[str, tuple[OutputPower, LayerUpdate]] = {}
+        updates: dict[str, tuple[OutputPower, float, float]] = {}
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
             while (layer_input := self._next()) is not None:
                 update = self._update(layer_input)
                 if update is not None:
+                    layer = layer_input.layer
                     with uninterrupted():
-                        update.write(layer_input.layer)
-                    updates[layer_input.layer.name] = layer_input.output, update
+                        self._originals.keep(*update.written(layer))
+                        update.write(layer)
+                    updates[layer.name] = layer_input.output, update.before, update.after
                     ratio = update.after / update.before if update.before > 0 else 0.0
-                    bar.set_postfix_str(layer_input.layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
+                    bar.set_postfix_str(layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
                 bar.update()
         if self._short_of_data:
             warnings.warn(
@@ -80,7 +86,7 @@ class LayerwiseRun:
                 f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
                 "adaround", stacklevel=3,
             )
-        return [_result(layer.name, *updates.get(layer.name, (None, None))) for layer in self._layers]
+        return [_result(layer.name, updates.get(layer.name)) for layer in self._layers]
 
     def _next(self) -> LayerInput | None:
         """The next layer, with the statistics of the data of all ranks."""
@@ -122,8 +128,9 @@ def _required_statistics(layer: WeightedLayer, methods: Sequence[LayerwiseMethod
     return RequiredStatistics.union([method.required_statistics(None if is_whole else block) for method in methods])
 
 
-def _result(name: str, output: OutputPower | None, update: LayerUpdate | None) -> LayerResult:
-    if update is None or output is None:
+def _result(name: str, update: tuple[OutputPower, float, float] | None) -> LayerResult:
+    if update is None:
         return LayerResult(name, reason="no data reached it")
+    output, before, after = update
     powers = (output.signal, output.noise) if output.signal else (None, None)
-    return LayerResult(name, update.before, update.after, *powers)
+    return LayerResult(name, before, after, *powers)

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from qtk.capture.calls import Call
+from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_table import row_of
@@ -96,8 +97,9 @@ def walk(
         return
     nested = NestedLayers(model, required, quantized=quantized[0])
     with nested.listening():
-        for call in calls:
-            nested.observe(lambda call=call: model(*call.args, **call.kwargs))  # type: ignore[misc]
+        for batch, call in enumerate(calls):
+            with _naming(batch, call):
+                nested.observe(lambda call=call: model(*call.args, **call.kwargs))  # type: ignore[misc]
     for layer in required:
         yield LayerInput(layer, nested.moments.get(layer))
 
@@ -155,8 +157,9 @@ class _GraphWalk:
         begin = 0
         try:
             for stop in sorted(stops, key=self._index.__getitem__):
-                for batch in range(len(self._calls)):
-                    self._advance(batch, begin, self._index[stop])
+                for batch, call in enumerate(self._calls):
+                    with _naming(batch, call):
+                        self._advance(batch, begin, self._index[stop])
                 begin = self._index[stop]
                 self._paths.drop_float(begin)
                 for layer in stops[stop]:
@@ -271,3 +274,15 @@ class _GraphWalk:
         for read, node in last.items():
             freed_after.setdefault(node, []).append(read)
         return freed_after
+
+
+@contextmanager
+def _naming(batch: int, call: Call) -> Iterator[None]:
+    """Names the batch in the errors of the body. Raises: CalibrationError for those of torch."""
+    try:
+        yield
+    except QtkError as error:
+        raise type(error)(f"batch {batch}: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        inputs = leaves_text((call.args, call.kwargs))
+        raise CalibrationError(f"batch {batch} ({inputs}) does not run: {type(error).__name__}: {error}") from error

@@ -91,6 +91,13 @@ class FirstBatchHistogram(Counted):
         left = self._first[:, None] + self._width[:, None] * torch.arange(BINS, device=self._first.device)
         return left, self._shares / self._batches, self._seen
 
+    @property
+    def dropped(self) -> float:
+        """The largest share of a scale's values outside its bins, 0…1."""
+        if self._shares is None:
+            return 0.0
+        return max(0.0, 1.0 - float(self._shares.sum(1).min()) / self._batches)
+
     def _bin(self, rows: Tensor) -> None:
         assert self._first is not None
         assert self._width is not None

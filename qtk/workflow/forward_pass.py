@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qtk.capture.calls import leaves_text
 from qtk.capture.inputs import split_inputs
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
-from qtk.torch_private import pytree
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -111,15 +111,12 @@ def run_all(
 
 def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
     """The message of the error when the model does not run on a batch."""
-    shown = [
-        f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
-        for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    ]
+    shown = leaves_text(dict(batch) if isinstance(batch, Mapping) else batch)
     stars = "" if isinstance(batch, Tensor) else "**" if isinstance(batch, Mapping) else "*"
     passed = f"model({stars}batch)"
     how = "your forward(model, batch)" if forward else passed
     advice = "" if forward else "; for (image, label) loaders pass forward=lambda model, batch: model(batch[0])"
     return (
-        f"batch {index} ({type(batch).__name__} of {', '.join(shown)}) does not run as {how}: "
+        f"batch {index} ({type(batch).__name__} of {shown}) does not run as {how}: "
         f"{type(error).__name__}: {error}{advice}"
     )

@@ -21,6 +21,7 @@ from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod, method
+from qtk.layerwise.originals import unchanged_on_error
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.seq_mse import SeqMse
@@ -316,8 +317,9 @@ def apply_layerwise(
         reason; printable.
 
     Raises: ConfigError for an unknown method or setting; CalibrationError if ``sim`` is no ``QuantSim``, for data that
-        reach no layer or hold NaN or infinity, for a name of no site, a checkpoint of another run, or an unknown
-        ``inputs`` or ``offload``. Layers finished before stay updated.
+        reach no layer, do not run or hold NaN or infinity, for a name of no site, a checkpoint of another run, or an
+        unknown ``inputs`` or ``offload``. After an exception, Ctrl-C included, the simulation is as it was; for that,
+        what is overwritten is kept on the CPU. Finished layers stay in ``checkpoint_dir`` alone.
     """
     names = [methods] if isinstance(methods, str) else methods
     resolved = [method(each) if isinstance(each, str) else each for each in names]
@@ -333,6 +335,7 @@ def apply_layerwise(
         problem: Exception | None = None
         try:
             layers, skipped = select_layers(simulation, resolved, sites)
+            originals = stack.enter_context(unchanged_on_error(layers))
             _load_missing_encodings(simulation, layers, progress)
             quantizers = list(dict.fromkeys(simulation.quantizers.values()))
             stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
@@ -342,13 +345,14 @@ def apply_layerwise(
         agree(problem)
         _warn_of_earlier_calls(layers)
         run = LayerwiseRun(
-            simulation.model, resolved, layers, calls, inputs=inputs, offload=offload, checkpoint_dir=checkpoint_dir
+            simulation.model, resolved, layers, calls, inputs=inputs, offload=offload, checkpoint_dir=checkpoint_dir,
+            originals=originals,
         )
         results = run.finish(progress=progress)
+        reasons = {result.reason for result in results}
+        if None not in reasons:
+            raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
-    reasons = {result.reason for result in results}
-    if None not in reasons:
-        raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")
     return LayerwiseReport(tuple(results), skipped)
 
 

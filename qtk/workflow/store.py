@@ -3,15 +3,17 @@
 ``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
 buffers that are not persistent, and tensors that the model's code holds without registering them.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
-``transforms.safetensors``), and name, dtype and shape of every tensor.
+``transforms.safetensors``), name, dtype and shape of every tensor, which encodings are frozen and which weights were
+rounded, digests of the files, and that of the model's arithmetic.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,20 +21,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError, ExportError
 from qtk.export.atomic import staged_directory
 from qtk.export.encodings_json import load_object
 from qtk.export.plan_json import plan_from_json, plan_to_json
+from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
+from qtk.quantizers.quantizer import Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
 
-FORMAT, VERSION = "qtk.sim", 3
+FORMAT, VERSION = "qtk.sim", 4
 STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
+FLAGS = ("frozen", "rewrote_weight")
+"""Flags of quantizers that are stored."""
+
 LISTED = 10
 """Findings that an error lists."""
 
@@ -46,12 +54,16 @@ class Stored:
         plan: the plan it had.
         state: its tensors, on the CPU.
         steps: of the transforms made on its float model.
+        arithmetic: digest of its model's ops; ``None`` if another version of torch captured them.
+        flags: flag of a quantizer → the sites whose quantizers have it.
     """
 
     arguments: Mapping[str, object]
     plan: QuantPlan
     state: Mapping[str, Tensor]
     steps: tuple[Step, ...] = ()
+    arithmetic: str | None = None
+    flags: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 def _full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -82,14 +94,20 @@ def save(
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
     steps, step_tensors = steps_to_json(steps_of(simulation.model))
-    record = {
+    record: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
+        "torch": torch.__version__,
+        "arithmetic": arithmetic_digest(simulation.model),
         "arguments": dict(arguments),
         "plan": plan_to_json(simulation.plan),
         "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
         "tied": {name: original for name, original in originals.items() if original != name},
+        "flags": {
+            flag: [site.name for site, quantizer in simulation.quantizers.items() if getattr(quantizer, flag)]
+            for flag in FLAGS
+        },
     }
     with staged_directory(directory, force=force) as folder:
         try:
@@ -98,6 +116,8 @@ def save(
                 save_file(_unshared(step_tensors), folder / STEPS_FILE)
         except SafetensorError as error:  # a full disk, among others
             raise ExportError(f"cannot write {directory}: {error}") from error
+        record["digests"] = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
+        record["digest"] = _record_digest(record)
         (folder / SIM_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -111,14 +131,20 @@ def load(directory: str | os.PathLike[str]) -> Stored:
         raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
     if record.get("version") != VERSION:
         raise EncodingError(f"{directory}: version {record.get('version')} is not known; this qtk reads {VERSION}")
+    if record.get("digest") != _record_digest(record):
+        raise EncodingError(f"{Path(directory) / SIM_FILE} is damaged or was edited; copy the directory again")
     match record:
         case {
             "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
-            "tied": dict(tied),
+            "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic),
         }:
             pass
         case _:
             raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
+    for name, digest in digests.items():
+        if _digest(Path(directory) / name) != digest:
+            raise EncodingError(f"{Path(directory) / name} is damaged, or the files are of two simulations; copy the "
+                                "directory again")
     path = Path(directory) / STATE_FILE
     state = _tensors(path)
     step_tensors = _tensors(Path(directory) / STEPS_FILE) if (Path(directory) / STEPS_FILE).is_file() else {}
@@ -126,7 +152,28 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     if {name: _fingerprint(tensor) for name, tensor in state.items()} != tensors:
         raise EncodingError(f"{path} does not hold the tensors that {SIM_FILE} lists; the files are of two simulations")
     state = {name: state[name] for name in tensors}
-    return Stored(arguments, plan_from_json(plan), state, steps_from_json(steps, step_tensors))
+    return Stored(
+        arguments, plan_from_json(plan), state, steps_from_json(steps, step_tensors),
+        arithmetic if record.get("torch") == torch.__version__ else None, flags,
+    )
+
+
+def _digest(path: Path) -> str:
+    """Digest of a file. Raises: EncodingError if it cannot be read."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(2**24):
+                digest.update(chunk)
+    except OSError as error:
+        raise EncodingError(f"cannot read {path}: {error}") from error
+    return digest.hexdigest()
+
+
+def _record_digest(record: Mapping[str, object]) -> str:
+    """Digest of everything else in ``sim.json``."""
+    rest = {name: value for name, value in record.items() if name != "digest"}
+    return hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -149,7 +196,12 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
     model, plan = simulation.model, simulation.plan
     masked = {site: why for site, why in stored.plan.unquantized.items() if site in plan and site not in stored.plan}
     expected = {site: decided for site, decided in plan.items() if site not in masked}
-    findings = [*_site_findings(stored.plan, expected), *_tensor_findings(stored.state, _full_state(model))]
+    findings = [
+        *_site_findings(stored.plan, expected), *_tensor_findings(stored.state, _full_state(model)),
+        *_encoding_findings(stored.state, model),
+    ]
+    if not findings and stored.arithmetic not in (None, arithmetic_digest(model)):
+        findings = ["its ops, or their arguments, are not the same, though all names are"]
     if findings:
         more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
         raise EncodingError("the stored simulation is of another model:\n  " + "\n  ".join(findings[:LISTED]) + more)
@@ -162,6 +214,9 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name not in registered:
                 buffer.copy_(stored.state[name])
+    for site, quantizer in simulation.quantizers.items():
+        for flag in FLAGS:
+            setattr(quantizer, flag, site.name in stored.flags.get(flag, ()))
     return simulation
 
 
@@ -220,6 +275,17 @@ def _tensor_findings(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     for name in sorted(stored_float.keys() & own_float.keys()):
         if _fingerprint(stored_float[name]) != _fingerprint(own_float[name]):
             yield f"tensor {name} is stored as {_text(stored_float[name])}, the model's is {_text(own_float[name])}"
+
+
+def _encoding_findings(stored: Mapping[str, Tensor], model: nn.Module) -> Iterator[str]:
+    """Scales and zero points that no encoding has."""
+    for path, quantizer in model.named_modules():
+        scale, zero_point = stored.get(f"{path}.scale"), stored.get(f"{path}.zero_point")
+        if isinstance(quantizer, Quantizer) and scale is not None:
+            try:
+                Encoding(quantizer.spec, scale, None if zero_point is None else zero_point.round().int())
+            except EncodingError as error:
+                yield f"{quantizer.site}: {error}"
 
 
 def _text(tensor: Tensor) -> str:

@@ -117,6 +117,20 @@ def test_a_batch_far_out_widens_the_range_only_so_far():
         assert int(observer.counts.sum()) == COUNT + 10
 
 
+def test_the_order_of_growing_data_does_not_decide_what_is_clipped():
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4096, generator=generator) * factor for factor in (1, 10, 100, 500)]
+    found = []
+    for order in (batches, batches[::-1]):
+        scheme = TfEnhanced()
+        observer = scheme.observer(PerTensor())
+        for batch in order:
+            observer.observe(batch)
+        found.append(scheme.encodings([observer], [SPECS["uint8"]])[0])
+    assert found[0].equals(found[1])
+    assert float(found[0].maximum) > 0.5 * max(float(batch.max()) for batch in batches)
+
+
 def test_sites_searched_together_get_what_each_gets_alone():
     scheme = TfEnhanced()
     observers, specs = [], []

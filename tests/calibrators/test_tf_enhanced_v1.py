@@ -71,6 +71,16 @@ def brute_force(left, shares, spec):
     return chosen
 
 
+def test_dropped_values_are_warned_of():
+    scheme, spec = TfEnhanced(variant="v1"), next(iter(SPECS.values()))
+    observer = scheme.observer(PerTensor())
+    observer.observe(torch.linspace(-1, 1, 100))
+    scheme.encodings([observer], [spec])
+    observer.observe(torch.linspace(-10, 10, 100))
+    with pytest.warns(UserWarning, match=r"3\d\.\d% of the values lie outside three times the range"):
+        scheme.encodings([observer], [spec])
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name not in ("zero", "constant", "tiny", "huge")])
 def test_as_published(name, spec):

@@ -119,5 +119,31 @@ def test_damaged_files_are_named(tmp_path):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=file, progress=False)
 
 
+def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
+    sim, data = problem()
+    qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=tmp_path, progress=False)
+    path = tmp_path / "0001.safetensors"
+    good = path.read_bytes()
+    for bit in torch.randint(0, 8 * len(good), (60,), generator=torch.Generator().manual_seed(0)).tolist():
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(flipped))
+        with pytest.raises(CalibrationError, match=r"0001\.safetensors"):
+            qtk.apply_layerwise(problem()[0], data, METHODS, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_the_same_names_and_weights_in_another_model_are_another_run(tmp_path):
+    x = torch.randn(32, 8)
+    linears = nn.Linear(8, 8), nn.Linear(8, 8)
+    for activation, refused in ((nn.ReLU(), False), (nn.GELU(), True)):
+        sim = qtk.QuantSim(nn.Sequential(linears[0], activation, linears[1]).eval(), x, activation_bits=None)
+        sim.compute_encodings(None, progress=False)
+        if refused:
+            with pytest.raises(CalibrationError, match="not the same model"):
+                qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
+        else:
+            qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
+
+
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -250,10 +250,55 @@ def test_odd_ways_of_asking():
     assert not sim.model.get_parameter("fc1.weight").is_inference()
 
 
-def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
+def state(sim):
+    flags = {name: (quantizer.frozen, quantizer.rewrote_weight) for name, quantizer in sim.quantizers.items()}
+    return {name: value.clone() for name, value in sim.model.state_dict().items()}, flags
+
+
+def same(before, after):
+    return before[1] == after[1] and before[0].keys() == after[0].keys() and all(
+        torch.equal(value, after[0][name]) for name, value in before[0].items())
+
+
+@pytest.mark.parametrize("method", [qtk.apply_seq_mse, qtk.apply_gptq, qtk.correct_bias])
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda x: x.double(), r"batch 0 \(float64 \[32, .*does not run"),
+    (lambda x: x.half(), r"batch 0 \(float16"),
+    (lambda x: (x * 50).to(torch.uint8), r"batch 0 \(uint8"),
+])
+def test_a_run_that_fails_leaves_everything_as_it_was(method, calibrated, change, words):
     _, sim, data = problem()
-    before = {name: value.clone() for name, value in sim.model.state_dict().items()}
-    real, calls = run.compute_update, []
+    if not calibrated:
+        for quantizer in sim.quantizers.values():
+            if quantizer.scale is not None:
+                quantizer.drop_encoding()
+    before = state(sim)
+    with pytest.raises(CalibrationError, match=words):
+        method(sim, [change(x) for x in data], progress=False)
+    assert same(before, state(sim))
+
+
+def test_a_layer_that_fails_undoes_those_before(monkeypatch):
+    _, sim, data = problem()
+    before, real, calls = state(sim), run.compute_update, []
+
+    def compute_update(layer, *rest):
+        calls.append(layer.name)
+        if layer.name == "fc2.weight":
+            raise CalibrationError("fc2.weight: no inverse")
+        return real(layer, *rest)
+
+    monkeypatch.setattr(run, "compute_update", compute_update)
+    with pytest.raises(CalibrationError, match="no inverse"):
+        qtk.apply_layerwise(sim, data, ["seq_mse", "gptq", "bias_correction"], progress=False)
+    assert len(calls) == 3
+    assert same(before, state(sim))
+
+
+def test_an_interrupt_keeps_finished_layers_in_the_checkpoint_alone(monkeypatch, tmp_path):
+    _, sim, data = problem()
+    before, real, calls = state(sim), run.compute_update, []
 
     def compute_update(layer, *rest):
         calls.append(layer.name)
@@ -263,15 +308,16 @@ def test_an_interrupt_keeps_finished_layers_and_leaves_the_others(monkeypatch):
 
     monkeypatch.setattr(run, "compute_update", compute_update)
     with pytest.raises(KeyboardInterrupt):
-        qtk.apply_gptq(sim, data, progress=False)
+        qtk.apply_gptq(sim, data, checkpoint_dir=tmp_path, progress=False)
     assert calls == ["conv.weight", "fc1.weight"]
-    changed = {name for name, value in sim.model.state_dict().items() if not torch.equal(before[name], value)}
-    assert changed == {"conv.weight"}
-    assert sim.quantizers["conv.weight"].frozen
-    assert not sim.quantizers["fc1.weight"].frozen
-    sim.check()
-    with torch.no_grad():
-        sim.model(data[0])
+    assert same(before, state(sim))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.safetensors", "run.json"]
+    monkeypatch.setattr(run, "compute_update", lambda layer, *rest: calls.append(layer.name) or real(layer, *rest))
+    qtk.apply_gptq(sim, data, checkpoint_dir=tmp_path, progress=False)
+    assert calls[2:] == ["fc1.weight", "fc2.weight"]
+    uninterrupted = problem()[1]
+    qtk.apply_gptq(uninterrupted, data, progress=False)
+    assert same(state(uninterrupted), state(sim))
 
 
 @pytest.mark.filterwarnings("ignore:.*saw fewer rows")

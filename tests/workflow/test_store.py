@@ -1,4 +1,6 @@
 import json
+import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -213,7 +215,7 @@ def test_missing_and_broken_files(saved, tmp_path):
     with pytest.raises(EncodingError, match="the files are of two simulations"):
         load(tmp_path / "sim")
     (tmp_path / "sim" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(EncodingError, match=r"cannot read .*model.safetensors"):
+    with pytest.raises(EncodingError, match=r"model.safetensors is damaged"):
         load(tmp_path / "sim")
     (tmp_path / "sim" / "model.safetensors").unlink()
     with pytest.raises(EncodingError, match=r"cannot read .*model.safetensors"):
@@ -221,7 +223,7 @@ def test_missing_and_broken_files(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"version": 1}, "version 1 is not known"), ({"plan": 3}, "is not a saved simulation")]
+    ("change", "message"), [({"version": 1}, "version 1 is not known"), ({"plan": 3}, "is damaged or was edited")]
 )
 def test_other_versions_and_files(change, message, saved, tmp_path):
     record = json.loads((saved[0] / "sim.json").read_text())
@@ -260,3 +262,55 @@ def test_a_full_disk_is_an_export_error_and_leaves_nothing(tmp_path, monkeypatch
     with pytest.raises(ExportError, match="No space left on device"):
         sim.save(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_anywhere_is_noticed(saved, tmp_path):
+    generator = random.Random(0)
+    for name in ("model.safetensors", "sim.json"):
+        good = (saved[0] / name).read_bytes()
+        for _ in range(60):
+            copied = tmp_path / "copied"
+            shutil.copytree(saved[0], copied)
+            flipped = bytearray(good)
+            flipped[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+            (copied / name).write_bytes(bytes(flipped))
+            with pytest.raises(EncodingError):
+                load(copied)
+            shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("scale", 0.0, "every scale must be finite and positive"), ("scale", -1.0, "every scale must be"),
+    ("scale", torch.nan, "every scale must be"), ("zero_point", 300, "every zero point must lie in 0…255"),
+])
+def test_what_no_encoding_holds_is_refused(name, value, message, saved):
+    stored = load(saved[0])
+    key = next(key for key in stored.state if key.endswith(f".{name}"))
+    stored.state[key].fill_(value)
+    simulation, _ = fresh()
+    with pytest.raises(EncodingError, match=message):
+        restore(stored, simulation)
+    assert all(quantizer.encoding is None for quantizer in simulation.quantizers.values())
+
+
+def test_a_model_that_computes_something_else_is_refused(tmp_path):
+    x = torch.randn(4, 8)
+    models = [nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 2)).eval() for middle in (nn.GELU(), nn.SiLU())]
+    sim = qtk.QuantSim(models[0], x)
+    sim.compute_encodings([x], progress=False)
+    sim.save(tmp_path / "sim")
+    assert list(sim.plan) == list(qtk.QuantSim(models[1], x).plan)
+    with pytest.raises(EncodingError, match="its ops, or their arguments, are not the same"):
+        qtk.QuantSim.load(tmp_path / "sim", models[1], x)
+
+
+def test_flags_are_stored(tmp_path):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(32, 8)
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x], progress=False)
+    qtk.apply_gptq(sim, [x], sites="0.weight", progress=False)
+    sim.freeze("1:out")
+    sim.save(tmp_path / "sim")
+    again = qtk.QuantSim.load(tmp_path / "sim", model, x)
+    assert [name for name, quantizer in again.quantizers.items() if quantizer.frozen] == ["0.weight", "1:out"]
+    assert [name for name, quantizer in again.quantizers.items() if quantizer.rewrote_weight] == ["0.weight"]
