@@ -29,7 +29,7 @@ from qtk.layerwise.walk import Inputs
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.eval_mode import evaluating
 from qtk.observers.ranks import agree
-from qtk.quantizers.modes import in_mode
+from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import parameter_encodings
 from qtk.workflow.forward_pass import Data, Forward, run_all
@@ -331,7 +331,7 @@ def apply_layerwise(
         if value not in known:
             raise CalibrationError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     simulation = sim.simulation
-    with torch.inference_mode(False), evaluating(simulation.model), ExitStack() as stack:
+    with torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model), ExitStack() as stack:
         problem: Exception | None = None
         try:
             layers, skipped = select_layers(simulation, resolved, sites)
