@@ -394,6 +394,5 @@ class QuantSim:
 
 def _prepared(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
     """``model``, captured if it is not yet; a copy unless ``in_place``."""
-    if not isinstance(model, PreparedModel) or not model.report.complete:
-        model = prepare_model(model, example_inputs)
-    return model if in_place else copy.deepcopy(model)
+    prepared = prepare_model(model, example_inputs)
+    return prepared if in_place else copy.deepcopy(prepared)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from qtk.capture.calls import leaves_text
 from qtk.capture.inputs import split_inputs
+from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
 from qtk.quantizers.modes import caching
@@ -69,7 +70,7 @@ def outputs(
     seen = 0
     with caching(model):
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
-            with evaluating(model), torch.no_grad():
+            with TRACING, evaluating(model), torch.no_grad():
                 try:
                     output = run(model, batch)
                 except ended_by:
@@ -101,7 +102,7 @@ def run_all(
     Raises: CalibrationError as ``outputs``.
     """
     if callable(data) and not isinstance(data, Iterable):
-        with caching(model), evaluating(model), torch.no_grad():
+        with TRACING, caching(model), evaluating(model), torch.no_grad():
             data(model)
         return
     batches = outputs(

@@ -13,6 +13,7 @@ from torch import nn
 
 from qtk.capture.call_recording import Recorded, recording
 from qtk.capture.calls import Call
+from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.layerwise.adaround import AdaRound
@@ -331,7 +332,10 @@ def apply_layerwise(
         if value not in known:
             raise CalibrationError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     simulation = sim.simulation
-    with torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model), ExitStack() as stack:
+    contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         problem: Exception | None = None
         try:
             layers, skipped = select_layers(simulation, resolved, sites)
