@@ -68,7 +68,8 @@ def compare(
     """The error at every leader, worst SQNR first, NaN last.
 
     Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
-    that site, so that the order says where an error is large, not which site makes it; the float values of one batch are held in memory at a time.
+    that site, so that the order says where an error is large, not which site makes it; the float values of one batch
+    are held in memory at a time.
     """
     quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
     sums = {site: _Sums() for site in quantizers}

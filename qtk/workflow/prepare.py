@@ -96,6 +96,8 @@ def prepare_model(
     Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;
         VerificationError if no rung of the ladder computes what the model computes.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
     check_dynamic_shapes(dynamic_shapes)
     quantizer = next((module for module in model.modules() if isinstance(module, Quantizer)), None)
     if quantizer is not None:
