@@ -95,6 +95,11 @@ class Rules:
         _check_left_in_float(config, weight_bits=weight_bits, activation_bits=activation_bits)
         self._matched: set[int] = set()
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantized where no rule says otherwise."""
+        return self.weight.enabled or self.activation.enabled
+
     def decisions(
         self, node: fx.Node, flow: Flow, *, feeds: frozenset[str] = frozenset(), kind: str | None = None
     ) -> OpDecisions:
