@@ -26,6 +26,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.int8_movement import quantize_around_movement
 from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
@@ -75,6 +76,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     move_codes(graph, names)
     pool_codes(graph, names)
     fuse_linear_layers(graph, names)
+    fuse_activations(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
