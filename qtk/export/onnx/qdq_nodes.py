@@ -35,6 +35,7 @@ from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
+from qtk.export.onnx.recurrent_weights import dequantize_when_loaded
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -84,6 +85,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
         quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
+    dequantize_when_loaded(marked.model, opset=opset)
     _list_sites(marked.model)
 
 
