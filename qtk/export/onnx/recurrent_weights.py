@@ -1,6 +1,7 @@
 """Lets ONNX Runtime dequantize the weights of LSTM, GRU and RNN when it loads a file, and not at every run.
 
-These operators compute in float, and prepare constant weights for their products once. ONNX Runtime (seen in 1.31)
+These operators, and float cells in a Scan, compute in float; ONNX Runtime prepares constant weights for their products
+once, and fails at dequantized ones in a Scan. ONNX Runtime (seen in 1.31)
 computes what follows from constants in advance, but DequantizeLinear never. So these weights are dequantized by a
 function of the file, ``qtk::DequantizeLinear``, that has the inputs of the operator of this name and is written out as
 (codes − zero point) · scale.
@@ -16,6 +17,8 @@ DOMAIN = "qtk"
 
 RECURRENT = ("LSTM", "GRU", "RNN")
 
+QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
+
 ARRANGING = ("Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Identity")
 """Operators between the weights of a layer and those of the ONNX operator, whose gates have another order."""
 
@@ -24,7 +27,7 @@ def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:
     """Calls the function for every stored matrix that only recurrent operators read. In place."""
     dequantized = [
         node for node in model.graph.all_nodes()
-        if node.op_type == "DequantizeLinear" and _is_matrix_by_row(node) and _only_for_recurrence(node.outputs[0])
+        if node.op_type == "DequantizeLinear" and _is_matrix_by_row(node) and _only_for_recurrence(node.outputs[0], model.graph)
     ]
     for node in dequantized:
         node.domain = DOMAIN
@@ -42,12 +45,20 @@ def _is_matrix_by_row(dequantize: ir.Node) -> bool:
     return matrix and by_row and len(dequantize.inputs) == 3 and "block_size" not in dequantize.attributes
 
 
-def _only_for_recurrence(value: ir.Value) -> bool:
+def _only_for_recurrence(value: ir.Value, graph: ir.Graph) -> bool:
     readers = [reader for reader, _ in value.uses()]
     return bool(readers) and not value.is_graph_output() and all(
-        reader.op_type in RECURRENT or (reader.op_type in ARRANGING and _only_for_recurrence(reader.outputs[0]))
+        reader.op_type in RECURRENT
+        or _is_in_float_body(reader, graph)
+        or (reader.op_type in ARRANGING and _only_for_recurrence(reader.outputs[0], graph))
         for reader in readers
     )
+
+
+def _is_in_float_body(node: ir.Node, graph: ir.Graph) -> bool:
+    """Whether a node is in the body of a loop in which nothing is quantized."""
+    body = node.graph
+    return body is not None and body is not graph and not any(each.op_type in QUANTIZING for each in body)
 
 
 def _function(opset: int) -> ir.Function:
