@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
 from qtk.export.onnx.moved_codes import CARRIED
-from qtk.export.onnx.node_writer import insert_before, value_of
+from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.value_names import ValueNames
 
 FORMULAS = ("Sigmoid", "Div", "Erf", "Add", "Mul")

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
+from qtk.export.onnx.dequantize_nodes import dequantize_of
 from qtk.export.onnx.node_writer import NodeWriter
 from qtk.export.onnx.value_names import ValueNames
 
@@ -32,8 +32,11 @@ def add_hard_sigmoids(graph: ir.Graph, names: ValueNames) -> None:
 
 
 def _is_torchs(node: ir.Node) -> bool:
-    numbers = [node.attributes[name].as_float() if name in node.attributes else None for name in ("alpha", "beta")]
-    return None not in numbers and np.allclose(np.float32(numbers), np.float32([1 / WIDTH, ADDED / WIDTH]), rtol=1e-6)
+    wanted = {"alpha": 1 / WIDTH, "beta": ADDED / WIDTH}
+    return all(
+        name in node.attributes and math.isclose(node.attributes[name].as_float(), number, rel_tol=1e-6)
+        for name, number in wanted.items()
+    )
 
 
 def _quantized_by(value: ir.Value) -> ir.Node | None:
@@ -53,11 +56,8 @@ def _number(value: ir.Value | None) -> float | None:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, quantize: ir.Node, names: ValueNames) -> None:
-    dequantize = dequantize_of(node.inputs[0])
-    assert dequantize is not None
     result, scale = node.outputs[0], _number(quantize.inputs[1])
     assert scale is not None
-    assert codes_of(dequantize) is not None
     name = result.name or node.name or "hard_sigmoid"
     writer = NodeWriter(graph, node, name, result.shape)
     code = [("code", np.uint8(1)), ("scale", np.float32(ADDED)), ("zero_point", np.uint8(0))]
@@ -67,7 +67,7 @@ def _replace(graph: ir.Graph, node: ir.Node, quantize: ir.Node, names: ValueName
     )
     three.metadata_props[CONSTANT] = ""
     total = writer.node("Add", [node.inputs[0], three.outputs[0]], ir.DataType.FLOAT)
-    wide = writer.initializer(f"{name}/{'scale'}", np.array(np.float32(WIDTH) * np.float32(scale)))
+    wide = writer.initializer(f"{name}/scale", np.array(np.float32(WIDTH) * np.float32(scale)))
     quantize.replace_input_with(0, total.outputs[0])
     quantize.replace_input_with(1, wide)
     graph.remove(node, safe=True)

@@ -130,12 +130,15 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed
         has_markers |= _mark_sites(before, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
         after.delete_submodule(QUANTIZERS)
         after.recompile()
-    recurrent = module if isinstance(module, Recurrent) else None
-    if has_markers or recurrent is not None and (packed or recurrent.projected or recurrent.kind not in ONE_OPERATOR):
+    if has_markers or (isinstance(module, Recurrent) and (packed or not _is_one_operator(module))):
         copied.add_module("active_tap", _ActiveTap())
     if isinstance(copied, Recurrent):
         copied.over_time = scan_over_time
     return copied
+
+
+def _is_one_operator(module: Recurrent) -> bool:
+    return module.kind in ONE_OPERATOR and not module.projected
 
 
 class _ActiveTap(Tap):

@@ -26,6 +26,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.folded_weights import dequantize_when_loaded
 from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
 from qtk.export.onnx.int8_movement import quantize_around_movement
@@ -35,7 +36,6 @@ from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
-from qtk.export.onnx.recurrent_weights import dequantize_when_loaded
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -46,8 +46,8 @@ SITE, SPEC = "site", "spec"
 
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
-(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order; and, if there are any,
-``constants``: the names of those that are constants of formulas, not sites."""
+(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order; and,
+if there are any, ``constants``: the names of those that are constants of formulas, not sites."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:

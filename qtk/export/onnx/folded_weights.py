@@ -1,10 +1,10 @@
-"""Lets ONNX Runtime dequantize the weights of LSTM, GRU and RNN when it loads a file, and not at every run.
+"""Lets ONNX Runtime dequantize weights that float operators read when it loads a file, and not at every run.
 
-These operators, and float cells in a Scan, compute in float; ONNX Runtime prepares constant weights for their products
-once, and fails at dequantized ones in a Scan. ONNX Runtime (seen in 1.31)
+LSTM, GRU and RNN compute in float, and prepare constant weights for their products once; float cells in a Scan fail at
+dequantized ones; embeddings would dequantize the whole table to look up a few rows. ONNX Runtime (seen in 1.31)
 computes what follows from constants in advance, but DequantizeLinear never. So these weights are dequantized by a
 function of the file, ``qtk::DequantizeLinear``, that has the inputs of the operator of this name and is written out as
-(codes − zero point) · scale.
+(codes − zero point) · scale. Files stay small; the memory of a session is that of the float model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qtk.export.onnx.dequantize_nodes import codes_of
 
 DOMAIN = "qtk"
 
-RECURRENT = ("LSTM", "GRU", "RNN")
+FLOAT_OPERATORS = ("LSTM", "GRU", "RNN", "Gather")
 
 QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 
@@ -24,10 +24,11 @@ ARRANGING = ("Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose", 
 
 
 def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:
-    """Calls the function for every stored matrix that only recurrent operators read. In place."""
+    """Calls the function for every stored matrix that only such operators read. In place."""
     dequantized = [
         node for node in model.graph.all_nodes()
-        if node.op_type == "DequantizeLinear" and _is_matrix_by_row(node) and _only_for_recurrence(node.outputs[0], model.graph)
+        if node.op_type == "DequantizeLinear" and _is_matrix_by_row(node)
+        and _only_for_float(node.outputs[0], model.graph)
     ]
     for node in dequantized:
         node.domain = DOMAIN
@@ -45,12 +46,12 @@ def _is_matrix_by_row(dequantize: ir.Node) -> bool:
     return matrix and by_row and len(dequantize.inputs) == 3 and "block_size" not in dequantize.attributes
 
 
-def _only_for_recurrence(value: ir.Value, graph: ir.Graph) -> bool:
+def _only_for_float(value: ir.Value, graph: ir.Graph) -> bool:
     readers = [reader for reader, _ in value.uses()]
     return bool(readers) and not value.is_graph_output() and all(
-        reader.op_type in RECURRENT
+        reader.op_type in FLOAT_OPERATORS
         or _is_in_float_body(reader, graph)
-        or (reader.op_type in ARRANGING and _only_for_recurrence(reader.outputs[0], graph))
+        or (reader.op_type in ARRANGING and _only_for_float(reader.outputs[0], graph))
         for reader in readers
     )
 
