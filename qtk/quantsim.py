@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from qtk.workflow.compare import SiteError, compare
 from qtk.workflow.export import export
 from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Batch, Data, Forward
+from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.store import load, restore, save
@@ -93,8 +95,6 @@ class QuantSim:
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
         self.scheme = canonical_scheme(scheme)
@@ -197,9 +197,10 @@ class QuantSim:
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        to_calibrate = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
         calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress)
-        self._simulation = calibrate(self._simulation, to_calibrate, calibration_data)
+        with nullcontext() if only_missing or sites is not None else masked_sites_back(self):
+            to_calibrate = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
+            self._simulation = calibrate(self._simulation, to_calibrate, calibration_data)
         if sites is None:
             self.check()
 
@@ -397,6 +398,5 @@ class QuantSim:
 
 def _prepared(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
     """``model``, captured if it is not yet; a copy unless ``in_place``."""
-    if not isinstance(model, PreparedModel) or not model.report.complete:
-        model = prepare_model(model, example_inputs)
-    return model if in_place else copy.deepcopy(model)
+    prepared = prepare_model(model, example_inputs)
+    return prepared if in_place else copy.deepcopy(prepared)

@@ -71,6 +71,23 @@ def detached(tree: Tree) -> Tree:
     return copies
 
 
+def distinct(tree: Tree) -> Tree:
+    """``tree`` with a copy of each tensor that occurs in it a second time.
+
+    ``torch.export`` takes one tensor passed twice for one input, and would compute with the second of two others.
+    """
+    seen: set[int] = set()
+
+    def copied(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.clone()
+
+    copies: Tree = pytree.tree_map(copied, tree)
+    return copies
+
+
 def with_rows(model: nn.Module, call: Call) -> Call:
     """``call`` with two rows of zeros for each tensor whose axis 0 is empty; unchanged if ``model`` fails on them.
 

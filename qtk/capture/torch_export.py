@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from qtk.capture.calls import distinct
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
@@ -138,6 +139,7 @@ def first_line(error: BaseException) -> str:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
+    args, kwargs = distinct((args, kwargs))
     with silent_torch(), lengths_stay_free():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)

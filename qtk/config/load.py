@@ -21,7 +21,8 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
     Args:
         source: the name of a shipped target (``default``), the path of a YAML file or of an AIMET JSON file (recognized
             by its keys), the mapping such a file holds, or a ``QuantConfig``, returned unchanged. A file or
-            mapping with the key ``extends`` extends a shipped target or another file; without it, nothing is inherited.
+            mapping with the key ``extends`` extends a shipped target or another file, whose path is relative to the
+            file that names it; without it, nothing is inherited.
 
     Raises: ConfigError with file, line or path of each mistake; for an unknown name the nearest.
 
@@ -33,16 +34,29 @@ bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, scheme,
     if isinstance(source, QuantConfig):
         return source
     if isinstance(source, Mapping):
-        return _from_value(source, "config")
-    path = _path_of(source)
-    return _from_value(read_file(path), str(path))
+        return _from_value(source, "config", ())
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"config must be a shipped name, a path or a mapping, got {source!r}; leave it out for "
+                          "'default'")
+    return _from_file(_path_of(Path(source)), ())
 
 
-def _from_value(value: object, name: str) -> QuantConfig:
+def _from_file(path: Path, above: tuple[Path, ...]) -> QuantConfig:
+    """Reads a file that the files ``above`` extend, each the next."""
+    if path.resolve() in above:
+        circle = " → ".join(str(each) for each in (*above[above.index(path.resolve()):], path))
+        raise ConfigError(f"configs extend each other in a circle: {circle}; one of them must stand for itself")
+    return _from_value(read_file(path), str(path), (*above, path.resolve()))
+
+
+def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfig:
     if isinstance(value, Mapping) and is_aimet(value):
         value = from_aimet(value, source=name)
     if isinstance(value, Mapping) and "extends" in value:
-        base = load_config(value["extends"])
+        extended = value["extends"]
+        if not isinstance(extended, (str, Path)):
+            raise ConfigError(f"{name}: extends must be a shipped name or the path of a file, got {extended!r}")
+        base = _from_file(_path_of(Path(extended), above[-1].parent if above else Path()), above)
         extension = validate(QuantConfig, {key: item for key, item in value.items() if key != "extends"}, source=name)
         return _extended(base, extension)
     return validate(QuantConfig, value, source=name)
@@ -68,14 +82,15 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
     )
 
 
-def _path_of(source: str | Path) -> Path:
+def _path_of(source: Path, folder: Path = Path()) -> Path:
+    """The file of a shipped name, or of a path relative to ``folder``."""
     known = shipped_names("targets")
-    if source in known:
+    if str(source) in known:
         return shipped("targets", str(source))
-    path = Path(source)
+    path = folder / source
     if path.is_file():
         return path
-    if not path.suffix and len(path.parts) == 1:
+    if not path.suffix and len(source.parts) == 1:
         raise ConfigError(f"config {str(source)!r} is neither a file nor shipped with qtk; {nearest(path.name, known)}")
     raise ConfigError(f"config file {path} does not exist; give the path of a YAML or AIMET JSON file, "
                       f"or a shipped name: {', '.join(known)}")

@@ -179,7 +179,8 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
                 module.delete_submodule(target)
     kept = {site: decided for site, decided in plan.items() if site not in dropped}
     smaller_plan = replace(plan, sites=kept, unquantized={**plan.unquantized, **dropped})
-    return Simulation(model, smaller_plan, {site: simulation.quantizers[site] for site in kept})
+    quantizers = {site: simulation.quantizers[site] for site in kept}
+    return Simulation(model, smaller_plan, quantizers, {**simulation.masked, **dropped})
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import nn
@@ -20,12 +20,14 @@ class Simulation:
     Args:
         model: a prepared model with its quantizers inserted.
         plan: what is quantized, and how.
-        quantizers: site → its quantizer, in the order of the plan; sites that share an encoding share the quantizer.
+        quantizers: site → its quantizer, in plan order; sites that share an encoding share the quantizer.
+        masked: the sites that calibration took out of the plan, as their values carry a mask, each with the reason.
     """
 
     model: nn.Module
     plan: QuantPlan
     quantizers: Mapping[Site, Quantizer]
+    masked: Mapping[Site, str] = field(default_factory=dict)
 
 
 class HasSimulation(Protocol):

@@ -16,6 +16,9 @@ ADVICE = "clean the data, or find the layer that produces them"
 SENTINEL = -1e30
 """Values ≤ this (−inf, ``finfo.min``) mark masked attention scores; they enter no statistics."""
 
+LEAST_MASKED = 1 / 64
+"""Share of a tensor's elements from which on sentinels are a mask wherever they are, and not numbers gone wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
@@ -42,9 +45,14 @@ class Extremes:
 
 
 class Counted:
-    """Base of the observers: counts elements and sentinels; on an accelerator the counts are read only on demand."""
+    """Base of the observers: counts elements and sentinels; on an accelerator the counts are read only on demand.
+
+    Attributes:
+        allows_mask: whether few sentinels are a mask too; otherwise they are refused like NaN.
+    """
 
     def __init__(self) -> None:
+        self.allows_mask = True
         self._count: int | Tensor = 0
         self._sentinels: int | Tensor = 0
         self._broken: Tensor | None = None
@@ -60,9 +68,9 @@ class Counted:
         return int(self._sentinels)
 
     def check(self) -> None:
-        """Raises: CalibrationError if NaN or +inf was observed on an accelerator."""
+        """Raises: CalibrationError if NaN or infinity was observed on an accelerator."""
         if self._broken is not None and bool(self._broken):
-            raise CalibrationError(f"NaN or +inf among the {self.count} elements seen; {ADVICE}")
+            raise CalibrationError(f"NaN or infinity among the {self.count} elements seen; {ADVICE}")
 
     def _add(self, batch: Extremes) -> None:
         self._join(batch.count, batch.sentinels, batch.broken)
@@ -91,16 +99,17 @@ def sentinel_bound(dtype: torch.dtype) -> float:
     return max(SENTINEL, torch.finfo(dtype).min)
 
 
-def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
+def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -> Extremes | None:
     """Minimum and maximum of ``x`` for each scale, ``None`` if ``x`` is empty.
 
-    Raises: CalibrationError if ``x`` is on the CPU and holds NaN or +inf; SpecError if the granularity does not fit it.
+    Raises: CalibrationError if ``x`` is on the CPU and holds NaN, +inf, or sentinels that are no mask, with the index
+        of the first; SpecError if the granularity does not fit it.
     """
     if x.numel() == 0:
         return None
     bound = sentinel_bound(x.dtype)
     if not on_cpu(x):
-        return _without_sync(x, granularity, bound)
+        return _without_sync(x, granularity, bound, allows_mask=allows_mask)
     low, high = _reduce(x, granularity)
     if bool(((low > bound) & (high < torch.inf)).all()):  # false at NaN too
         return Extremes(low, high, x.numel(), 0)
@@ -112,8 +121,15 @@ def extremes(x: Tensor, granularity: Granularity) -> Extremes | None:
             f"{ADVICE}"
         )
     masked = x <= bound
-    low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
     sentinels = int(masked.sum())
+    if not allows_mask and sentinels < LEAST_MASKED * x.numel():
+        index = masked.nonzero()[0].tolist()
+        raise CalibrationError(
+            f"{float(x[tuple(index)]):.3g} at index {index}, one of {sentinels} values ≤ {bound:.3g} among the "
+            f"{x.numel()} elements of a {x.dtype} tensor of shape {tuple(x.shape)} that carries no attention mask; "
+            f"{ADVICE}"
+        )
+    low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
     seen = low < torch.inf
     return Extremes(low, high, x.numel() - sentinels, sentinels, None if bool(seen.all()) else seen)
 
@@ -123,12 +139,14 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _without_sync(x: Tensor, granularity: Granularity, bound: float) -> Extremes:
+def _without_sync(x: Tensor, granularity: Granularity, bound: float, *, allows_mask: bool) -> Extremes:
     masked = x <= bound
     low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
     _, high = _reduce(x.masked_fill(masked, -torch.inf), granularity)
     sentinels = masked.sum()
     broken = (low.isnan() | (high == torch.inf)).any()
+    if not allows_mask:
+        broken |= (sentinels > 0) & (sentinels < LEAST_MASKED * x.numel())
     return Extremes(low, high, x.numel() - sentinels, sentinels, low != torch.inf, broken)
 
 

@@ -42,7 +42,7 @@ class MinMax(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        batch = extremes(x, self.granularity)
+        batch = extremes(x, self.granularity, allows_mask=self.allows_mask)
         if batch is None:
             return
         if not batch.nothing:

@@ -12,8 +12,11 @@ Self = TypeVar("Self", bound="Observer")
 class Observer(Protocol):
     """Collects statistics of one site, tensor by tensor.
 
-    ``count`` elements entered the statistics, ``sentinels`` were left out as attention-mask sentinels.
+    ``count`` elements entered the statistics, ``sentinels`` were left out as attention-mask sentinels. Without
+    ``allows_mask`` few sentinels are refused.
     """
+
+    allows_mask: bool
 
     @property
     def count(self) -> int: ...

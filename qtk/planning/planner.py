@@ -31,7 +31,7 @@ from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
-from qtk.errors import SpecError
+from qtk.errors import ConfigError, SpecError
 from qtk.graph.graphs import roots
 from qtk.graph.op_table import OP_NAMES
 from qtk.planning.draft import Draft
@@ -47,6 +47,9 @@ from qtk.planning.share_merges import share_merges
 RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
 
+SHOWN = 5
+"""Reasons that an error lists."""
+
 
 def plan(
     model: PreparedModel, config: QuantConfig, *, weight_bits: Width, activation_bits: Width, scheme: str
@@ -54,7 +57,7 @@ def plan(
     """Decides every site of a prepared model.
 
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
-        ConfigError if a width contradicts the config.
+        ConfigError if a width contradicts the config, or if nothing would be quantized though the config asks for it.
     """
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
@@ -75,6 +78,10 @@ def plan(
         sites |= draft.in_order()
         unquantized |= draft.left_out()
     unquantized |= {Site.parameter(name): reason for name, reason in parameters_outside(model).items()}
+    if not sites and rules.quantizes:
+        reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
+        raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
+                          "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     return QuantPlan(sites, unquantized, rules.unmatched())
 
 

@@ -83,6 +83,11 @@ class Rules:
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
         self._matched: set[int] = set()
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantized where no rule says otherwise."""
+        return self.weight.enabled or self.activation.enabled
+
     def decisions(
         self, node: fx.Node, flow: Flow, *, feeds: frozenset[str] = frozenset(), kind: str | None = None
     ) -> OpDecisions:

@@ -1,9 +1,11 @@
-"""Switches the mode of many quantizers at once."""
+"""Switches many quantizers at once: their mode, and whether they cache fake-quantized weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from torch import nn
 
 from qtk.quantizers.quantizer import Mode, Quantizer
 
@@ -23,3 +25,21 @@ def in_mode(quantizers: Iterable[Quantizer], mode: Mode) -> Iterator[None]:
     finally:
         for quantizer, previous in before:
             quantizer.mode = previous
+
+
+@contextmanager
+def caching(model: nn.Module) -> Iterator[None]:
+    """Quantizes every weight once while the body runs without gradients, as long as nobody writes to it.
+
+    For qtk's own functions: a write through ``tensor.data`` in the body would go unnoticed.
+    """
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer) and module.cache]
+    caches = [quantizer.weight_cache for quantizer in quantizers if not quantizer.weight_cache.enabled]
+    for cache in caches:
+        cache.enabled = True
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.enabled = False
+            cache.clear()

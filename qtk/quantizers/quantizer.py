@@ -43,7 +43,7 @@ class Quantizer(Tap):
     Args:
         spec: how to quantize.
         site: name of the site, for messages.
-        cache: keep the result between calls without grad; for parameters, which seldom change.
+        cache: whether ``caching`` acts on it: for parameters, which seldom change.
 
     >>> from qtk.core.dtypes import dtype
     >>> quantizer = Quantizer(QuantSpec(dtype("int4"), symmetric=True), site="fc:out")
@@ -65,7 +65,7 @@ class Quantizer(Tap):
         self.rewrote_weight = False
         self.cache = cache
         self._listener = Listener[Observer](site)
-        self._weight_cache = WeightCache()
+        self.weight_cache = WeightCache()
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
@@ -83,12 +83,9 @@ class Quantizer(Tap):
             raise NotCalibratedError(
                 f"{self.site} has no encoding to simulate with; run sim.compute_encodings(data) or load encodings first"
             )
-        if self.scale is None or not self.cache or torch.compiler.is_compiling():
+        if self.scale is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self._simulate(x)
-        if torch.is_grad_enabled():
-            self._weight_cache.clear()
-            return self._simulate(x)
-        return self._weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+        return self.weight_cache.get(self._simulate, x, self.scale, self.zero_point)
 
     @property
     def ready(self) -> bool:
@@ -173,11 +170,6 @@ class Quantizer(Tap):
         if self.learns_range and encoding is not None:
             self._hold(encoding.scale, encoding.zero_point)
 
-    def train(self, mode: bool = True) -> Quantizer:
-        self._weight_cache.clear()
-        super().train(mode)
-        return self
-
     def extra_repr(self) -> str:
         return f"{self.site}: {self.spec}, {self.mode.value}"
 
@@ -213,7 +205,6 @@ class Quantizer(Tap):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         """Moves to another device, but keeps the dtype: scales stay float32, bit for bit."""
-        self._weight_cache.clear()
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

@@ -13,15 +13,14 @@ from qtk.torch_private import is_traced, version_of
 class WeightCache:
     """A cache of one result, keyed by memory address and version of the tensors it was computed from.
 
-    A tensor's version counter shows a change. Writes through ``tensor.data`` and by fused optimizers
-    (``AdamW(fused=True)``) do not raise that counter; so the quantizer clears the cache whenever it runs with grad, and
-    at every ``train()`` or ``eval()`` of the model, as around every training step. Code that writes
-    through ``.data`` between two calls without grad must clear it itself.
+    A tensor's version counter shows a change, but not a write through ``tensor.data`` or by a fused optimizer
+    (``AdamW(fused=True)``). So it caches only while ``enabled``: inside qtk's own functions, where nobody else writes.
 
-    A copy or pickle of a cache is empty.
+    A copy or pickle of a cache is empty and not enabled.
     """
 
     def __init__(self) -> None:
+        self.enabled = False
         self._key: tuple[object, ...] = ()
         self._weight: Tensor | None = None
         self._result: Tensor | None = None
@@ -32,7 +31,9 @@ class WeightCache:
     def get(
         self, simulate: Callable[[Tensor], Tensor], weight: Tensor, scale: Tensor, zero_point: Tensor | None
     ) -> Tensor:
-        """``simulate(weight)``, cached if weight, scale and zero point are those of the last call."""
+        """``simulate(weight)``, cached if enabled, and weight, scale and zero point are those of the last call."""
+        if not self.enabled:
+            return simulate(weight)
         sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)
         if not all(_is_plain(source) for source in sources) or is_traced():  # a tracer must see every call
             return simulate(weight)

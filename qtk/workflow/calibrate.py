@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,10 +19,12 @@ from qtk.core.site import Site
 from qtk.core.spec import PER_TENSOR, QuantSpec
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
+from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
+from qtk.observers.extremes import ADVICE
 from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
 from qtk.planning.selection import leaders
@@ -55,7 +57,8 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
     """Computes the encodings of ``sites``, then loads them all at once.
 
     The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
-    like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Sites that are
+    like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Where no mask
+    can be (``qtk.graph.masks``) a few such numbers are an error. Sites that are
     quantized dynamically need no data; they are only watched for sentinels. Scales of weights are raised where an int32
     bias needs it, see ``raise_scales``. Where a process group is initialized, every
     rank observes its own data and all get the same encodings.
@@ -67,15 +70,15 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
 
     Returns: the simulation without the sites that carry a mask.
 
-    Raises: CalibrationError for NaN or +inf, naming the site and on the CPU the batch; if there is no data; or if no
-        data reached a site. Nothing has changed then.
+    Raises: CalibrationError for NaN, infinity or sentinels that are no mask, naming the site and on the CPU the batch;
+        if there is no data; or if no data reached a site. Nothing has changed then.
     """
     device = device_of(simulation.model)
     encodings = {site: known_encoding(d.spec, d.range, device) for site, d in sites.items() if d.range is not None}
     static = {site: decided for site, decided in sites.items() if decided.static}
-    encodings |= parameter_encodings(simulation.model, static, data.progress)
+    encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
     observers = _observed_on_data(simulation, sites, data)
-    masked = _masked(observers)
+    masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
     encodings |= _activation_encodings({site: sites[site] for site in observers if site not in masked}, observers)
     if data.batches is None and data.example is not None:
         masked |= _masked_in_example(simulation, sites, data.example)
@@ -119,10 +122,14 @@ def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> En
     return Encoding(encoding.spec, *choose_range(torch.minimum(low, high), torch.maximum(low, high), encoding.spec))
 
 
-def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool) -> dict[Site, Encoding]:
+def parameter_encodings(
+    model: nn.Module, sites: Mapping[Site, SitePlan], progress: bool, *, maskable: Collection[Site] = (),
+) -> dict[Site, Encoding]:
     """Encodings of values computed from parameters alone, from their present values.
 
-    Raises: CalibrationError naming the site, if a value cannot be calibrated.
+    Without those of ``maskable`` that carry a mask.
+
+    Raises: CalibrationError naming the site, if a value cannot be calibrated, or holds −inf or the like.
     """
     encodings = {}
     values = tqdm(
@@ -133,9 +140,14 @@ def parameter_encodings(model: nn.Module, sites: Mapping[Site, SitePlan], progre
         decided = sites[site]
         scheme = calibrator(decided.scheme)
         observer = scheme.observer(decided.spec.granularity, static=True)
+        observer.allows_mask = site in maskable
         try:
             observer.observe(value)
             observer.check()
+            if observer.sentinels and site in maskable:
+                continue
+            if observer.sentinels:
+                raise CalibrationError(f"{observer.sentinels} of its values are −inf or ≤ -1e30; {ADVICE}")
             (encodings[site],) = scheme.encodings([observer], [decided.spec])
         except CalibrationError as error:
             raise CalibrationError(f"{site}: {error}") from None
@@ -152,6 +164,9 @@ def _observed_on_data(
     }
     if not observers:
         return observers
+    maskable = _maskable_leaders(simulation)
+    for site, observer in observers.items():
+        observer.allows_mask = site in maskable
     problem: Exception | None = None
     try:
         if data.batches is None:
@@ -166,6 +181,12 @@ def _observed_on_data(
     except Exception as error:  # the other ranks are waiting
         problem = error
     return joined(observers, device_of(simulation.model), problem)
+
+
+def _maskable_leaders(simulation: Simulation) -> set[Site]:
+    """The sites whose encoding serves a value that may carry a mask."""
+    plan = simulation.plan
+    return {plan[site].leader or site for site in maskable_sites(simulation.model) if site in plan}
 
 
 def _masked_in_example(simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch) -> dict[Site, str]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from qtk.core.site import Site
 from qtk.graph.simulation import Simulation
+from qtk.numerics.affine import expand
 from qtk.numerics.error import decibels
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
-from qtk.quantizers.quantizer import Mode
+from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
 
 
@@ -24,7 +25,8 @@ class SiteError:
     Args:
         site: name of the site.
         sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
-        max_error_scales: largest absolute error in units of the site's scale, NaN where each tensor has its own.
+        max_error_scales: largest absolute error, each in units of the scale of its own channel or block; NaN where each
+            tensor has its own.
         unpaired: simulated calls without a float call of the same shape, because the model took another path (a router
             that sends tokens elsewhere); they are not counted, and if there are no others ``sqnr_db`` is NaN.
     """
@@ -42,12 +44,13 @@ class _Sums:
     worst: float = 0.0
     unpaired: int = 0
 
-    def add(self, reference: Tensor, value: Tensor, scale: Tensor | None) -> None:
+    def add(self, reference: Tensor, value: Tensor, quantizer: Quantizer) -> None:
         difference = (value - reference).double()
         self.signal += float(reference.double().square().sum())
         self.noise += float(difference.square().sum())
-        if scale is not None and difference.numel():
-            self.worst = max(self.worst, float(difference.abs().max()) / float(scale.min()))
+        if quantizer.encoding is not None and difference.numel():
+            scale, block_size = quantizer.encoding.scale, quantizer.spec.granularity.block_size(value.ndim)
+            self.worst = max(self.worst, float((difference / expand(scale, value.shape, block_size)).abs().max()))
 
     @property
     def sqnr_db(self) -> float:
@@ -65,7 +68,8 @@ def compare(
     """The error at every leader, worst SQNR first, NaN last.
 
     Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
-    that site; the float values of one batch are held in memory at a time.
+    that site, so that the order says where an error is large, not which site makes it; the float values of one batch
+    are held in memory at a time.
     """
     quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
     sums = {site: _Sums() for site in quantizers}
@@ -81,7 +85,7 @@ def compare(
                 if reference is None or reference.shape != output.shape:
                     sums[site].unpaired += 1
                 else:
-                    sums[site].add(reference, output.detach(), quantizers[site].scale)
+                    sums[site].add(reference, output.detach(), quantizers[site])
 
         return record
 

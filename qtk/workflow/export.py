@@ -15,6 +15,7 @@ from torch import fx, nn
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
 from qtk.capture.inputs import ExampleInputs, split_inputs
+from qtk.capture.tracing_lock import TRACING
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, Shape
 from qtk.core.site import Site
@@ -86,7 +87,7 @@ def export(
                               "opset out")
         exporters["onnx"] = partial(_onnx, opset=opset)
     check()
-    with staged_directory(directory, force=force) as folder:
+    with TRACING, staged_directory(directory, force=force) as folder:
         for write in exporters.values():
             write(simulation, example_inputs, folder)
 

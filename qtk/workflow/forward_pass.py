@@ -12,8 +12,10 @@ from tqdm import tqdm
 
 from qtk.capture.calls import leaves_text
 from qtk.capture.inputs import split_inputs
+from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.nn.eval_mode import evaluating
+from qtk.quantizers.modes import caching
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -66,18 +68,19 @@ def outputs(
     total = min((len(data) if isinstance(data, Sized) else num_batches) or 0, num_batches or 2**62) or None
     batches = itertools.islice(data, num_batches)
     seen = 0
-    for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
-        with evaluating(model), torch.no_grad():
-            try:
-                output = run(model, batch)
-            except ended_by:
-                output = None
-            except QtkError as error:
-                raise type(error)(f"batch {index}: {error}") from None
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise CalibrationError(_refused(index, batch, error, forward)) from error
-        seen += 1
-        yield output
+    with caching(model):
+        for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
+            with TRACING, evaluating(model), torch.no_grad():
+                try:
+                    output = run(model, batch)
+                except ended_by:
+                    output = None
+                except QtkError as error:
+                    raise type(error)(f"batch {index}: {error}") from None
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise CalibrationError(_refused(index, batch, error, forward)) from error
+            seen += 1
+            yield output
     if seen == 0:
         raise CalibrationError(
             f"{label or 'the data'}: no batches; pass a non-empty iterable (num_batches={num_batches})"
@@ -99,7 +102,7 @@ def run_all(
     Raises: CalibrationError as ``outputs``.
     """
     if callable(data) and not isinstance(data, Iterable):
-        with evaluating(model), torch.no_grad():
+        with TRACING, caching(model), evaluating(model), torch.no_grad():
             data(model)
         return
     batches = outputs(

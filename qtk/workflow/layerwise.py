@@ -13,6 +13,7 @@ from torch import nn
 
 from qtk.capture.call_recording import Recorded, recording
 from qtk.capture.calls import Call
+from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.layerwise.adaround import AdaRound
@@ -29,7 +30,7 @@ from qtk.layerwise.walk import Inputs
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.eval_mode import evaluating
 from qtk.observers.ranks import agree
-from qtk.quantizers.modes import in_mode
+from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import parameter_encodings
 from qtk.workflow.forward_pass import Data, Forward, run_all
@@ -331,7 +332,10 @@ def apply_layerwise(
         if value not in known:
             raise CalibrationError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     simulation = sim.simulation
-    with torch.inference_mode(False), evaluating(simulation.model), ExitStack() as stack:
+    contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         problem: Exception | None = None
         try:
             layers, skipped = select_layers(simulation, resolved, sites)

@@ -18,12 +18,14 @@ from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLE, REPORT, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, first_line, with_batch_of_two
+from qtk.capture.tracing_lock import TRACING
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
 from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
 from qtk.nn.fast_path import fast_path_off
+from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model"]
@@ -94,16 +96,29 @@ def prepare_model(
     Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;
         VerificationError if no rung of the ladder computes what the model computes.
     """
-    started = time.perf_counter()
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
     check_dynamic_shapes(dynamic_shapes)
+    quantizer = next((module for module in model.modules() if isinstance(module, Quantizer)), None)
+    if quantizer is not None:
+        raise CaptureError(f"the model holds quantizers already (of {quantizer.site}): it is, or holds, the model of a "
+                           "simulation; pass the float model it was made from")
     if isinstance(model, PreparedModel):
         if model.report.complete:
             return _as_it_is(model, modules_to_exclude)
         model = model.meta[ORIGINAL]
     excluded = [module_names(model, module) for module in modules_to_exclude]
-    if example_inputs is None:
-        return _traced(model, started)
-    args, kwargs = split_inputs(example_inputs)
+    with TRACING:
+        if example_inputs is None:
+            return _traced(model)
+        return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
+
+
+def _prepared(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
+    excluded: list[set[str]], *, verify: bool,
+) -> PreparedModel:
+    started = time.perf_counter()
     notes = [*_register_dataclasses((args, kwargs))]
     expected = _run_once(model, args, kwargs)
     notes += _register_dataclasses(expected[0])
@@ -128,7 +143,8 @@ def _as_it_is(prepared: PreparedModel, modules_to_exclude: Collection[nn.Module 
     return prepared
 
 
-def _traced(model: nn.Module, started: float) -> PreparedModel:
+def _traced(model: nn.Module) -> PreparedModel:
+    started = time.perf_counter()
     try:
         with untouched(model):
             traced = fx.symbolic_trace(model)

@@ -50,7 +50,6 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
     model, before = sim.model, sim.simulation
     with unchanged_on_error(model):
         remove(model)
-        masked = {site: before.plan.unquantized[site] for site in sim.plan_of(model) if site not in before.plan}
         steps, tensors = len(steps_of(model)), _float_tensors(model)
         assert model.example is not None, "a simulation is made of a complete capture"
         result = transform(model, model.example)
@@ -59,8 +58,8 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
         plan = sim.plan_of(model) if rewritten else before.plan
         kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
         refuse_fixed(before, [site for site in before.quantizers if site not in kept])
-        simulation = Simulation(model, plan, insert(model, plan, known=kept))
-        if still_masked := {site: why for site, why in masked.items() if site in plan}:
+        simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked)
+        if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
             simulation = drop_sites(simulation, still_masked)
         for site, quantizer in simulation.quantizers.items():
             if site not in kept:

@@ -5,6 +5,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ShapesCollection
 
+import qtk
 from qtk.capture.inputs import split_inputs
 from qtk.capture.torch_export import capture, check_dynamic_shapes
 from qtk.errors import CaptureError
@@ -166,3 +167,18 @@ def test_dynamic_shapes_of_another_type_are_an_error_that_says_what_to_give(dyna
 )
 def test_dynamic_shapes_that_may_be_given(dynamic_shapes):
     check_dynamic_shapes(dynamic_shapes)
+
+
+def test_one_tensor_passed_twice_is_two_inputs():
+    class Difference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, pair, *, extra):
+            return self.one(x) - self.other(pair[0]) + pair[1] * extra
+
+    model, x = Difference().eval(), torch.randn(3, 4)
+    prepared = qtk.prepare_model(model, {"x": x, "pair": [x, x], "extra": x})
+    x, a, b, extra = torch.randn(4, 5, 4)
+    assert torch.equal(prepared(x=x, pair=[a, b], extra=extra), model(x, [a, b], extra=extra))

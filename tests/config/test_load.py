@@ -113,3 +113,32 @@ def test_a_config_extends_another_field_by_field():
 def test_extending_something_unknown_names_the_nearest():
     with pytest.raises(ConfigError, match="default"):
         load_config({"version": 1, "extends": "defalt"})
+
+
+def test_extended_files_are_looked_for_beside_the_file_that_names_them(tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text("version: 1\ndefaults: {weight: {bits: 5}}\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text("version: 1\nextends: base.yaml\n", encoding="utf-8")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_config(tmp_path / "mine.yaml").defaults.weight.bits == 5
+    with pytest.raises(ConfigError, match=r"base\.yaml does not exist"):
+        load_config({"version": 1, "extends": "base.yaml"})
+
+
+def test_a_circle_is_named(tmp_path):
+    for name, other in (("a", "b"), ("b", "c"), ("c", "b")):
+        (tmp_path / f"{name}.yaml").write_text(f"version: 1\nextends: {other}.yaml\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"in a circle: \S+b\.yaml → \S+c\.yaml → \S+b\.yaml;"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("extended", [5, None, ["default"], {"version": 1}])
+def test_what_cannot_be_extended_is_quoted(extended):
+    with pytest.raises(ConfigError, match=r"^config: extends must be a shipped name or the path of a file, got "):
+        load_config({"version": 1, "extends": extended})
+
+
+@pytest.mark.parametrize("source", [None, 3, ["default"]])
+def test_what_is_no_config_is_quoted(source):
+    with pytest.raises(ConfigError, match="config must be a shipped name, a path or a mapping, got"):
+        load_config(source)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qtk
 from qtk.config.load import load_config
 from qtk.core.granularity import PerChannel
 from qtk.core.width import FROM_CONFIG
-from qtk.errors import SpecError
+from qtk.errors import ConfigError, SpecError
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
 from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, by_name, leaders, plan_of
@@ -135,3 +136,11 @@ def test_multi_output_models_reach_every_layer():
     decided = by_name(plan_of(Net(), torch.randn(2, 6), PER_CHANNEL))
     for index in range(4):
         assert decided[f"layers.{index}.weight"].spec.granularity == PerChannel(0)
+
+
+def test_a_plan_that_quantizes_nothing_is_refused():
+    x = torch.randn(2, 4)
+    rule = {"match": {"path": "*"}, "weight": "float", "input": "float", "output": "float"}
+    with pytest.raises(ConfigError, match=r"nothing of this model would be .*:\n  .*weight: float by rules\[0\]"):
+        qtk.QuantSim(nn.Linear(4, 4), x, config={"version": 1, "rules": [rule], "io": {"inputs": "float"}})
+    assert not qtk.QuantSim(nn.Linear(4, 4), x, weight_bits=None, activation_bits=None).plan

@@ -24,7 +24,9 @@ class Counted:
 @pytest.fixture
 def setting():
     weight, scale, zero_point = nn.Parameter(torch.randn(4, 3)), torch.rand(4) + 0.1, torch.zeros(4, dtype=torch.int32)
-    return WeightCache(), Counted(), weight, scale, zero_point
+    cache = WeightCache()
+    cache.enabled = True
+    return cache, Counted(), weight, scale, zero_point
 
 
 def test_it_remembers_while_nothing_changes(setting):

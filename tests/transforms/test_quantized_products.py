@@ -32,7 +32,7 @@ OPS = {
     "transposed": ((4, WIDTH), (2, 3, WIDTH), lambda x, w, b: x @ w.t(), Sampling.ROWS, 0),
     "addmm": ((WIDTH, 4), (5, WIDTH), lambda x, w, b: torch.addmm(b, x, w), Sampling.ROWS, 1),
     "left factor": ((4, WIDTH), (2, WIDTH, 3), lambda x, w, b: w @ x, Sampling.WHOLE, 0),
-    "batched": ((2, WIDTH, 4), (2, 3, WIDTH), lambda x, w, b: torch.bmm(x, w), Sampling.WHOLE, 2),
+    "batched": ((2, WIDTH, 4), (2, 3, WIDTH), lambda x, w, b: torch.bmm(x, w), Sampling.WHOLE, (0, 2)),
     "conv": ((4, 3, 3, 3), (2, WIDTH, 5, 5), lambda x, w, b: F.conv2d(x, w, b, groups=2), Sampling.MAPS, 0),
     "unbatched conv": ((4, WIDTH, 3), (WIDTH, 5), F.conv1d, Sampling.WHOLE, 0),
     "conv_transpose": ((WIDTH, 4, 2), (2, WIDTH, 5), lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
@@ -50,8 +50,8 @@ def read(name):
 
 
 def rounded(weight, axis):
-    """Symmetric int8 with a scale for each index of ``axis``, written out."""
-    others = [other for other in range(weight.ndim) if other != axis]
+    """Symmetric int8 with a scale for each index of ``axis``, or of several axes, written out."""
+    others = [other for other in range(weight.ndim) if other not in (axis if isinstance(axis, tuple) else (axis,))]
     scale = torch.maximum(weight.amax(others, keepdim=True) / 127, weight.amin(others, keepdim=True) / -128)
     return (weight / scale).round().clamp(-128, 127) * scale
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtk
-from qtk.errors import CalibrationError, CaptureError, VerificationError
+from qtk.errors import CalibrationError, CaptureError, ConfigError, VerificationError
 from tests.zoo.python import sign
 
 X = torch.randn(4, 8)
@@ -332,7 +332,18 @@ def test_weights_outside_of_all_graphs_are_in_the_plan_with_the_reason():
                 x = self.fc(x, times) * sign(x)
             return self.other(x) if x.sum() > 1e9 else x
 
-    plan = qtk.QuantSim(Steps(), X).plan
+    plan = qtk.QuantSim(nn.Sequential(Steps(), nn.Linear(8, 8)), X).plan
     reasons = {site.name: reason for site, reason in plan.unquantized.items()}
-    assert "opaque: Times is called with arguments of 8 kinds" in reasons["fc.weight"]
-    assert reasons["other.weight"] == "its module is not called"
+    assert "opaque: Times is called with arguments of 8 kinds" in reasons["0.fc.weight"]
+    assert reasons["0.other.weight"] == "its module is not called"
+    with pytest.raises(ConfigError, match=r"nothing of this model.*\n  fc.weight: .*opaque: Times is called"):
+        qtk.QuantSim(Steps(), X)
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.ReLU())])
+def test_a_simulation_is_not_quantized_again(around):
+    x = torch.randn(2, 4)
+    sim = qtk.QuantSim(nn.Linear(4, 4), x)
+    for make in (qtk.QuantSim, qtk.prepare_model):
+        with pytest.raises(CaptureError, match=r"holds quantizers already.*pass the float model"):
+            make(around(sim.model), x)

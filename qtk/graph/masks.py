@@ -1,0 +1,72 @@
+"""Which values of a model may carry an attention mask: −inf, or a number like it, at masked positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx, nn
+
+from qtk.core.site import Site
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs, nested_graphs
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.sites import value_site
+
+READERS = frozenset(("softmax", "log_softmax", "logsumexp", "max", "amax", "argmax", "topk"))
+"""Ops that a mask is made for: those that turn −inf into nothing."""
+
+MAKERS = frozenset(("masked_fill", "where", "log", "log_softmax", "logit"))
+"""Ops that make −inf or put it in."""
+
+PASSING = frozenset(("add", "sub", "mul", "div", "neg", "clamp", "minimum", "maximum", "rsub"))
+"""Elementwise ops that keep a mask, besides movement and merges."""
+
+
+def maskable_sites(model: nn.Module) -> set[Site]:
+    """The sites of values that a softmax or the like reads, or a masked fill or the like makes.
+
+    Sums, scalings and data movement between them do not matter.
+
+    >>> import qtk, torch
+    >>> class Scores(nn.Module):
+    ...     def forward(self, q, k, mask):
+    ...         return (q @ k.mT + mask).softmax(-1) @ k
+    >>> q, mask = torch.randn(1, 4, 8), torch.zeros(4, 4)
+    >>> sorted(site.name for site in maskable_sites(qtk.prepare_model(Scores(), (q, q, mask))) if site.port)
+    ['add:out', 'mask:input', 'matmul:out']
+    """
+    sites: set[Site] = set()
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        nodes = list(graph.graph.nodes)
+        sites |= {value_site(node) for node in _before_readers(nodes, flow) | _behind_makers(nodes, flow)}
+    return sites
+
+
+def _before_readers(nodes: list[fx.Node], flow: Flow) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        row = flow.row(node)
+        is_reader = bool(nested_graphs(node)) or (row is not None and row.kind in READERS)
+        if is_reader or (node in found and _passes(row)):
+            is_composite = bool(nested_graphs(node))
+            found.update(read for read in node.all_input_nodes if not (is_composite and _is_product(flow, read)))
+    return found
+
+
+def _behind_makers(nodes: Iterable[fx.Node], flow: Flow) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in nodes:
+        row = flow.row(node)
+        if row is not None and (row.kind in MAKERS or (_passes(row) and not found.isdisjoint(node.all_input_nodes))):
+            found.add(node)
+    return found
+
+
+def _passes(row: OpRow | None) -> bool:
+    return row is None or row.role in (Role.MOVEMENT, Role.MERGE) or row.kind in PASSING
+
+
+def _is_product(flow: Flow, node: fx.Node) -> bool:
+    row = flow.row(flow.root(node))
+    return row is not None and row.product is not None

@@ -1,0 +1,33 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import qtk
+from qtk.graph.masks import maskable_sites
+
+
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.run = forward
+
+    def forward(self, x, mask):
+        return self.run(self, x, mask)
+
+
+@pytest.mark.parametrize(("forward", "expected"), [
+    (lambda m, x, mask: m.out((m.fc(x) + mask).softmax(-1)), {"fc:out", "add:out", "mask:input"}),
+    (lambda m, x, mask: m.out(m.fc(x).masked_fill(mask > 0, -torch.inf).relu()), {"masked_fill:out"}),
+    (lambda m, x, mask: m.out(torch.where(mask > 0, m.fc(x), -1e38)), {"where:out"}),
+    (lambda m, x, mask: m.out(m.fc(x).relu() + mask), set()),
+    (lambda m, x, mask: m.fc(functional.scaled_dot_product_attention(x, x, x, mask)), {"mask:input", "x:input"}),
+])
+def test_where_a_mask_can_be(forward, expected):
+    prepared = qtk.prepare_model(Net(forward), (torch.randn(4, 4), torch.ones(4, 4)))
+    found = {site.name for site in maskable_sites(prepared) if site.port and site.owner in ("", "fc", "out")}
+    assert expected <= found
+    assert not {"out:out"} & found
+    if not expected:
+        assert "fc:out" not in found
