@@ -182,8 +182,9 @@ class _Calibrated:
         attributes = self._axis_and_block_size()
         scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
-            if "block_size" in attributes and self.encoding.zero_point is None and not self.encoding.spec.middle_code:
-                del scale_and_zero_point[1:]
+            without_offset = self.encoding.zero_point is None and not self.encoding.spec.middle_code
+            if without_offset and ("block_size" in attributes or self.kind == ir.DataType.INT32):
+                del scale_and_zero_point[1:]  # products with int8 weights are integer only if zero points are stored
             stored = self.writer.node(
                 "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes
             )
