@@ -97,9 +97,7 @@ class QuantSim:
     ) -> None:
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
-        self.scheme = canonical_scheme(scheme)
-        self.weight_bits = weight_bits
-        self.activation_bits = activation_bits
+        self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config = load_config(config)
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
