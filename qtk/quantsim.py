@@ -76,8 +76,9 @@ class QuantSim:
         example_inputs: a tensor, tuple or dict the model runs on; its numbers do not matter.
         scheme: how ranges are found; a name from ``qtk.SCHEMES``, with settings if need be:
             ``percentile(quantile=0.999)``.
-        weight_bits: width of weights, ``None`` to leave them in float; left out, the config's defaults say it, else 8.
-        activation_bits: width of activations likewise, ``None`` for a weight-only simulation.
+        weight_bits: width of weights; left out, the config's defaults say it, else 8. ``None`` leaves all of them in
+            float, whatever the config says; a rule that asks for a width all the same must be optional.
+        activation_bits: width of activations likewise; ``None`` for a weight-only simulation.
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
 

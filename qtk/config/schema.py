@@ -60,7 +60,8 @@ class Rule(_Frozen):
         weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
             they run as one op; ``quantized``, the default, every value that they compute.
-        optional: it is no error if no op matches.
+        optional: it is no error if no op matches, or if a width of ``None`` passed to ``QuantSim`` leaves in float what
+            it sets.
     """
 
     match: Match

@@ -25,14 +25,20 @@ DEFAULT_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either."""
+    """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either.
+
+    ``is_final``: no rule changes it, for the caller of ``QuantSim`` passed ``None`` as the width.
+    """
 
     setting: TensorSetting
     enabled: bool
     reason: str
+    is_final: bool = False
 
     def overlaid(self, value: TensorSetting | str | None, reason: str) -> Decision:
         """The decision overlaid by a later setting, field by field; one with a width undoes an earlier ``float``."""
+        if self.is_final:
+            return self
         match value:
             case None:
                 return self
@@ -73,7 +79,12 @@ class OpDecisions:
 
 
 class Rules:
-    """A configuration with the constructor's bit widths, applied to the ops of one graph."""
+    """A configuration with the constructor's bit widths, applied to the ops of one graph.
+
+    A width of ``None`` leaves all weights, or all activations, in float, whatever width a rule names.
+
+    Raises: ConfigError if a width contradicts the defaults, or ``None`` a rule that is not optional.
+    """
 
     def __init__(self, config: QuantConfig, *, weight_bits: Width, activation_bits: Width) -> None:
         self.config = config
@@ -81,6 +92,7 @@ class Rules:
         self.weight = _default("weight", defaults.weight, weight_bits, symmetric=True)
         self.activation = _default("activation", defaults.activation, activation_bits, symmetric=False)
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
+        _check_left_in_float(config, weight_bits=weight_bits, activation_bits=activation_bits)
         self._matched: set[int] = set()
 
     @property
@@ -213,9 +225,29 @@ def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symme
         if config_bits not in (None, width):
             raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; "
                               f"leave {what}_bits out, pass {config_bits}, or take the width out of the config")
-    base = TensorSetting(symmetric=symmetric, bits=width)
-    return Decision(base.overlaid(setting), bits is not None and value != "float",
-                    "defaults" if bits is not None else f"{what}_bits=None")
+    decided = TensorSetting(symmetric=symmetric, bits=width).overlaid(setting)
+    if bits is None:
+        return Decision(decided, False, f"{what}_bits=None", is_final=True)
+    return Decision(decided, value != "float", "defaults")
+
+
+def _check_left_in_float(config: QuantConfig, *, weight_bits: Width, activation_bits: Width) -> None:
+    """Checks that no rule quantizes what a width of ``None`` leaves in float, unless it is optional.
+
+    Raises: ConfigError.
+    """
+    left = {"weight": "weight"} if weight_bits is None else {}
+    left |= {"input": "activation", "output": "activation"} if activation_bits is None else {}
+    for index, rule in enumerate(config.rules):
+        for name, what in left.items():
+            setting = getattr(rule, name)
+            asks = setting == "quantized" or (isinstance(setting, TensorSetting) and setting.names_width)
+            if asks and not rule.optional:
+                raise ConfigError(
+                    f"rules[{index}].{name} ({_wanted(rule)}) asks for quantization, {what}_bits=None leaves every "
+                    f"{what} in float; mark the rule optional: true to ignore it then, or leave {what}_bits out and "
+                    f"say defaults: {{{what}: float}} to quantize these alone"
+                )
 
 
 def _matches(rule: Rule, node: fx.Node, flow: Flow, feeds: frozenset[str], kind: str | None) -> bool:

@@ -6,11 +6,15 @@ import pytest
 import torch
 
 import qtk
+from qtk.cli.recipe import load_recipe
+from qtk.config.shipped import shipped
 from qtk.demo import models
 from qtk.demo.digits import calibration_batches, load_digits_split
 from qtk.demo.models import DEMO_MODELS, build
 from qtk.demo.train import top1
 from qtk.errors import ConfigError
+from qtk.numerics.error import sqnr_db
+from tests.export.onnx.without_vnni import QEMU, run_without_vnni
 
 FLOORS = {"digits_cnn": 0.98, "digits_vit": 0.95, "digits_lstm": 0.97, "digits_gru": 0.97}
 FACTORIES = {
@@ -47,6 +51,29 @@ def test_eight_bits_keep_the_accuracy(name: str) -> None:
     assert abs(top1(sim.model, images, labels) - top1(model, images, labels)) <= 0.005
     with torch.no_grad():
         assert not torch.equal(sim.model(images), model(images))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64, of qemu-user, to emulate a CPU without VNNI")
+@pytest.mark.parametrize("weight_bits", [8, 4])
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_files_of_the_demo_agree_on_a_cpu_without_vnni(name: str, weight_bits: int, tmp_path: Path) -> None:
+    """As ``make demo`` writes them, in ONNX Runtime's ordinary mode: the same class but for at most two images."""
+    pytest.importorskip("sklearn")
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    images = load_digits_split().test_images
+    recipe = load_recipe(shipped("recipes", "digits"))
+    config = recipe.config_of(next(each for each in recipe.settings if each.weight_bits == weight_bits))
+    sim = qtk.QuantSim(build(name), images[:8], weight_bits=weight_bits, activation_bits=8, config=config)
+    sim.compute_encodings((batch for batch, _ in calibration_batches()), progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    file = tmp_path / "out" / "model.onnx"
+    (scores,) = run_without_vnni(file, **{onnx.load(file).graph.input[0].name: images.numpy()})
+    with torch.no_grad():
+        simulated = sim.model(images)
+    assert int((torch.from_numpy(scores).argmax(1) != simulated.argmax(1)).sum()) <= 2
+    assert sqnr_db(simulated, torch.from_numpy(scores)) >= 35
 
 
 @pytest.mark.parametrize("name", DEMO_MODELS)

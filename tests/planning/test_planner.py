@@ -7,6 +7,7 @@ from torch import nn
 
 import qtk
 from qtk.config.load import load_config
+from qtk.config.shipped import shipped_names
 from qtk.core.granularity import PerChannel
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, SpecError
@@ -66,6 +67,16 @@ def test_widths_of_none_leave_weights_or_activations_in_float():
     inputs = torch.randn(2, 3, 9, 9)
     assert list(by_name(plan_of(ConvReluConv(), inputs, activation_bits=None))) == ["conv1.weight", "conv2.weight"]
     assert "conv1.weight" not in by_name(plan_of(ConvReluConv(), inputs, weight_bits=None))
+
+
+@pytest.mark.parametrize("config", shipped_names("targets"))
+def test_no_shipped_target_quantizes_what_a_width_of_none_leaves_in_float(config):
+    model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 16), config=config, activation_bits=None)
+    weights = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+    assert set(by_name(sim.plan)) == weights
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 16), config=config, weight_bits=None)
+    assert not {name for name in by_name(sim.plan) if name.endswith(("weight", "bias"))}
 
 
 def test_later_rules_win_by_op_and_by_path():

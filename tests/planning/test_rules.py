@@ -72,6 +72,39 @@ def test_widths_come_from_the_constructor():
     assert rules.activation.enabled is False
 
 
+RULE = {"match": {"op": "add"}, "weight": {"bits": 4}, "output": {"bits": 16}}
+
+
+def test_a_width_of_none_is_final_whatever_an_optional_rule_says():
+    config = load_config({"version": 1, "rules": [RULE | {"optional": True}]})
+    left = Rules(config, weight_bits=None, activation_bits=None)
+    for decision in (left.weight, left.activation):
+        for value in ("quantized", TensorSetting(bits=16), TensorSetting(dtype="int8", scheme="mse")):
+            assert not decision.overlaid(value, "rules[0]").enabled
+    assert left.weight.overlaid(TensorSetting(bits=4), "rules[0]").reason == "weight_bits=None"
+    assert left.activation.overlaid("quantized", "rules[0]").reason == "activation_bits=None"
+
+
+@pytest.mark.parametrize(
+    ("rule", "widths", "message"),
+    [
+        (RULE, {"activation_bits": None}, r"rules\[0\]\.output \(op add\) asks .* leaves every activation in float"),
+        (RULE, {"weight_bits": None}, r"rules\[0\]\.weight .* leave weight_bits out and say .* \{weight: float\}"),
+        ({"match": {"op": "add"}, "input": "quantized"}, {"activation_bits": None}, r"rules\[0\]\.input .* optional"),
+    ],
+)
+def test_a_width_of_none_contradicts_a_rule_that_asks_for_quantization(rule, widths, message):
+    with pytest.raises(ConfigError, match=message):
+        Rules(load_config({"version": 1, "rules": [rule]}),
+              **{"weight_bits": FROM_CONFIG, "activation_bits": FROM_CONFIG} | widths)
+
+
+@pytest.mark.parametrize("value", ["float", {"symmetric": True}, {"range": [0.0, 1.0]}])
+def test_a_width_of_none_and_a_rule_that_names_none_agree(value):
+    config = load_config({"version": 1, "rules": [{"match": {"op": "add"}, "output": value}]})
+    assert not Rules(config, weight_bits=8, activation_bits=None).activation.enabled
+
+
 WIDE = load_config({"version": 1, "defaults": {"weight": {"dtype": "mxfp4"}, "activation": {"dtype": "int16"}}})
 
 

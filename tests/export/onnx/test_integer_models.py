@@ -46,7 +46,7 @@ def test_an_encoder_layer_runs_in_integers_as_simulated(tmp_path):
     x = torch.randint(50, (2, 6))
     sim, kinds = exported(Encoder(), x, tmp_path / "out")
     assert not FLOAT_PRODUCTS & kinds.keys()
-    assert (kinds["QGemm"], kinds["QLinearMatMul"]) == (6, 2)
+    assert (kinds["QGemm"], kinds["MatMulIntegerToFloat"], kinds["QLinearMatMul"]) == (6, 1, 1)  # scores into softmax
     scale = float(sim.encodings()["head:out"].scale)
     expected = sim.model(x).detach().numpy()
     for optimized in (False, True):
@@ -64,8 +64,9 @@ def images(size):
     ("resnet18", 64, {"QLinearConv": 20, "QLinearAdd": 8, "QLinearGlobalAveragePool": 1, "QGemm": 1}),
     ("mobilenetv2_100", 64, {"QLinearConv": 52, "QLinearAdd": 10, "QLinearGlobalAveragePool": 1, "QGemm": 1}),
     ("mobilenetv3_small_100", 64, {"QLinearConv": 53, "QLinearAdd": 6, "QLinearGlobalAveragePool": 10, "QGemm": 1}),
-    ("vit_tiny_patch16_224", 224, {"QLinearConv": 1, "QGemm": 49, "QLinearMatMul": 24}),
-    ("swin_tiny_patch4_window7_224", 224, {"QLinearConv": 1, "QGemm": 49, "QLinearMatMul": 24}),
+    ("vit_tiny_patch16_224", 224, {"QLinearConv": 1, "QGemm": 49, "MatMulIntegerToFloat": 12, "QLinearMatMul": 12}),
+    ("swin_tiny_patch4_window7_224", 224,
+     {"QLinearConv": 1, "QGemm": 49, "MatMulIntegerToFloat": 12, "QLinearMatMul": 15}),
 ])
 def test_models_of_timm_run_in_integers(name, size, integer, tmp_path):
     timm = pytest.importorskip("timm")
@@ -81,4 +82,4 @@ def test_a_bert_runs_in_integers(tmp_path):
     torch.manual_seed(0)
     _, kinds = exported(Encoder(width=384, layers=4), torch.randint(50, (2, 16)), tmp_path / "out")
     assert not FLOAT_PRODUCTS & kinds.keys()
-    assert (kinds["QGemm"], kinds["QLinearMatMul"]) == (18, 8)
+    assert (kinds["QGemm"], kinds["MatMulIntegerToFloat"], kinds["QLinearMatMul"]) == (18, 4, 4)
