@@ -29,6 +29,7 @@ from qtk.planning.planner import RULE_NAMES, plan
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
 from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
+from qtk.transforms.split_gates import split_gates
 from qtk.transforms.steps import is_transformed, make
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
@@ -97,9 +98,7 @@ class QuantSim:
     ) -> None:
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
-        self.scheme = canonical_scheme(scheme)
-        self.weight_bits = weight_bits
-        self.activation_bits = activation_bits
+        self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config = load_config(config)
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
@@ -107,6 +106,8 @@ class QuantSim:
         prepared = _prepared(model, example_inputs, in_place=in_place)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
+        if self.config.split_gates:
+            split_gates(prepared)
         decided = self.plan_of(prepared)
         self._simulation = Simulation(prepared, decided, insert(prepared, decided))
         for quantizer in self._simulation.quantizers.values():

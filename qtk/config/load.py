@@ -75,6 +75,7 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
         fold_batch_norms=(
             extension.fold_batch_norms if "fold_batch_norms" in extension.model_fields_set else base.fold_batch_norms
         ),
+        split_gates=extension.split_gates if "split_gates" in extension.model_fields_set else base.split_gates,
         rules=(*base.rules, *extension.rules),
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),

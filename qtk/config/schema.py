@@ -113,6 +113,8 @@ class QuantConfig(_Frozen):
         defaults: settings of tensors that no rule changes.
         fold_batch_norms: fold batch norms before planning, so that scales belong to the weights a runtime multiplies
             with; ``false`` keeps them, as training with live statistics requires.
+        split_gates: plan SiLU, hardswish and gates of images as a gate and a product, each with a quantizer, for
+            runtimes with integer kernels for these two and none for the whole function.
         rules: rules in order; later ones win.
         supergroups: chains of op kinds that the target fuses, with one quantizer after the last. In a file an element
             may be a list of alternatives: ``[conv, [relu, relu6]]`` expands to two chains.
@@ -125,6 +127,7 @@ class QuantConfig(_Frozen):
     version: Literal[1]
     defaults: Defaults = Defaults()
     fold_batch_norms: StrictBool = True
+    split_gates: StrictBool = False
     rules: tuple[Rule, ...] = ()
     supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_alternatives_expanded)] = ()
     io: Io = Io()

@@ -13,7 +13,8 @@ from qtk.graph.op_row import Role
 from qtk.graph.op_table import op_name
 from qtk.graph.sites import Port, edge_site, ports, value_site
 from qtk.planning.feeds import Feeds
-from qtk.planning.patterns import match_patterns
+from qtk.planning.image_gates import GATED, is_image_gate
+from qtk.planning.patterns import PatternMatch, match_patterns
 from qtk.planning.rules import Decision, OpDecisions, Rules, to_spec
 
 
@@ -38,7 +39,7 @@ class Draft:
         self.scheme = scheme
         self.io = io
         self.flow = Flow(graph)
-        matches = match_patterns(graph) if io is not None else []
+        matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
         self.feeds = Feeds(graph, self.flow, self.formulas)
         self.nested: dict[fx.Node, list[Draft]] = {}
@@ -52,6 +53,9 @@ class Draft:
         formula = self.formulas.get(op)
         kind = formula.kind if formula is not None else None
         return self.rules.decisions(op, self.flow, feeds=self.feeds.names(op), kind=kind)
+
+    def _is_split(self, match: PatternMatch) -> bool:
+        return self.rules.config.split_gates and match.kind in GATED and is_image_gate(match.nodes[-1])
 
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
         """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""

@@ -43,6 +43,9 @@ from qtk.torch_private import pytree
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
 
+ONE_OPERATOR = ("lstm", "gru")
+"""Kinds of recurrent nets that torch's exporter translates."""
+
 torch.library.define("qtk::quantized_site", "(Tensor value, str site) -> Tensor")
 
 
@@ -111,23 +114,31 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     for node in model.graph.nodes:
         composite = composite_called(node)
         if composite is not None:
-            flat.set_submodule(str(node.target), _marked_composite(composite, sites))
+            packed = isinstance(model, PackedRecurrent)
+            flat.set_submodule(str(node.target), _marked_composite(composite, sites, packed=packed))
     return flat
 
 
-def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
-    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op."""
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed: bool) -> nn.Module:
+    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op.
+
+    torch's exporter has no ONNX operator for packed sequences and plain RNNs, and drops the projections of LSTMs.
+    """
     copied = copy.deepcopy(module)
     has_markers = False
     for before, after in zip(graphs(module).values(), graphs(copied).values(), strict=True):
         has_markers |= _mark_sites(before, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
         after.delete_submodule(QUANTIZERS)
         after.recompile()
-    if has_markers:
+    if has_markers or (isinstance(module, Recurrent) and (packed or not _is_one_operator(module))):
         copied.add_module("active_tap", _ActiveTap())
     if isinstance(copied, Recurrent):
         copied.over_time = scan_over_time
     return copied
+
+
+def _is_one_operator(module: Recurrent) -> bool:
+    return module.kind in ONE_OPERATOR and not module.projected
 
 
 class _ActiveTap(Tap):

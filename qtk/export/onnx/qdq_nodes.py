@@ -26,6 +26,9 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.folded_weights import dequantize_when_loaded
+from qtk.export.onnx.fused_activations import fuse_activations
+from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
 from qtk.export.onnx.int8_movement import quantize_around_movement
 from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
@@ -43,7 +46,8 @@ SITE, SPEC = "site", "spec"
 
 SITES = "qtk.sites"
 """Metadata key of a file: JSON with the list ``specs``, and ``nodes``: name of a DequantizeLinear → name of its site
-(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order."""
+(``null``: the same), index of its spec and, where the stored codes are transposed, the site's axes in their order; and,
+if there are any, ``constants``: the names of those that are constants of formulas, not sites."""
 
 
 def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
@@ -74,11 +78,14 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     carry_codes(graph, names)
     move_codes(graph, names)
     pool_codes(graph, names)
+    add_hard_sigmoids(graph, names)
     fuse_linear_layers(graph, names)
+    fuse_activations(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
+    dequantize_when_loaded(marked.model, opset=opset)
     _list_sites(marked.model)
 
 
@@ -91,7 +98,11 @@ def _list_sites(model: ir.Model) -> None:
     """Moves site and spec of every DequantizeLinear, also in the body of a Scan, to the metadata of the file."""
     specs: dict[str, int] = {}
     nodes: dict[str, tuple[object, ...]] = {}
+    constants: list[str] = []
     for node in model.graph.all_nodes():
+        if node.metadata_props.pop(CONSTANT, None) is not None:
+            node.name = _free(node.name or CONSTANT, nodes)
+            constants.append(node.name)
         if SITE not in node.metadata_props:
             continue
         site, spec = node.metadata_props.pop(SITE), node.metadata_props.pop(SPEC)
@@ -99,6 +110,8 @@ def _list_sites(model: ir.Model) -> None:
         transposed = [json.loads(axes)] if (axes := node.metadata_props.pop(PERMUTATION, None)) else []
         nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)), *transposed)
     listed = {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}
+    if constants:
+        listed["constants"] = constants
     model.metadata_props[SITES] = json.dumps(listed, separators=(",", ":"))
 
 
@@ -169,8 +182,9 @@ class _Calibrated:
         attributes = self._axis_and_block_size()
         scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
-            if "block_size" in attributes and self.encoding.zero_point is None and not self.encoding.spec.middle_code:
-                del scale_and_zero_point[1:]
+            without_offset = self.encoding.zero_point is None and not self.encoding.spec.middle_code
+            if without_offset and ("block_size" in attributes or self.kind == ir.DataType.INT32):
+                del scale_and_zero_point[1:]  # products with int8 weights are integer only if zero points are stored
             stored = self.writer.node(
                 "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes
             )

@@ -67,6 +67,7 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
     try:
         record = json.loads(model.metadata_props.get(SITES, '{"specs": [], "nodes": {}}'))
         specs = [QuantSpec.from_json(spec) for spec in record["specs"]]
+        constants = set(record.get("constants", ()))
         sites = {
             node: (site or node, specs[index], tuple(axes[0]) if axes else ())
             for node, (site, index, *axes) in record["nodes"].items()
@@ -74,7 +75,7 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
     except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
     for node in model.graph.all_nodes():
-        if node.op_type == "DequantizeLinear":
+        if node.op_type == "DequantizeLinear" and node.name not in constants:
             if node.name not in sites:
                 raise ExportError(f"{path}: {node.name} was not written by qtk, or its metadata is lost")
             yield _stored_site(node, *sites[node.name], path)

@@ -1,5 +1,6 @@
 """One marker at a time, by the rules of ``lower``: the nodes it becomes, and what they are called."""
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -11,6 +12,8 @@ from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
 from qtk.export.onnx.simulated_sites import simulated_sites
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
+from tests.export.onnx.test_flat_linears import exported, optimized_kinds
+from tests.export.onnx.test_fused_activations import Convolutions
 
 X = torch.randn(2, 8)
 
@@ -95,3 +98,12 @@ def test_a_site_that_is_not_in_the_graph_is_named():
     traced = trace(sim, [], X, opset=21)
     with pytest.raises(ExportError, match="w is quantized in the model, but the exported graph does not use its value"):
         replace_markers(traced, sites, opset=21)
+
+
+def test_biases_in_int32_store_no_zero_points(tmp_path):
+    exported(Convolutions(nn.ReLU()), torch.randn(2, 3, 8, 8), tmp_path / "out")
+    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    inputs = {node.name: list(node.input) for node in graph.node if node.op_type == "DequantizeLinear"}
+    assert {name: len(inputs[name]) for name in ("up.bias", "up.weight")} == {"up.bias": 2, "up.weight": 3}
+    assert not any("bias.zero_point" in tensor.name for tensor in graph.initializer)
+    assert optimized_kinds(tmp_path / "out")["QLinearConv"] == 2

@@ -73,7 +73,8 @@ def test_sites_in_the_body_of_a_loop_are_counted(tmp_path):
             return self.lstm(x)[0]
 
     x = torch.randn(2, 5, 4)
-    sim = qtk.QuantSim(Net().eval(), x, config="onnxruntime")
+    rule = {"match": {"op": "lstm"}, "inside": "quantized"}
+    sim = qtk.QuantSim(Net().eval(), x, config={"version": 1, "extends": "onnxruntime", "rules": [rule]})
     sim.compute_encodings([x], progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
     file = tmp_path / "out" / "model.onnx"
