@@ -99,10 +99,9 @@ class QuantSim:
         if example_inputs is None:
             raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
-        self.config = load_config(config)
+        self.config, self.example_inputs = load_config(config), example_inputs
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
-        self.example_inputs = example_inputs
         prepared = _prepared(model, example_inputs, in_place=in_place)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
