@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+_LOCK = threading.Lock()
+_users = 0
+_enabled_before = True
 
 
 @contextmanager
@@ -13,11 +18,19 @@ def fast_path_off() -> Iterator[None]:
     """Runs ``nn.TransformerEncoder``, its layers and ``nn.MultiheadAttention`` without their fused eval-mode kernels.
 
     The fast path reads parameters without calling the submodules, and converts padded inputs to nested tensors, so that
-    padded positions become zeros; other outputs are the same.
+    padded positions become zeros; other outputs are the same. torch's setting is one for the process: of uses that
+    overlap in several threads, the first switches the path off and the last restores it.
     """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    global _users, _enabled_before
+    with _LOCK:
+        if _users == 0:
+            _enabled_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _users += 1
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+        with _LOCK:
+            _users -= 1
+            if _users == 0:
+                torch.backends.mha.set_fastpath_enabled(_enabled_before)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -20,3 +21,25 @@ def test_submodules_are_called_inside_and_the_setting_comes_back():
     with fast_path_off():
         assert calls_of_linear1(layer, x) == 1
     assert calls_of_linear1(layer, x) == 0
+
+
+def test_overlapping_uses_in_threads_keep_it_off_until_the_last_ends():
+    first, second = fast_path_off(), fast_path_off()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.mha.get_fastpath_enabled()  # the second still runs
+    second.__exit__(None, None, None)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_setting_of_the_user_is_restored(enabled):
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        with fast_path_off():
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
