@@ -124,8 +124,7 @@ class QuantSim:
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
         """The plan that the settings of this simulation give a prepared model."""
         widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        decided = plan(prepared, self.config, **widths, scheme=self.scheme)
-        return replace(decided, unquantized={**decided.unquantized, **folded_sites(prepared)})
+        return plan(prepared, self.config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
 
     @property
     def model(self) -> PreparedModel:
@@ -245,7 +244,7 @@ class QuantSim:
         forget(self._simulation, sites)
 
     def check(self) -> None:
-        """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
+        """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
 
         >>> import qtk, torch
         >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))

@@ -32,7 +32,7 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     }
     if not nested:
         return
-    rule = draft.rules.float_inside(node, draft.flow)
+    rule = draft.rules.float_inside(draft.matchable(node))
     if rule is not None:
         for inner in nested.values():
             inner.floats |= {value: f"inside is float by {rule}" for value in inner.graph.nodes if _is_computed(value)}

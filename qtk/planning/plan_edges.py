@@ -10,7 +10,7 @@ from qtk.core.site import Site
 from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
-from qtk.planning.draft import Draft
+from qtk.planning.draft import Draft, agrees
 from qtk.planning.rules import Decision, to_spec
 
 
@@ -29,7 +29,7 @@ def plan_edges(draft: Draft) -> None:
         decision = draft.decisions(node).input
         if decision is draft.rules.activation:
             _plan_streams(draft, node, row)
-        elif decision.enabled:  # a rule sets its inputs
+        else:  # a rule sets its inputs
             for port in draft.flow.data_ports(node):
                 _plan_input(draft, port, decision, f"input of {row.kind}")
 
@@ -37,10 +37,15 @@ def plan_edges(draft: Draft) -> None:
 def _plan_input(draft: Draft, port: Port, decision: Decision, why: str) -> None:
     if decision.setting.is_dynamic and draft.flow.is_static(port.value):
         return  # rule 4
+    keys = (edge_site(port), draft.flow.root(port.value))
+    if not decision.enabled:
+        draft.request("input", decision, keys, None)
+        return
+    wanted = draft.site_plan(to_spec(decision.setting, None, port.value.meta["val"].ndim), decision, why)
     present = draft.values.get(draft.flow.root(port.value))
-    spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
-    if present is None or present.spec != spec:
-        draft.edges[edge_site(port)] = draft.site_plan(spec, decision, why)
+    if present is None or not agrees(present, wanted, decision):
+        draft.edges[edge_site(port)] = wanted
+    draft.request("input", decision, keys, wanted)
 
 
 def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
