@@ -90,6 +90,8 @@ class _Reader:
     def _defaults(self, defaults: Mapping[str, object], params: Mapping[str, object], rules: list[Json]) -> Json:
         if "supported_kernels" in defaults:
             self._ignore("defaults.supported_kernels", KERNELS)
+        if "hw_version" in defaults:
+            self._ignore("defaults.hw_version", "it names a version of the hardware; its kernels are not known here")
         self.strict_symmetric = self._flag(defaults, "strict_symmetric", "defaults")
         if self._flag(defaults, "unsigned_symmetric", "defaults"):
             self._ignore("defaults.unsigned_symmetric", "symmetric codes are signed here")

@@ -63,7 +63,7 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
 
 
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
-    """Merges two configs: settings field by field, the rules of ``extension`` last, the supergroups of both."""
+    """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both."""
     defaults = {}
     for name in extension.defaults.model_fields_set:
         below, above = getattr(base.defaults, name), getattr(extension.defaults, name)
@@ -78,6 +78,7 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
         split_gates=extension.split_gates if "split_gates" in extension.model_fields_set else base.split_gates,
         rules=(*base.rules, *extension.rules),
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
+        exclude=tuple(dict.fromkeys((*base.exclude, *extension.exclude))),
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),
     )
 

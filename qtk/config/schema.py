@@ -119,6 +119,8 @@ class QuantConfig(_Frozen):
         supergroups: chains of op kinds that the target fuses, with one quantizer after the last. In a file an element
             may be a list of alternatives: ``[conv, [relu, relu6]]`` expands to two chains.
         io: whether model inputs and outputs are quantized.
+        exclude: globs over module paths: all of these modules stays in float, and so does what they read. The same as
+            ``modules_to_exclude`` of ``prepare_model``; one that matches no module that runs an op is an error.
 
     >>> QuantConfig(version=1, supergroups=[["conv", ["relu", "relu6"]]]).supergroups
     (('conv', 'relu'), ('conv', 'relu6'))
@@ -131,6 +133,7 @@ class QuantConfig(_Frozen):
     rules: tuple[Rule, ...] = ()
     supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_alternatives_expanded)] = ()
     io: Io = Io()
+    exclude: Names = ()
 
     @model_validator(mode="after")
     def _biases_have_a_width(self) -> QuantConfig:

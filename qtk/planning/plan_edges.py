@@ -1,12 +1,9 @@
-"""Rules 7 and 12 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
+"""Rules 7, 12 and 14 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from qtk.core.site import Site
 from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
@@ -28,6 +25,7 @@ def plan_edges(draft: Draft) -> None:
             continue
         decision = draft.decisions(node).input
         if decision is draft.rules.activation:
+            _plan_held(draft, node)
             _plan_streams(draft, node, row)
         else:  # a rule sets its inputs
             for port in draft.flow.data_ports(node):
@@ -48,6 +46,15 @@ def _plan_input(draft: Draft, port: Port, decision: Decision, why: str) -> None:
     draft.request("input", decision, keys, wanted)
 
 
+def _plan_held(draft: Draft, node: fx.Node) -> None:
+    """Decides the inputs that stay in float at their producers, for an excluded module that reads them too."""
+    for port in draft.flow.data_ports(node):
+        plan = draft.held.get(draft.flow.root(port.value))
+        if plan is not None:
+            draft.edges[edge_site(port)] = plan
+            draft.share_edge(port, edge_site(port))
+
+
 def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
     """Decides the inputs that are values of a stream, where ``node`` is not what the stream feeds."""
     for port in draft.flow.data_ports(node) if row.multiplies else ():
@@ -57,14 +64,4 @@ def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
             continue
         _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
         if (site := edge_site(port)) in draft.edges:
-            _share(draft, port, site)
-
-
-def _share(draft: Draft, port: Port, site: Site) -> None:
-    """Gives an edge the encoding of an earlier one at which the same value is read with the same spec."""
-    for reader in draft.flow.readers(draft.flow.root(port.value)):
-        earlier = draft.edges.get(edge_site(reader)) if reader.user.op != "output" else None
-        if edge_site(reader) != site and earlier is not None and earlier.spec == draft.edges[site].spec:
-            leader = earlier.leader or edge_site(reader)
-            draft.edges[site] = replace(draft.edges[site], leader=leader, reason=f"the same value as {leader}")
-            return
+            draft.share_edge(port, site)

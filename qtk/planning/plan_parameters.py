@@ -113,6 +113,11 @@ def _plan_parameter(
     wanted = draft.site_plan(spec, decision, f"{role or 'constant operand'} of {kind}", static=True)
     if role is not None:
         draft.request(role, decision, keys, wanted)
+    excluded = draft.excluded_reader(node)  # rule 14
+    if excluded is not None:
+        draft.floats[node], draft.edges[edge_site(port)] = excluded, wanted
+        draft.share_edge(port, edge_site(port))
+        return
     draft.floats.pop(node, None)
     present = draft.values.setdefault(node, wanted)
     row = draft.flow.row(port.user)

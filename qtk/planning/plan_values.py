@@ -6,7 +6,7 @@ from torch import fx
 
 from qtk.graph.flow import maker
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
-from qtk.graph.sites import EXCLUDED, is_float, label
+from qtk.graph.sites import exclusion, is_float
 from qtk.planning.draft import Draft, is_empty
 from qtk.planning.rules import Decision
 
@@ -56,8 +56,8 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
 
 def _stays_float(draft: Draft, node: fx.Node) -> str | None:
     """Why no configuration can quantize the value, ``None`` if one can."""
-    if label(node, EXCLUDED):
-        return "excluded by modules_to_exclude"
+    if reason := exclusion(node):
+        return reason
     if is_empty(node):
         return "has no elements"
     if draft.flow.is_static(node):

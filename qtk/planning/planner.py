@@ -22,6 +22,7 @@ The rules, numbered as the code cites them:
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
 13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
+14. A value or parameter that an excluded module reads too stays in float; its other readers get it on their edges.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from qtk.config.schema import Rule
 from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.flow import maker
-from qtk.graph.sites import COMPOSITE, Port, edge_site, label, ports, value_site
+from qtk.graph.sites import COMPOSITE, Port, edge_site, exclusion, label, ports, value_site
 from qtk.planning.draft import Draft, Request, TensorRole, agrees
 from qtk.planning.rules import Decision, Matchable, Rules, acts_from_members, matches, wanted
 from qtk.registry import did_you_mean
@@ -121,6 +121,9 @@ def _no_op(rule: Rule, ops: Sequence[Matchable]) -> str:
 
 def _overruled(draft: Draft, node: fx.Node, role: TensorRole, index: int) -> Iterator[str]:
     """Why the ``role`` setting of a rule decides nothing at an op that it matches."""
+    if reason := exclusion(node):
+        yield f"{_name(node)} is {reason}"
+        return
     if role == "output":
         values = [user for user in node.users if maker(user) is node and user is not node] or [node]
         yield from (_overruled_output(draft, node, value, index) for value in values)
