@@ -1,7 +1,7 @@
 """Reads YAML and JSON files; a repeated key in a mapping is an error, and so is what no config or recipe needs.
 
-That is a file above 256 KiB, nesting beyond 100 levels, and aliases that spell out more than 100,000 values: a few lines
-of YAML can mean as many values as one likes.
+That is a file above 256 KiB, nesting beyond 100 levels, and aliases that spell out more than 100,000 values: a few
+lines of YAML can mean as many values as one likes.
 """
 
 from __future__ import annotations

@@ -92,6 +92,11 @@ def test_widths_left_out_are_those_of_the_config(project):
         ({"config": {"version": 1, "defaults": {"weight": {"scheme": "msee"}}}}, "scheme: unknown scheme 'msee'"),
         ({"exports": ["onx"]}, "unknown export format 'onx'; did you mean 'onnx'"),
         ({"onnx_for": ["w8a9"]}, "onnx_for: no setting is called 'w8a9'; did you mean 'w8a8'"),
+        ({"data": {"calibration": "x:y", "num_batches": 0}}, r"data\.num_batches: got 0; must be at least 1"),
+        ({"data": {"calibration": "x:y", "num_batches": 1.5}}, r"data\.num_batches: got 1\.5"),
+        ({"data": {"calibration": "x:y", "num_evaluation_batches": "all"}}, r"num_evaluation_batches: got 'all'"),
+        ({"models": [{"name": "a", "model": "x:y", "exclude": [""]}]}, r"models\[0\]\.exclude\[0\]"),
+        ({"seed": 2**64}, "seed: got 18446744073709551616; must be at most"),
         ({"seed": "x"}, "seed: got 'x'; must be a valid integer"),
     ],
 )
