@@ -67,13 +67,16 @@ class Match(_Frozen):
 class Rule(_Frozen):
     """Settings for the tensors of the ops that match; later rules win.
 
+    What a rule with a path says of ``output`` in bits, or as ``float`` or ``quantized``, holds for the output of the
+    supergroup that the op is in. A rule that decides nothing is an error.
+
     Args:
         match: the ops it applies to.
         weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
             they run as one op; ``quantized``, the default, every value that they compute.
-        optional: it is no error if no op matches, or if a width of ``None`` passed to ``QuantSim`` leaves in float what
-            it sets.
+        optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
+            what it sets.
     """
 
     match: Match

@@ -77,6 +77,7 @@ class Draft:
         self.feeds = Feeds(graph, self.flow, self.formulas)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
+        self._matchables: dict[fx.Node, Matchable] = {}
         self._members: dict[fx.Node, list[fx.Node]] = {}
         for node in {**self.groups, **self.formulas}:
             if (last := self.last_of(node)) is not node:
@@ -96,8 +97,11 @@ class Draft:
 
     def matchable(self, op: fx.Node) -> Matchable:
         """The op as rules see it."""
-        formula = self.formulas.get(op)
-        return Matchable(op, self.flow, self.feeds.names(op), formula.kind if formula is not None else None)
+        if op not in self._matchables:
+            formula = self.formulas.get(op)
+            kind = formula.kind if formula is not None else None
+            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind)
+        return self._matchables[op]
 
     def last_of(self, node: fx.Node) -> fx.Node:
         """The op whose output is that of the formula and the supergroup that ``node`` is in."""

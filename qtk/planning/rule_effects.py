@@ -36,14 +36,17 @@ def check_rules(drafts: Sequence[Draft], rules: Rules, gone: Mapping[Site, str])
 
     Raises: ConfigError listing the rules that decide nothing, each with what overrules it.
     """
+    required = [(index, rule) for index, rule in enumerate(rules.config.rules) if not rule.optional]
+    if not required:
+        return
     every = [draft for outer in drafts for draft in _with_nested(outer)]
     effects = {
         (index, request.role)
         for draft in every for request in draft.requests if _is_met(draft, request) for index in request.decision.rules
     }
+    ops = [(draft, draft.matchable(node)) for draft in every for node in draft.graph.nodes if _is_op(node)]
     problems = [
-        problem for index, rule in enumerate(rules.config.rules) if not rule.optional
-        for problem in _problems(index, rule, every, rules, effects, gone)
+        problem for index, rule in required for problem in _problems(index, rule, ops, rules, effects, gone)
     ]
     if problems:
         count = f"{len(problems)} rules have no effect" if len(problems) > 1 else "a rule has no effect"
@@ -66,11 +69,10 @@ def _is_met(draft: Draft, request: Request) -> bool:
 
 
 def _problems(
-    index: int, rule: Rule, drafts: Sequence[Draft], rules: Rules, effects: set[tuple[int, TensorRole]],
-    gone: Mapping[Site, str],
+    index: int, rule: Rule, ops: Sequence[tuple[Draft, Matchable]], rules: Rules,
+    effects: set[tuple[int, TensorRole]], gone: Mapping[Site, str],
 ) -> Iterator[str]:
     """What is wrong with one rule: its conditions, or each of its settings that decides nothing."""
-    ops = [(draft, draft.matchable(node)) for draft in drafts for node in draft.graph.nodes if _is_op(node)]
     matched = [(draft, op) for draft, op in ops if matches(rule, op)]
     conditions = f"rules[{index}] ({wanted(rule)})"
     paths = {path for _, op in ops for path in op.paths}
@@ -189,6 +191,8 @@ def _outcome(draft: Draft, value: fx.Node, port: Port | None) -> str:
     """What became of a tensor."""
     site = value_site(value)
     plan = draft.planned(((edge_site(port),) if port is not None else ()) + (value,))
+    if plan is not None and plan.leader is not None:
+        return f"{site} shares the encoding of {plan.leader}; match that op"
     if plan is not None:
         return f"{site} is quantized otherwise: {plan.reason}"
     return f"{site} stays in float: {draft.floats.get(value, 'no op computes with it')}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import fx
 
@@ -68,7 +69,7 @@ class Decision:
         return Decision(setting, enabled, reason if enabled or ENABLED in changed else self.reason, origins=origins)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Matchable:
     """What rules are matched with: an op or graph input.
 
@@ -84,14 +85,14 @@ class Matchable:
     feeds: frozenset[str] = frozenset()
     kind: str | None = None
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names by which rules match the op, that of the composite around it among them."""
         row = None if self.node.op == "placeholder" else self.flow.row(self.node)
         own = ("input",) if self.node.op == "placeholder" else () if row is None else row.names
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 
-    @property
+    @cached_property
     def paths(self) -> tuple[str, str]:
         """The paths by which rules match the op: of its module, and its own."""
         owner = re.sub(r"@\d+", "", label(self.node, OWNER) or "")

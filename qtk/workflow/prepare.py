@@ -90,7 +90,7 @@ def prepare_model(
             has inputs, finishes it.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
             ``torch.export``, and then one graph or an error.
-        modules_to_exclude: submodules, or their names, that stay in float.
+        modules_to_exclude: submodules, or their names, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
     Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;

@@ -148,3 +148,16 @@ def test_an_excluded_batch_norm_is_not_folded_and_exclusions_survive_saving(tmp_
 def test_an_exclusion_that_names_nothing_is_an_error():
     with pytest.raises(ConfigError, match="no op runs in a module at path 'lfet'; did you mean 'left'"):
         sim(lambda net, y: net.left(y), exclude=["lfet"])
+
+
+@pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
+def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_path):
+    config = {"version": 1, "extends": target, "exclude": ["left"]}
+    made = qtk.QuantSim(Net(lambda net, y: (net.left(y), net.right(y), net.third(y))).eval(), X, config=config)
+    made.compute_encodings([X], progress=False)
+    edges = {"right:in[0]", "third:in[0]"} & sites(made)
+    assert len(edges) == 2
+    made.export(tmp_path / "out")
+    assert made.verify_export(tmp_path / "out", [X], turns=0).exact.top1 == 1.0
+    report = qtk.apply_seq_mse(made, [X], progress=False)
+    assert "left.weight" not in {layer.name for layer in report.layers}

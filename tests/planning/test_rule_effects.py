@@ -89,7 +89,7 @@ def test_a_rule_acts_from_a_member_of_a_formula_spelled_out():
          r"rules\[0\]\.input .*: concat:out, which it reads, is quantized at its producer, for all readers"),
         ({"match": {"path": "conv1"}, "input": "float"}, "x:input, which it reads, .* path x, and output: float"),
         ({"match": {"path": "flatten"}, "output": {"bits": 16}}, "moves the values of concat:out; match that op"),
-        ({"match": {"path": "act"}, "output": {"bits": 16}}, "act:out is quantized otherwise: merged by concat:out"),
+        ({"match": {"path": "act"}, "output": {"bits": 16}}, "act:out shares the encoding of concat:out; match that op"),
         ({"match": {"path": "convl"}, "weight": {"bits": 4}}, "no op has the path convl; did you mean .*'conv1'"),
         ({"match": {"path": ["fc", "fcc*"]}, "weight": {"bits": 5}}, r"fc, fcc\*\): no op has the path fcc\*; did"),
         ({"match": {"path": "conv1", "op": "linear"}, "weight": {"bits": 4}},
