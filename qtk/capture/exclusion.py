@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
 from qtk.capture.ladder import EXCLUDED as EXCLUDED_RUNG
-from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import EXCLUDED, EXCLUDED_MODULE, GRAPH_PATH, add_labels, join, label
@@ -43,6 +44,7 @@ def exclude(prepared: PreparedModel, excluded: Collection[set[str]]) -> Iterator
     paths = set().union(*excluded)
     nodes = _nodes(prepared)
     _label(nodes, BY_MODULES, lambda path: path in paths)
+    prepared.meta[REPORT] = replace(prepared.report, excluded=tuple(excluded_modules(prepared)))
     running = _running(prepared, nodes)
     yield from (f"{BY_MODULES}: {min(names)} runs no op" for names in excluded if names.isdisjoint(running))
 
@@ -64,6 +66,7 @@ def exclude_paths(prepared: PreparedModel, globs: Sequence[str]) -> None:
         if label(node, EXCLUDED) == BY_CONFIG:  # by an earlier config
             add_labels(node, **{EXCLUDED: ""})
     _label(nodes, BY_CONFIG, lambda path: any(fnmatchcase(path, glob) for glob in globs))
+    prepared.meta[REPORT] = replace(prepared.report, excluded=tuple(excluded_modules(prepared)))
 
 
 def excluded_modules(model: nn.Module) -> list[str]:

@@ -113,8 +113,11 @@ def _unknown_path(glob: str, paths: set[str], gone: Mapping[Site, str]) -> str:
 
 def _no_op(rule: Rule, ops: Sequence[Matchable]) -> str:
     if rule.match.path:
-        there = {name for op in ops if any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path)
-                 for name in op.names}
+        at_path = [op for op in ops if any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path)]
+        excluded = next((op.node for op in at_path if exclusion(op.node)), None)
+        if excluded is not None:
+            return f"{_name(excluded)} is {exclusion(excluded)}"
+        there = {name for op in at_path for name in op.names}
         conditions = wanted(rule.model_copy(update={"match": rule.match.model_copy(update={"path": ()})}))
         kinds = ", ".join(sorted(there)) or "no op of the op table"
         return f"no op at path {', '.join(rule.match.path)} meets {conditions}; there: {kinds}"

@@ -48,10 +48,12 @@ def test_a_config_excludes_modules_by_path():
     exclude_paths(prepared, ["body.*"])
     assert excluded(prepared) == ["excluded by exclude: body.0", "excluded by exclude: body.1", None]
     assert excluded_modules(prepared) == ["body.0", "body.1"]
+    assert "excluded, in float with what they read: body.0, body.1" in str(prepared.report)
     exclude_paths(prepared, ["body"])
     assert excluded(prepared) == ["excluded by exclude: body", "excluded by exclude: body", None]
     exclude_paths(prepared, [])
     assert excluded(prepared) == [None, None, None]
+    assert "excluded" not in str(prepared.report)
 
 
 def test_a_config_does_not_take_back_what_was_excluded_before():

@@ -89,7 +89,7 @@ def test_a_rule_acts_from_a_member_of_a_formula_spelled_out():
          r"rules\[0\]\.input .*: concat:out, which it reads, is quantized at its producer, for all readers"),
         ({"match": {"path": "conv1"}, "input": "float"}, "x:input, which it reads, .* path x, and output: float"),
         ({"match": {"path": "flatten"}, "output": {"bits": 16}}, "moves the values of concat:out; match that op"),
-        ({"match": {"path": "act"}, "output": {"bits": 16}}, "act:out shares the encoding of concat:out; match that op"),
+        ({"match": {"path": "act"}, "output": {"bits": 16}}, "act:out shares the encoding of concat:out; match"),
         ({"match": {"path": "convl"}, "weight": {"bits": 4}}, "no op has the path convl; did you mean .*'conv1'"),
         ({"match": {"path": ["fc", "fcc*"]}, "weight": {"bits": 5}}, r"fc, fcc\*\): no op has the path fcc\*; did"),
         ({"match": {"path": "conv1", "op": "linear"}, "weight": {"bits": 4}},
@@ -157,6 +157,12 @@ def test_a_batch_norm_that_was_folded_is_named():
 )
 def test_a_rule_that_agrees_with_what_holds_is_none(rule):
     assert sim(rule).plan
+
+
+def test_a_rule_on_an_excluded_module_says_what_excludes_it():
+    rules = [{"match": {"path": "fc", **more}, "weight": {"bits": 4}} for more in ({}, {"op": "linear"})]
+    with pytest.raises(ConfigError, match=r"(?s)fc is excluded by exclude: fc.*fc is excluded by exclude: fc"):
+        sim(*rules, config={**FUSED, "exclude": ["fc"]})
 
 
 def test_an_input_rule_that_gives_a_scheme_acts_on_the_edge():

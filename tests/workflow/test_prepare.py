@@ -170,6 +170,13 @@ def test_an_excluded_block_is_found_in_a_symbolic_trace():
     assert marks == ["modules_to_exclude", "modules_to_exclude", None]
 
 
+def test_exclusions_without_inputs_are_kept_until_there_are_some():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).eval()
+    traced = prepare_model(net, modules_to_exclude=["1"])
+    assert prepare_model(traced, X).report.excluded == ("1",)
+    assert prepare_model(traced, X, modules_to_exclude=["0"]).report.excluded == ("0", "1")
+
+
 def test_an_unknown_exclusion_names_the_nearest():
     with pytest.raises(CaptureError, match=r"'blocks.1.atn' is no submodule of TinyViT; did you mean 'blocks.1.attn'"):
         prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs(), modules_to_exclude=["blocks.1.atn"])
