@@ -58,16 +58,16 @@ def _parse_json(text: str, path: Path) -> object:
         value: object = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
-    _check_levels(value)
+    check_levels(value)
     return value
 
 
-def _check_levels(value: object, level: int = 0) -> None:
-    """Raises: RecursionError below ``MOST_LEVELS``."""
+def check_levels(value: object, level: int = 0) -> None:
+    """Checks that a parsed value is not nested deeper than ``MOST_LEVELS``. Raises: RecursionError."""
     if level > MOST_LEVELS:
         raise RecursionError
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_levels(inner, level + 1)
+        check_levels(inner, level + 1)
 
 
 class _UniqueKeys(yaml.SafeLoader):

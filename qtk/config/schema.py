@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     StrictBool,
     Tag,
+    field_validator,
     model_validator,
 )
 
@@ -86,6 +87,19 @@ class Rule(_Frozen):
     output: ActivationSetting | None = None
     inside: Literal["quantized", "float"] | None = None
     optional: StrictBool = False
+
+    @field_validator("weight", "bias", "input", "output")
+    @classmethod
+    def _not_empty(cls, value: TensorSetting | str | None) -> TensorSetting | str | None:
+        if value == TensorSetting():
+            raise ValueError("sets nothing; give it a width, a range or the like, or leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> Rule:
+        if all(value is None for value in (self.weight, self.bias, self.input, self.output, self.inside)):
+            raise ValueError("a rule sets weight, bias, input, output or inside; this one sets none of them")
+        return self
 
 
 class Defaults(_Frozen):
