@@ -70,6 +70,8 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
             return f"{where}: got {given}; must be a mapping{keys}"
         case "tuple_type" | "list_type":
             return f"{where}: got {given}; must be a list"
+        case "string_too_short":
+            return f"{where}: got {given}; must not be empty"
         case "too_short":
             return f"{where}: got {given}; needs at least {context['min_length']} elements"
     text = details["msg"].removeprefix("Input ").removeprefix("should ")

@@ -72,7 +72,7 @@ def test_all_but_the_version_may_be_left_out():
         ({"version": 1, "rules": [{"match": {"op": 5}}]}, "rules[0].match.op: got 5; must be a list"),
         ({"version": 1, "rules": [{"match": {"op": "conv"}}]}, "rules[0]: a rule sets weight, bias, input"),
         (with_setting({}), "rules[1].weight: sets nothing; give it a width, a range or the like, or leave it out"),
-        ({"version": 1, "exclude": [""]}, "exclude[0]: got ''; must"),
+        ({"version": 1, "exclude": [""]}, "exclude[0]: got ''; must not be empty"),
         ({"version": 1, "exclude": 3}, "exclude: got 3; must be a list"),
         ({"version": 1, "supergroups": [["conv"]]}, "supergroups[0]: got ['conv']; needs at least 2"),
         ({"version": 1, "supergroups": ["conv"]}, "supergroups[0]: got 'conv'; must be a list"),

@@ -7,6 +7,10 @@ from torch import nn
 
 import qtk
 from qtk.errors import ConfigError
+from qtk.graph.flow import Flow
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.sites import OWNER, exclusion, label
 from qtk.quantizers.modes import in_mode
 from tests.planning.plans import BARE
 from tests.zoo.models import ZOO
@@ -115,6 +119,30 @@ def test_the_output_of_a_composite_that_an_excluded_module_reads_stays_in_float(
     held = [name for name, reason in reasons(made).items() if reason.startswith(f"read by {module}")]
     assert held
     assert not [name for name in sites(made) if name.startswith(module)]
+
+
+def quantizers_read_inside(model):
+    """The quantizer calls whose value an excluded op reads, directly or through data movement."""
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for call in quantizer_nodes(graph):
+            yield from (call for port in flow.readers(call) if exclusion(port.user))
+
+
+@pytest.mark.parametrize("name", ["residual", "vit", "lstm", "gru", "tied"])
+@pytest.mark.parametrize("target", ["default", "dynamic"])
+def test_no_excluded_module_reads_a_quantized_value(name, target):
+    entry = ZOO[name]
+    model = entry.model().eval()
+    prepared = qtk.prepare_model(model, entry.inputs(), verify=False)
+    owners = {label(node, OWNER) or "" for graph in graphs(prepared).values() for node in graph.graph.nodes}
+    paths = [path for path, _ in model.named_modules() if path]
+    running = [path for path in paths if any(f"{owner}.".startswith(f"{path}.") for owner in owners)]
+    for path in running[:6]:
+        made = qtk.QuantSim(prepared, entry.inputs(), config={"version": 1, "extends": target, "exclude": [path]})
+        assert list(quantizers_read_inside(made.model)) == [], path
+        assert not [name for name in sites(made) if name.startswith((f"{path}.", f"{path}:"))], path
+    assert running
 
 
 def test_modules_to_exclude_is_the_same():
