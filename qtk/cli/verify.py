@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -48,8 +47,8 @@ def verify(
         float_export = beside
     batches = None
     if data is not None:
-        pairs, _ = Batches(data, "--data").open()
-        batches = (inputs for inputs, _ in itertools.islice(pairs, num_batches))
+        pairs, _ = Batches(data, "--data", num_batches).open()
+        batches = (inputs for inputs, _ in pairs)
     verdicts = verify_files(directory, batches, runtime=runtime, float_export=float_export, turns=turns)
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))

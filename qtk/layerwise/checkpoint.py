@@ -108,7 +108,7 @@ class Checkpoint:
     def _check(self, path: Path, run: Mapping[str, object]) -> None:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is not a run of layer-wise methods: {error}; give another "
                                    "checkpoint_dir") from error
         differing = [key for key, value in run.items() if not isinstance(stored, dict) or stored.get(key) != value]

@@ -314,3 +314,24 @@ def test_flags_are_stored(tmp_path):
     again = qtk.QuantSim.load(tmp_path / "sim", model, x)
     assert [name for name, quantizer in again.quantizers.items() if quantizer.frozen] == ["0.weight", "1:out"]
     assert [name for name, quantizer in again.quantizers.items() if quantizer.rewrote_weight] == ["0.weight"]
+
+
+def test_modes_are_stored(tmp_path):
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.quantizers["0.weight"].mode = Mode.BYPASS
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", model, x)
+    modes = {name: quantizer.mode for name, quantizer in again.quantizers.items()}
+    assert modes == {"input:input": Mode.SIMULATE, "0.weight": Mode.BYPASS, "1:out": Mode.SIMULATE}
+    assert torch.equal(again.model(x), sim.model(x))
+
+
+def test_the_mode_of_an_observer_is_not_stored_with_it(tmp_path):
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, x)
+    sim.quantizers["1:out"].mode = Mode.OBSERVE
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", model, x)
+    assert {quantizer.mode for quantizer in again.quantizers.values()} == {Mode.SIMULATE}
