@@ -9,7 +9,7 @@ from torch import fx, nn
 from qtk.capture.prepared_model import PreparedModel
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import EXCLUDED, GRAPH_PATH, add_labels, join, label
+from qtk.graph.sites import EXCLUDED, GRAPH_PATH, add_labels, join, label, prefixes
 from qtk.registry import nearest
 
 
@@ -48,5 +48,4 @@ def exclude(prepared: PreparedModel, excluded: Collection[set[str]]) -> Iterator
 def _modules_around(node: fx.Node) -> Iterator[str]:
     """Paths of the modules that contain ``node``, and their prefixes: a symbolic trace inlines the modules between."""
     for value in (node.meta.get("nn_module_stack") or {}).values():
-        parts = join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]).split(".")
-        yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
+        yield from prefixes(join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
-from qtk.capture.prepare_report import PrepareReport
+from qtk.capture.prepare_report import UNCALLED, PrepareReport
+from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES, pytree
@@ -37,10 +40,10 @@ class PreparedModel(nn.Module):
 
     @property
     def report(self) -> PrepareReport:
-        """The report of its capture."""
+        """The report of its capture, and of how much is quantized now."""
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
-        return report
+        return replace(report, covered=coverage(self))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -71,6 +74,17 @@ def parameters_outside(model: PreparedModel) -> dict[str, str]:
                 reason = parts[path].reason
                 outside[name] = f"its module is {parts[path].rung}" + ("" if reason is None else f": {reason}")
     return outside
+
+
+def refuse_unreached(model: PreparedModel) -> None:
+    """Raises: CaptureError naming the modules with parameters that the example inputs did not call."""
+    unreached = [part for part in model.report.parts if part.rung == UNCALLED and part.parameters]
+    if unreached:
+        listed = [f"{part.path} ({part.type_name}, {part.parameters} parameters)" for part in unreached]
+        names = [part.path for part in unreached]
+        raise CaptureError("\n  ".join(["the example inputs do not reach these modules, which would stay in float:", *listed])
+                           + "\npass inputs that do (experts and branches that these took no way into), or leave them in "
+                           f"float by name: qtk.prepare_model(model, example_inputs, modules_to_exclude={names})")
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):

@@ -20,6 +20,12 @@ def in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     return 1, 0
 
 
+def stacked_in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """``[…, in, out]``."""
+    rank = weight.meta["val"].ndim
+    return rank - 1, rank - 2
+
+
 def one_per_channel(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     """A vector with one number per channel: its only axis is both."""
     return (0, 0) if weight.meta["val"].ndim == 1 else None
@@ -70,9 +76,30 @@ def same_axis_of_equal_rank(moved: fx.Node, source: fx.Node, axis: int) -> int |
 
 
 def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """Axes keep their order; a repeated axis has none in the source."""
+    """Axes keep their order, new ones come first; a repeated axis has none in the source."""
     old, new = source.meta["val"].shape, moved.meta["val"].shape
-    return axis if len(old) == len(new) and length_hint(old[axis]) == length_hint(new[axis]) else None
+    before = axis - (len(new) - len(old))
+    return before if before >= 0 and length_hint(old[before]) == length_hint(new[axis]) else None
+
+
+def selected_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """The axes that ``index_select``, or ``index`` with one tensor of indices, leaves whole; those around it stay."""
+    rank = source.meta["val"].ndim
+    if len(moved.args) < 2:
+        return None
+    if isinstance(moved.args[1], int):  # index_select
+        at, new = moved.args[1] % rank, 1
+    else:
+        indices = moved.args[1]
+        tensors = [(i, index) for i, index in enumerate(indices) if index is not None] if isinstance(indices, list) else []
+        if len(tensors) != 1 or not isinstance(tensors[0][1], fx.Node) or _is_mask(tensors[0][1]):
+            return None
+        at, new = tensors[0][0], tensors[0][1].meta["val"].ndim
+    return axis if axis < at else axis - new + 1 if axis >= at + new else None
+
+
+def _is_mask(index: fx.Node) -> bool:
+    return index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:

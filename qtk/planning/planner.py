@@ -22,11 +22,13 @@ The rules, numbered as the code cites them:
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
 13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
+14. Counts, indices, offsets and masks stay in float whatever their type, and so do the constants that they are added to.
+    Casts of integer inputs, and what arithmetic makes of these, are data where an op with weights reads them.
 """
 
 from __future__ import annotations
 
-from qtk.capture.prepared_model import PreparedModel, parameters_outside
+from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
@@ -57,8 +59,10 @@ def plan(
     """Decides every site of a prepared model.
 
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
-        ConfigError if a width contradicts the config, or if nothing would be quantized though the config asks for it.
+        ConfigError if a width contradicts the config, or if nothing would be quantized though the config asks for it;
+        CaptureError if the example inputs did not reach a module with parameters that is not excluded.
     """
+    refuse_unreached(model)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
     io = config.io if list(graphs) == [""] else Io()  # inputs and outputs of islands are not those of the model

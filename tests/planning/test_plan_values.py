@@ -2,6 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qtk
 from qtk.config.load import load_config
 from qtk.graph.unknown_ops import unknown_ops
 from qtk.planning.planner import plan
@@ -76,3 +77,37 @@ def test_values_without_elements_are_no_sites():
     quant_plan = plan_of(Prefixed(), torch.randn(2, 4))
     assert set(by_name(quant_plan)) == {"x:input", "mul_1:out", "concat:out"}
     assert {site.name: why for site, why in quant_plan.unquantized.items()}["mul:out"] == "has no elements"
+
+
+class CountsTokens(nn.Module):
+    """Tokens per expert, counted as floats, and data that they scale."""
+
+    def forward(self, x, expert):
+        counts = torch.histc(expert.float(), 4, 0, 3)
+        return torch.tanh(x) / counts.sum(), counts.cumsum(0).to(torch.int32)
+
+
+def test_counts_and_offsets_have_no_site_and_stay_exact():
+    expert = torch.arange(4).repeat_interleave(torch.tensor([582, 576, 460, 430]))
+    x = torch.randn(2048, 4)
+    sim = qtk.QuantSim(CountsTokens(), (x, expert))
+    assert list(sim.quantizers) == ["x:input", "tanh:out", "div:out"]
+    reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
+    assert reasons == dict.fromkeys(["identity:out", "count:out", "sum:out", "cumsum:out"], "counts, indices, offsets or a mask")
+    sim.compute_encodings([(x, expert)], progress=False)
+    assert sim.model(x, expert)[1].tolist() == [582, 1158, 1618, 2048]
+
+
+def test_images_of_integers_are_quantized_where_a_convolution_reads_them_and_positions_are_not():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.register_buffer("frequency", torch.rand(8))
+
+        def forward(self, image, position):
+            angle = position.float()[:, None] * self.frequency
+            return self.conv(image.float() / 255), angle.cos()
+
+    decided = plan_of(Both(), (torch.randint(0, 255, (2, 3, 8, 8)), torch.arange(600)))
+    assert list(by_name(decided)) == ["div:out", "conv.weight", "conv:out", "cos:out"]

@@ -332,12 +332,13 @@ def test_weights_outside_of_all_graphs_are_in_the_plan_with_the_reason():
                 x = self.fc(x, times) * sign(x)
             return self.other(x) if x.sum() > 1e9 else x
 
-    plan = qtk.QuantSim(nn.Sequential(Steps(), nn.Linear(8, 8)), X).plan
+    model = nn.Sequential(Steps(), nn.Linear(8, 8))
+    plan = qtk.QuantSim(qtk.prepare_model(model, X, modules_to_exclude=["0.other"]), X).plan
     reasons = {site.name: reason for site, reason in plan.unquantized.items()}
     assert "opaque: Times is called with arguments of 8 kinds" in reasons["0.fc.weight"]
-    assert reasons["0.other.weight"] == "its module is not called"
+    assert reasons["0.other.weight"] == "its module is excluded"
     with pytest.raises(ConfigError, match=r"nothing of this model.*\n  fc.weight: .*opaque: Times is called"):
-        qtk.QuantSim(Steps(), X)
+        qtk.QuantSim(qtk.prepare_model(Steps(), X, modules_to_exclude=["other"]), X)
 
 
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.ReLU())])
