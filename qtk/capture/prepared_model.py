@@ -82,9 +82,11 @@ def refuse_unreached(model: PreparedModel) -> None:
     if unreached:
         listed = [f"{part.path} ({part.type_name}, {part.parameters} parameters)" for part in unreached]
         names = [part.path for part in unreached]
-        raise CaptureError("\n  ".join(["the example inputs do not reach these modules, which would stay in float:", *listed])
-                           + "\npass inputs that do (experts and branches that these took no way into), or leave them in "
-                           f"float by name: qtk.prepare_model(model, example_inputs, modules_to_exclude={names})")
+        raise CaptureError(
+            "\n  ".join(["the example inputs do not reach these modules, which would stay in float:", *listed])
+            + "\npass inputs that take the way to these experts or branches, or leave them in float by name: "
+            f"qtk.prepare_model(model, example_inputs, modules_to_exclude={names})"
+        )
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):

@@ -90,16 +90,15 @@ def selected_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
     if isinstance(moved.args[1], int):  # index_select
         at, new = moved.args[1] % rank, 1
     else:
-        indices = moved.args[1]
-        tensors = [(i, index) for i, index in enumerate(indices) if index is not None] if isinstance(indices, list) else []
-        if len(tensors) != 1 or not isinstance(tensors[0][1], fx.Node) or _is_mask(tensors[0][1]):
+        assert isinstance(moved.args[1], (list, tuple))
+        tensors = {place: index for place, index in enumerate(moved.args[1]) if isinstance(index, fx.Node)}
+        if len(tensors) != 1:
             return None
-        at, new = tensors[0][0], tensors[0][1].meta["val"].ndim
+        ((at, index),) = tensors.items()
+        if index.meta["val"].dtype in (torch.bool, torch.uint8):
+            return None
+        new = index.meta["val"].ndim
     return axis if axis < at else axis - new + 1 if axis >= at + new else None
-
-
-def _is_mask(index: fx.Node) -> bool:
-    return index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:

@@ -78,7 +78,7 @@ def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is(excluded):
 
 def test_what_the_inputs_do_not_reach_is_an_error_unless_it_is_excluded_by_name():
     entry = PYTHON["branch"]
-    message = r"do not reach these modules.*:\n  minus \(Linear, 36 parameters\)\npass inputs .*modules_to_exclude=\['minus'\]"
+    message = r"do not reach these.*:\n  minus \(Linear, 36 parameters\)\npass inputs .*modules_to_exclude=\['minus'\]"
     with pytest.raises(CaptureError, match=message):
         qtk.QuantSim(entry.model(), entry.inputs())
     prepared = qtk.prepare_model(entry.model(), entry.inputs(), modules_to_exclude=["minus"])

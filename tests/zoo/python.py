@@ -410,7 +410,9 @@ class PythonEntry(Entry):
 PYTHON: dict[str, PythonEntry] = {}
 
 
-def _add(name: str, builder: Callable[[], nn.Module], inputs: Callable[[int], Inputs], islands: str, *unreached: str) -> None:
+def _add(
+    name: str, builder: Callable[[], nn.Module], inputs: Callable[[int], Inputs], islands: str, *unreached: str
+) -> None:
     PYTHON[name] = PythonEntry(name, builder, inputs, islands=tuple(islands.split()), unreached=unreached)
 
 
