@@ -54,7 +54,10 @@ class Flow:
         return self._constant[node]
 
     def data_ports(self, node: fx.Node) -> list[Port]:
-        """The ports of an op at which it reads data: floats that are no weights, biases or numbers."""
+        """The ports of an op at which it reads data: floats that are no weights, biases or numbers.
+
+        What an op multiplies with, and is not made of parameters alone, is data too.
+        """
         row = self._rows[node]
         if row is None or maker(node) is not node:
             return []
@@ -63,7 +66,7 @@ class Flow:
             port
             for port in ports(node)
             if is_float(port.value)
-            and (row.inputs is None or port.arg in row.inputs)
+            and (row.inputs is None or port.arg in row.inputs or (row.multiplies and port.arg in row.weights))
             and port.index not in weights
             and not self.is_constant(port.value)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from qtk.graph.flow import maker
+from qtk.graph.op_row import Role
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import EXCLUDED, is_float, label
 from qtk.planning.draft import Draft, is_empty
@@ -91,7 +92,10 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
     elif any(draft.takes_data(port) for port in readers):
         draft.decide(node, decision, "model input")
     else:
-        draft.floats[node] = draft.unknown_readers(readers) or "no op computes with it"
+        rows = [row for port in readers if (row := draft.flow.row(port.user)) is not None and port.arg != 0]
+        added_by = sorted({row.kind for row in rows if row.role is Role.COMPUTE})
+        reason = f"read as bias, scale or shift by {', '.join(added_by)}" if added_by else "no op computes with it"
+        draft.floats[node] = draft.unknown_readers(readers) or reason
 
 
 def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision) -> None:

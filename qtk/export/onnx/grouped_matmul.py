@@ -25,8 +25,8 @@ def grouped_matmul_translations(program: ExportedProgram) -> Mapping[Callable[..
         given = [*others[1:], *node.kwargs.values()]
         if (x.meta["val"].ndim, stack.meta["val"].ndim) != (2, 3) or any(option is not None for option in given):
             raise ExportError(
-                f"{node.name} is a grouped product that ONNX has no form of: only rows [rows, in] in groups times a stack "
-                "[groups, in, out], without bias; export formats=('encodings',)"
+                f"{node.name} is a grouped product that ONNX has no form of: only rows [rows, in] in groups times a "
+                "stack [groups, in, out], without bias; export formats=('encodings',)"
             )
     return {node.target: _grouped_matmul for node in calls}
 
