@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtk.capture.call_recording import record_calls
@@ -50,6 +51,7 @@ def capture_graph(
     verify: bool,
     place: str = "",
     expected: Outcome | None = None,
+    owns_inputs: bool = False,
 ) -> PreparedGraph:
     """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
@@ -60,12 +62,18 @@ def capture_graph(
         verify: compare the outputs; otherwise the first rung that captures the module is taken.
         place: module path of ``model`` in the whole model.
         expected: the outcome of the only call, if it is known.
+        owns_inputs: see ``capture``.
 
     Returns: the graph, with a report of the capture.
 
     Raises: CaptureError with the reason of every rung, or if the calls need several graphs.
     """
     reasons: list[str] = []
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{model.original_name} is a ScriptModule, whose code torch.export cannot read; pass the module that it "
+            "was scripted or traced from"
+        )
     if len({str(call.structure) for call in calls}) > 1:
         raise CaptureError(
             f"{type(model).__name__} is called with arguments of several kinds (ranks, dtypes, None or a tensor)"
@@ -77,7 +85,7 @@ def capture_graph(
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
         try:
             with untouched(model):
-                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place)
+                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs)
             graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
         except Exception as error:  # whatever torch refuses, the next rung may take
             reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
@@ -96,12 +104,12 @@ def capture_graph(
 
 
 def _on_rung(
-    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str
+    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool
 ) -> tuple[PreparedGraph, PrepareReport]:
     if rung == BUILT:
         graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
     else:
-        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,))
+        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,), owns_inputs=owns_inputs)
         graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call
+from qtk.capture.calls import Call, cloned
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.errors import CaptureError
@@ -19,9 +19,9 @@ from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES, pytree
 
-REPORT, SIGNATURE, EXAMPLE = "report", "qtk_signature", "qtk_example"
+REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
-with."""
+with, whether the original writes to its inputs."""
 
 
 class PreparedModel(nn.Module):
@@ -138,6 +138,8 @@ class PreparedTree(PreparedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own ``forward``."""
         self._parent.training = self.training
+        if self.meta.get(WRITES):
+            args, kwargs = cloned((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             return self._parent(*args, **kwargs)
         with fast_path_off():  # it would skip the islands
@@ -147,7 +149,8 @@ class PreparedTree(PreparedModel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_parent" not in self.__dict__:
+            is_protocol = name.startswith("__")  # how to copy the parent is not how to copy its tree
+            if is_protocol or "_parent" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_parent"], name)
 

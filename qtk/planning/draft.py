@@ -80,7 +80,7 @@ class Draft:
         )
 
     def counts(self, node: fx.Node) -> bool:
-        """Whether the value is of counts, indices or masks; integer inputs are, unless an op with weights reads them."""
+        """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""
         nature = self._natures[node]
         if nature is Nature.INTEGER and is_float(node):
             rows = [row for port in self.flow.readers(node) if (row := self.flow.row(port.user)) is not None]
