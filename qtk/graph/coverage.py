@@ -17,10 +17,15 @@ def coverage(model: nn.Module) -> float | None:
     """
     if not any(quantizer_nodes(graph) for graph in graphs(model).values()):
         return None
-    quantized = {parameter for graph in graphs(model).values() for parameter in _quantized(graph)}
+    quantized = quantized_parameters(model)
     sizes = {p: p.numel() for name, p in model.named_parameters() if QUANTIZERS not in name.split(".")}
     total = sum(sizes.values())
     return sum(size for parameter, size in sizes.items() if parameter in quantized) / total if total else 1.0
+
+
+def quantized_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that are quantized, or from which a quantized constant is computed."""
+    return {parameter for graph in graphs(model).values() for parameter in _quantized(graph)}
 
 
 def _quantized(graph: fx.GraphModule) -> set[nn.Parameter]:

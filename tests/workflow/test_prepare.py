@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.capture import ladder
-from qtk.errors import CaptureError, ConfigError
+from qtk.errors import CalibrationError, CaptureError, ConfigError, ExportError
 from qtk.graph.sites import EXCLUDED, label, value_site
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
@@ -331,3 +331,31 @@ def test_the_report_prints():
     assert "dynamic batch" in text
     assert "7 × batch_norm recovered as modules" in text
     assert "in eval mode: 0" in text
+
+
+def meta_simulation():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    return qtk.QuantSim(model.to("meta"), torch.randn(2, 3, 8, 8, device="meta")), model
+
+
+def test_a_meta_model_has_the_plan_of_one_with_values():
+    sim, model = meta_simulation()
+    torch.manual_seed(0)
+    real = model.to_empty(device="cpu").apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    assert str(sim.plan) == str(qtk.QuantSim(real, torch.randn(2, 3, 8, 8)).plan)
+    report = sim.model.report
+    assert (report.eval_difference, report.train_difference) == (None, None)
+    assert "tensors without values (meta): nothing could be compared with the original" in report.notes
+
+
+def test_a_meta_model_cannot_be_calibrated_or_saved(tmp_path):
+    sim, _ = meta_simulation()
+    x = torch.randn(2, 3, 8, 8)
+    for data in ([x], [x.to("meta")]):
+        with pytest.raises(CalibrationError, match="meta device, whose tensors have no values: make"):
+            sim.compute_encodings(data, progress=False)
+    with pytest.raises(CalibrationError, match="meta device"):
+        qtk.apply_gptq(sim, [x], progress=False)
+    with pytest.raises(ExportError, match="meta device"):
+        sim.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
