@@ -162,8 +162,8 @@ def _same_structure(a: pytree.TreeSpec, b: pytree.TreeSpec) -> bool:
 
 def _members_of(context: object) -> object:
     """What tells a node of a structure from others: for a namedtuple class its name and fields, else the context."""
-    if isinstance(context, type) and issubclass(context, tuple) and hasattr(context, "_fields"):
-        return context.__qualname__, context._fields
+    if isinstance(context, type) and issubclass(context, tuple):
+        return context.__qualname__, getattr(context, "__match_args__", ())
     return context
 
 

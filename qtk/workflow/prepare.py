@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Collection, Iterator
@@ -28,7 +29,7 @@ from qtk.nn.fast_path import fast_path_off
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
 
-__all__ = ["ExampleInputs", "prepare_model"]
+__all__ = ["ExampleInputs", "prepare_model", "prepare_own"]
 
 ORIGINAL = "qtk_original"
 """Key of ``meta``: the model behind a trace that is still to be captured."""
@@ -112,6 +113,12 @@ def prepare_model(
         if example_inputs is None:
             return _traced(model)
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
+
+
+def prepare_own(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
+    """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``."""
+    prepared = prepare_model(model, example_inputs)
+    return prepared if in_place else copy.deepcopy(prepared)
 
 
 def _prepared(
