@@ -34,11 +34,12 @@ class Holder(nn.Module):
 
 
 def constants_of(module: nn.Module) -> frozenset[str]:
-    """The attributes of a module that capture has decided: plain ones, such as ``p`` and ``eps``, and children."""
+    """The attributes of a module that capture has decided: plain ones, such as ``p``, and children."""
     if isinstance(module, torch.jit.ScriptModule):
         return frozenset()
     tables = {"training", "forward", *MODULE_TABLES}
-    return frozenset(name for name in vars(module) if name[0] != "_" and name not in tables) | frozenset(module._modules)
+    plain = [name for name in vars(module) if name[0] != "_" and name not in tables]
+    return frozenset((*plain, *module._modules))
 
 
 def hold(original: nn.Module) -> nn.Module:

@@ -25,8 +25,8 @@ def without_effect(holder: nn.Module, path: str, name: str) -> CaptureError:
     acting = [child for child, module in holder.named_children() if name in vars(module)]
     beside = ".".join(filter(None, (path, acting[0], name))) if acting else None
     way = "" if beside is None else f"set {beside!r}, or "
-    return CaptureError(f"setting {place!r} would have no effect: the prepared model runs its graph, in which it is what "
-                        f"it was at capture; {way}set it on the original model and prepare that again")
+    return CaptureError(f"setting {place!r} would have no effect: the prepared model runs its graph, in which it is "
+                        f"what it was at capture; {way}set it on the original model and prepare that again")
 
 
 class CapturedGraph(fx.GraphModule):

@@ -29,14 +29,17 @@ The rules, numbered as the code cites them:
 
 from __future__ import annotations
 
+import torch
+
 from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
-from qtk.errors import ConfigError, SpecError
+from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.op_table import OP_NAMES
+from qtk.graph.op_table import OP_NAMES, op_name
+from qtk.graph.sites import OWNER, label, ports, value_site
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
@@ -61,7 +64,8 @@ def plan(
 
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
         ConfigError if a width contradicts the config, or if nothing would be quantized though the config asks for it;
-        CaptureError if the example inputs did not reach a module with parameters that is not excluded.
+        CaptureError if the example inputs did not reach a module with parameters that is not excluded, or an op with
+        weights reads complex, quantized or sparse tensors.
     """
     refuse_unreached(model)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
@@ -69,6 +73,7 @@ def plan(
     io = config.io if list(graphs) == [""] else Io()  # inputs and outputs of islands are not those of the model
     drafts = [Draft(graph.graph, rules, scheme, io) for graph in graphs.values()]
     for draft in drafts:
+        _refuse_other_numbers(draft)
         run_passes(draft)
     misfits = [line for draft in drafts for line in draft.misfits]
     if misfits:
@@ -88,6 +93,22 @@ def plan(
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     return QuantPlan(sites, unquantized, rules.unmatched())
+
+
+def _refuse_other_numbers(draft: Draft) -> None:
+    """Raises: CaptureError naming the first op with weights that reads complex, quantized or sparse tensors."""
+    for node in draft.graph.nodes:
+        row = draft.flow.row(node)
+        for port in ports(node) if row is not None and (row.weights or row.multiplies) else ():
+            value = port.value.meta["val"]
+            kind = None if value.layout == torch.strided else str(value.layout).removeprefix("torch.")
+            kind = str(value.dtype).removeprefix("torch.") if value.is_complex() or value.is_quantized else kind
+            if kind is not None:
+                raise CaptureError(
+                    f"{value_site(node)}: {op_name(node)} reads {kind} tensors ({value_site(port.value)}); only dense "
+                    "tensors of real numbers can be quantized; leave its module in float: qtk.prepare_model(model, "
+                    f"example_inputs, modules_to_exclude=[{label(node, OWNER)!r}])"
+                )
 
 
 def run_passes(draft: Draft) -> None:

@@ -100,7 +100,7 @@ class Quantizer(Tap):
             raise EncodingError(
                 f"{self.__dict__.get('site', 'a quantizer')}: setting {name!r} would have no effect; its format is "
                 "decided when the simulation is made: QuantSim(…, weight_bits=…, activation_bits=…), or a rule of the "
-                "config like {match: {path: …}, weight: {bits: 8}}; mode and frozen can be set, sim.set_range sets a range"
+                "config like {match: {path: …}, weight: {bits: 8}}; mode and frozen can be set, ranges by sim.set_range"
             )
         if name == "mode" and not isinstance(value, Mode):
             raise EncodingError(f"{self.site}: mode must be a qtk.Mode, {', '.join(Mode.__members__)}, got {value!r}")

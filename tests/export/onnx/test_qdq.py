@@ -199,10 +199,15 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
-def test_blocks_along_two_axes_are_refused_with_the_site(tmp_path):
-    with pytest.raises(ExportError, match=r"^fc.weight: ONNX holds blocks along one axis .* \(2, 4\) .* \(4, 8\)"):
-        exported(tmp_path, Linear(), torch.randn(4, 8), weight=symmetric("int8", PerBlock((2, 4))), activation=nothing)
-    assert not (tmp_path / "model.onnx").exists()
+@pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_blocks_along_two_axes_are_stored_along_one(sizes, is_symmetric, tmp_path):
+    x = torch.randn(4, 8)
+    weight = weights("int8" if is_symmetric else "uint8", PerBlock(sizes), symmetric=is_symmetric)
+    sim = exported(tmp_path, Linear(), x, weight=weight, activation=nothing)
+    assert np.array_equal(run_onnx(tmp_path / "model.onnx", x)[0], run_simulation(sim, x)[0])
+    scale = read(tmp_path / "model.onnx")["fc.weight"].scale
+    assert scale.shape == PerBlock(sizes).qparam_shape((4, 8))
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
@@ -757,3 +762,16 @@ def test_reduced_and_unsigned_symmetric_weights(setting, zero, codes, tmp_path):
     assert (np.abs(result - simulated.numpy()) < 0.01 * step).mean() > 0.99
     record = json.loads((tmp_path / "out" / "encodings_aimet_1.0.0.json").read_text())["param_encodings"][0]
     assert set(record["offset"]) == {-(1 << (record["bw"] - 1))}  # as of int8 and int4
+
+
+def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2)).eval(), torch.randn(2, 8, 8, 8)
+    config = {"version": 1, "extends": "onnxruntime", "rules": [
+        {"match": {"op": ["conv", "conv_transpose"]}, "weight": {"granularity": "per_block", "block_size": 4}},
+    ]}
+    sim = qtk.QuantSim(model, x, config=config)
+    sim.compute_encodings([x], progress=False)
+    assert sim.quantizers["0.weight"].spec.granularity == PerBlock((1, 4, -1, -1))
+    sim.export(tmp_path / "exported", formats=["onnx"])
+    verdict = sim.verify_export(tmp_path / "exported", [x, torch.randn(3, 8, 8, 8)], turns=0, progress=False)
+    assert verdict.exact.differing == 0.0
