@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
+from qtk.core.settled import Settled
 from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
 from qtk.errors import CaptureError
 from qtk.graph.insert import insert
@@ -39,13 +39,13 @@ from qtk.workflow.export import export
 from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.masked_sites import masked_sites_back
-from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.store import load, restore, save
 from qtk.workflow.verify_export import verify_export
 
 
-class QuantSim:
+class QuantSim(Settled):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
     >>> import qtk, torch
@@ -85,6 +85,8 @@ class QuantSim:
     Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """
 
+    example_inputs: ExampleInputs
+
     def __init__(
         self,
         model: nn.Module,
@@ -102,7 +104,7 @@ class QuantSim:
         self.config, self.example_inputs = load_config(config), example_inputs
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
-        prepared = _prepared(model, example_inputs, in_place=in_place)
+        prepared = prepare_own(model, example_inputs, in_place=in_place)
         exclude_paths(prepared, self.config.exclude)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
@@ -387,14 +389,8 @@ class QuantSim:
             name: width_from_json(value) if name in ("weight_bits", "activation_bits") else value
             for name, value in stored.arguments.items()
         }
-        prepared = _prepared(model, example_inputs, in_place=in_place)
+        prepared = prepare_own(model, example_inputs, in_place=in_place)
         make(prepared, stored.steps)
         sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
         sim._simulation = restore(stored, sim._simulation)
         return sim
-
-
-def _prepared(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
-    """``model``, captured if it is not yet; a copy unless ``in_place``."""
-    prepared = prepare_model(model, example_inputs)
-    return prepared if in_place else copy.deepcopy(prepared)

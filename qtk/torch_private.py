@@ -76,6 +76,12 @@ def call_structure(graph: fx.Graph) -> CallStructure | None:
     return structure
 
 
+def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """The structures inside a pytree structure."""
+    named = getattr(structure, "children", None)  # torch 2.11 has children_specs, which later versions warn of
+    return list(named() if named is not None else structure.children_specs)
+
+
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
     """The leaves of ``value``, nested as ``structure``.
 

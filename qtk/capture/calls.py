@@ -71,6 +71,12 @@ def detached(tree: Tree) -> Tree:
     return copies
 
 
+def cloned(tree: Tree) -> Tree:
+    """A copy of ``tree`` whose tensors are clones, which gradients pass."""
+    copies: Tree = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return copies
+
+
 def distinct(tree: Tree) -> Tree:
     """``tree`` with a copy of each tensor that occurs in it a second time.
 

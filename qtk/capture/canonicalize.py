@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from qtk.capture.holders import hold, hold_constants
+from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
-from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
 from qtk.torch_private import OpOverload
 
@@ -65,6 +65,7 @@ def canonicalize(
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
+    captured_graph.meta[CONSTANTS] = constants_of(original)
     name_sites(captured_graph.graph, place)
     return captured_graph, swaps
 

@@ -12,7 +12,7 @@ from qtk.capture.ladder import EXCLUDED as EXCLUDED_RUNG
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import EXCLUDED, EXCLUDED_MODULE, GRAPH_PATH, add_labels, join, label
+from qtk.graph.sites import EXCLUDED, EXCLUDED_MODULE, GRAPH_PATH, add_labels, join, label, prefixes
 from qtk.registry import nearest
 
 BY_MODULES, BY_CONFIG = "modules_to_exclude", "exclude"
@@ -94,5 +94,4 @@ def _label(nodes: Collection[fx.Node], by: str, is_excluded: Callable[[str], boo
 def _modules_around(node: fx.Node) -> Iterator[str]:
     """Paths of the modules that contain ``node``, and their prefixes: a symbolic trace inlines the modules between."""
     for value in (node.meta.get("nn_module_stack") or {}).values():
-        parts = join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]).split(".")
-        yield from (".".join(parts[:depth]) for depth in range(len(parts) + 1))
+        yield from prefixes(join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]))

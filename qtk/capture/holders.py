@@ -6,11 +6,40 @@ import torch
 from torch import fx, nn
 
 from qtk.errors import CaptureError
+from qtk.graph.captured_graph import without_effect
 from qtk.graph.targets import attribute
-from qtk.torch_private import GRAPH_MODULE_NAMES
+from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES
 
 RESERVED = {*dir(fx.GraphModule), "meta", "report", *GRAPH_MODULE_NAMES} - {*dir(nn.Module)}
 """Attributes of a prepared model, whose names no member of the original may have."""
+
+
+class Holder(nn.Module):
+    """Holds members of a module whose code is in a graph, and refuses to be set what that code no longer reads.
+
+    Args:
+        path: of the module in its model.
+        constants: see ``constants_of``.
+    """
+
+    def __init__(self, path: str = "", constants: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._path, self._constants = path, constants
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises: CaptureError for a constant of the captured code."""
+        if name in self.__dict__.get("_constants", ()):
+            raise without_effect(self, self._path, name)
+        super().__setattr__(name, value)  # type: ignore[arg-type]
+
+
+def constants_of(module: nn.Module) -> frozenset[str]:
+    """The attributes of a module that capture has decided: plain ones, such as ``p``, and children."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return frozenset()
+    tables = {"training", "forward", *MODULE_TABLES}
+    plain = [name for name in vars(module) if name[0] != "_" and name not in tables]
+    return frozenset((*plain, *module._modules))
 
 
 def hold(original: nn.Module) -> nn.Module:
@@ -26,8 +55,8 @@ def hold(original: nn.Module) -> nn.Module:
         )
     root = nn.Module()
     holders = {original: root}
-    for module in original.modules():
-        holders.setdefault(module, nn.Module())
+    for path, module in original.named_modules():
+        holders.setdefault(module, Holder(path, constants_of(module)))
     for module, twin in holders.items():
         for name, child in module._modules.items():
             twin.add_module(name, None if child is None else holders[child])

@@ -3,7 +3,8 @@
 1. ``export``, 2. ``fx + export``: the module becomes one graph, whose outputs are compared with the module's. The
    graph of a recurrent net on packed sequences, which cannot be captured, is ``built`` by hand.
 3. ``python``: the module keeps its code, and each module it calls is tried from rung 1 on, with the inputs it was
-   called with. Modules that the example inputs do not call stay as they are and are listed (``not called``).
+   called with. Modules that the example inputs do not call stay as they are and are listed (``not called``); QuantSim
+   refuses them.
 4. ``opaque``: a module that calls no other stays as it is.
 """
 
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtk.capture.call_recording import record_calls
@@ -24,7 +26,7 @@ from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
 from qtk.capture.packed import build_packed, takes_packed
-from qtk.capture.prepare_report import Part, PrepareReport
+from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.capture.torch_export import RUNGS, DynamicShapes, capture, first_line
 from qtk.capture.tree import with_islands
@@ -32,12 +34,13 @@ from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import CaptureError, QtkError, VerificationError
+from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
 
 MAX_KINDS = 4
 """Largest number of kinds of calls for which one module gets a graph each."""
 
-BUILT, PYTHON, OPAQUE, EXCLUDED, UNCALLED = "built", "python", "opaque", "excluded", "not called"
+BUILT, PYTHON, OPAQUE, EXCLUDED = "built", "python", "opaque", "excluded"
 
 
 def capture_graph(
@@ -48,6 +51,7 @@ def capture_graph(
     verify: bool,
     place: str = "",
     expected: Outcome | None = None,
+    owns_inputs: bool = False,
 ) -> PreparedGraph:
     """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
@@ -58,12 +62,18 @@ def capture_graph(
         verify: compare the outputs; otherwise the first rung that captures the module is taken.
         place: module path of ``model`` in the whole model.
         expected: the outcome of the only call, if it is known.
+        owns_inputs: see ``capture``.
 
     Returns: the graph, with a report of the capture.
 
     Raises: CaptureError with the reason of every rung, or if the calls need several graphs.
     """
     reasons: list[str] = []
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{model.original_name} is a ScriptModule, whose code torch.export cannot read; pass the module that it "
+            "was scripted or traced from"
+        )
     if len({str(call.structure) for call in calls}) > 1:
         raise CaptureError(
             f"{type(model).__name__} is called with arguments of several kinds (ranks, dtypes, None or a tensor)"
@@ -75,7 +85,7 @@ def capture_graph(
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
         try:
             with untouched(model):
-                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place)
+                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs)
             graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
         except Exception as error:  # whatever torch refuses, the next rung may take
             reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
@@ -94,12 +104,12 @@ def capture_graph(
 
 
 def _on_rung(
-    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str
+    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool
 ) -> tuple[PreparedGraph, PrepareReport]:
     if rung == BUILT:
         graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
     else:
-        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,))
+        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,), owns_inputs=owns_inputs)
         graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)
@@ -155,7 +165,7 @@ class _IslandSearch:
 
     def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
         self.dynamic_shapes = dynamic_shapes
-        self.excluded = excluded
+        self.excluded = frozenset(excluded)
         self.paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self.islands: dict[nn.Module, PreparedGraph] = {}
         self.parts: dict[nn.Module, Part] = {}
@@ -218,12 +228,13 @@ class _IslandSearch:
             self._note(module, self.paths[module], OPAQUE, reason)
 
     def note_uncalled(self, model: nn.Module) -> None:
-        """Records modules with parameters that the example inputs do not run; they stay in float."""
+        """Records modules with parameters that the example inputs do not run, as excluded those that are."""
         noted = {inner for module, part in self.parts.items() if part.rung != PYTHON for inner in module.modules()}
         for module in model.modules():
             if module in self.parts or module in noted or not list(module.parameters(recurse=False)):
                 continue
-            self._note(module, self.paths[module], UNCALLED, None)
+            is_excluded = not self.excluded.isdisjoint(prefixes(self.paths[module]))
+            self._note(module, self.paths[module], EXCLUDED if is_excluded else UNCALLED, None)
 
     def report(self, model: nn.Module, difference: float) -> PrepareReport:
         """The report of the whole model."""
@@ -239,7 +250,7 @@ class _IslandSearch:
             unknown_ops=tuple(dict.fromkeys(name for report in reports for name in report.unknown_ops)),
             opaque_parts=tuple(part for report in reports for part in report.opaque_parts),
             eval_difference=difference,
-            covered=sum(parameter.numel() for parameter in shown) / total if total else 1.0,
+            captured=sum(parameter.numel() for parameter in shown) / total if total else 1.0,
             parts=tuple(self.parts.values()),
         )
 

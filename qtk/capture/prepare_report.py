@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNCALLED = "not called"
+"""The rung of a module that the example inputs do not reach."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -39,7 +42,8 @@ class PrepareReport:
         opaque_parts: composites and nested ops whose inside is not captured, with the reason where it is known.
         eval_difference: max |prepared - original| on the example inputs in eval mode; ``None``: not compared.
         train_difference: likewise in train mode with dropout off.
-        covered: share of all parameter elements that are in graphs, 0 to 1.
+        captured: share of all parameter elements that are in graphs, 0 to 1.
+        covered: share of all parameter elements that are quantized; ``None`` before there are quantizers.
         parts: how the model and its submodules were captured, if it is not one graph.
         excluded: the modules that are excluded from quantization.
         notes: warnings for the user.
@@ -56,7 +60,8 @@ class PrepareReport:
     eval_difference: float | None = None
     train_difference: float | None = None
     opaque_parts: tuple[str, ...] = ()
-    covered: float = 1.0
+    captured: float = 1.0
+    covered: float | None = None
     parts: tuple[Part, ...] = ()
     excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -67,8 +72,10 @@ class PrepareReport:
         size = "dynamic" if self.dynamic else "static"
         lines = [f"captured by {self.rung} in {self.elapsed_s:.1f} s, {size} batch"]
         if self.parts:
-            lines.append(f"graphs cover {self.covered:.1%} of the parameters")
+            lines.append(f"graphs hold {self.captured:.1%} of the parameters")
             lines += [self._line(part) for part in self.parts]
+        if self.covered is not None:
+            lines.append(f"{self.covered:.1%} of the parameters are quantized")
         lines += [f"{count} × {kind} recovered as modules" for kind, count in self.swaps]
         lines += [
             f"max |prepared - original| in {mode} mode: {difference:.3g}"

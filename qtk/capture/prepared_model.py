@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.calls import Call
+from qtk.capture.calls import Call, cloned
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
-from qtk.capture.prepare_report import PrepareReport
+from qtk.capture.prepare_report import UNCALLED, PrepareReport
+from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES, pytree
 
-REPORT, SIGNATURE, EXAMPLE = "report", "qtk_signature", "qtk_example"
+REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
-with."""
+with, whether the original writes to its inputs."""
 
 
 class PreparedModel(nn.Module):
@@ -37,10 +41,10 @@ class PreparedModel(nn.Module):
 
     @property
     def report(self) -> PrepareReport:
-        """The report of its capture."""
+        """The report of its capture, and of how much is quantized now."""
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
-        return report
+        return replace(report, covered=coverage(self))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -71,6 +75,25 @@ def parameters_outside(model: PreparedModel) -> dict[str, str]:
                 reason = parts[path].reason
                 outside[name] = f"its module is {parts[path].rung}" + ("" if reason is None else f": {reason}")
     return outside
+
+
+def refuse_unreached(model: PreparedModel, exclude: Collection[str]) -> None:
+    """Raises: CaptureError naming the modules with parameters that the example inputs did not call.
+
+    Args:
+        model: the model.
+        exclude: paths or globs of modules that stay in float, reached or not.
+    """
+    unreached = [part for part in model.report.parts if part.rung == UNCALLED and part.parameters
+                 and not any(fnmatchcase(part.path, glob) for glob in exclude)]
+    if unreached:
+        listed = [f"{part.path} ({part.type_name}, {part.parameters} parameters)" for part in unreached]
+        names = [part.path for part in unreached]
+        raise CaptureError(
+            "\n  ".join(["the example inputs do not reach these modules, which would stay in float:", *listed])
+            + "\npass inputs that take the way to these experts or branches, or leave them in float by name: "
+            f"qtk.prepare_model(model, example_inputs, modules_to_exclude={names}), or exclude: {names} in the config"
+        )
 
 
 class PreparedGraph(CapturedGraph, PreparedModel):
@@ -122,6 +145,8 @@ class PreparedTree(PreparedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own ``forward``."""
         self._parent.training = self.training
+        if self.meta.get(WRITES):
+            args, kwargs = cloned((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             return self._parent(*args, **kwargs)
         with fast_path_off():  # it would skip the islands
@@ -131,7 +156,8 @@ class PreparedTree(PreparedModel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_parent" not in self.__dict__:
+            is_protocol = name.startswith("__")  # how to copy the parent is not how to copy its tree
+            if is_protocol or "_parent" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_parent"], name)
 

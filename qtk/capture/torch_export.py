@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from qtk.capture.calls import distinct
+from qtk.capture.calls import cloned, detached, distinct
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
@@ -77,11 +77,13 @@ def capture(
     dynamic_shapes: DynamicShapes,
     *,
     rungs: Sequence[str] = RUNGS,
+    owns_inputs: bool = False,
 ) -> Capture:
     """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
     With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
-    shapes; with ``"batch"`` from the second on.
+    shapes; with ``"batch"`` from the second on. With ``owns_inputs`` the program leaves its inputs as they are, where
+    the model writes to them; nobody reads them afterwards.
 
     Raises: CaptureError with the reason of every rung.
     """
@@ -96,6 +98,9 @@ def capture(
         for label, some_args, some_kwargs, shapes in attempts:
             try:
                 program = _export(source, some_args, some_kwargs, shapes)
+                if owns_inputs and program.graph_signature.user_inputs_to_mutate:
+                    with _on_copies(source):
+                        program = _export(source, some_args, some_kwargs, shapes)
             except Exception as error:
                 reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
                 continue
@@ -149,6 +154,18 @@ def _export(
 
 
 @contextlib.contextmanager
+def _on_copies(model: nn.Module) -> Iterator[None]:
+    """Runs ``model`` on copies of its inputs, which may be written to, before its own hooks see them."""
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: cloned((args, kwargs)), with_kwargs=True, prepend=True
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
 def silent_torch() -> Iterator[None]:
     """Silences the warnings, logs and stderr of torch's exporters; exceptions pass."""
     level = logging.root.manager.disable
@@ -195,7 +212,7 @@ def with_batch_of_two(
     )
     try:
         with torch.no_grad():
-            model(*doubled[0], **doubled[1])
+            model(*detached(doubled[0]), **detached(doubled[1]))
     except Exception:
         return args, kwargs
     return doubled

@@ -29,7 +29,7 @@ def with_islands(model: nn.Module, islands: Mapping[nn.Module, nn.Module]) -> nn
         if module in copies:
             return copies[module]
         if isinstance(module, torch.jit.ScriptModule):
-            return copies.setdefault(module, module)
+            return copies.setdefault(module, module.__copy__())
         twin = copies[module] = type(module).__new__(type(module))
         twin.__dict__.update(module.__dict__)
         twin.__dict__.update({name: module.__dict__[name].copy() for name in TABLES if name in module.__dict__})

@@ -84,6 +84,7 @@ def inspect(
     activation_bits: Annotated[
         int | None, typer.Option(help=f"2 to 16; 0 leaves activations in float. {LEFT_OUT}")
     ] = None,
+    meta: Annotated[bool, typer.Option("--meta", help="Dry run: plan and memory, no tensor allocated.")] = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Show how a model is captured, what would be quantized how, and what would stay in float."""
@@ -96,6 +97,7 @@ def inspect(
             config=config,
             weight_bits=FROM_CONFIG if weight_bits is None else weight_bits or None,
             activation_bits=FROM_CONFIG if activation_bits is None else activation_bits or None,
+            meta=meta,
         )
 
 

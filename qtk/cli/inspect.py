@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from rich.console import Console
@@ -12,6 +13,7 @@ from qtk.cli.model_source import Shape, build_model, usual_input_shape
 from qtk.core.dtypes import integer
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.errors import ConfigError
+from qtk.graph.footprint import footprint
 from qtk.quantsim import QuantSim
 from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
 
@@ -30,8 +32,9 @@ def inspect(
     config: str = "default",
     weight_bits: Width = FROM_CONFIG,
     activation_bits: Width = FROM_CONFIG,
+    meta: bool = False,
 ) -> None:
-    """Prints the capture report and the plan of a model.
+    """Prints the capture report, the plan and the memory of a model.
 
     Args:
         model: as in a recipe, ``timm:resnet18``.
@@ -41,6 +44,7 @@ def inspect(
         config: a shipped target or a file.
         weight_bits: as for ``QuantSim``.
         activation_bits: likewise.
+        meta: a dry run: the model is built and captured without allocating its tensors.
 
     Raises: QtkError if the model cannot be built or captured, or the configuration is wrong.
     """
@@ -48,19 +52,24 @@ def inspect(
         if isinstance(bits, int):
             integer(bits, signed=True)  # raises for an invalid width before the model is built
     shapes = [parse_shape(text) for text in input_shapes]
-    module = build_model(model, weights=weights)
+    if meta and weights is not None:
+        raise ConfigError(f"--meta makes a model without values, and --weights names some: {weights}; give one of them")
+    with torch.device("meta") if meta else nullcontext():
+        module = build_model(model, weights=weights)
+    module = module.to("meta") if meta else module
     if not shapes:
         library_shape = usual_input_shape(model, module)
         if library_shape is None:
             raise ConfigError(f"{model}: its input shape is not known; give --input-shape, as in 1,3,224,224")
         shapes = [(library_shape, torch.float32)]
-    examples = tuple(example_input(*shape) for shape in shapes)
+    examples = tuple(example_input(*shape).to("meta" if meta else "cpu") for shape in shapes)
     with console.status("capturing"):
         sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config)
     console.print(str(sim.model.report), markup=False, highlight=False)
     for table in (plan_table(sim.plan), unquantized_table(sim.plan)):
         console.print(table.rich())
     console.print(plan_summary(sim.plan), markup=False, highlight=False)
+    console.print(str(footprint(sim.model)), markup=False, highlight=False)
 
 
 def parse_shape(text: str) -> tuple[Shape, torch.dtype]:

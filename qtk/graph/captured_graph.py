@@ -12,11 +12,21 @@ from torch import Tensor, fx, nn
 from qtk.errors import CaptureError
 from qtk.torch_private import MODULE_TABLES
 
-HOME, LENT, VARIANTS = "qtk_home", "qtk_lent", "qtk_variants"
+HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
-kind of call → graph of the same module for such calls."""
+kind of call → graph of the same module for such calls; names of the attributes that capture has decided."""
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def without_effect(holder: nn.Module, path: str, name: str) -> CaptureError:
+    """The error for setting an attribute of the original that the captured code no longer reads."""
+    place = f"{path}.{name}" if path else name
+    acting = [child for child, module in holder.named_children() if name in vars(module)]
+    beside = ".".join(filter(None, (path, acting[0], name))) if acting else None
+    way = "" if beside is None else f"set {beside!r}, or "
+    return CaptureError(f"setting {place!r} would have no effect: the prepared model runs its graph, in which it is "
+                        f"what it was at capture; {way}set it on the original model and prepare that again")
 
 
 class CapturedGraph(fx.GraphModule):
@@ -50,6 +60,13 @@ class CapturedGraph(fx.GraphModule):
             "a prepared model cannot be pickled: its graph would lose the names of its sites; "
             "save its state_dict (or QuantSim.save) and prepare the model again"
         )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises: CaptureError for a constant of the captured code."""
+        is_new_module = isinstance(value, nn.Module) and name not in self.__dict__.get("_modules", ())
+        if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
+            raise without_effect(self, "", name)
+        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:

@@ -34,6 +34,10 @@ class Flow:
         """Whether the value is computed from parameters, buffers and constants alone."""
         return self._static[node]
 
+    def is_parameter(self, node: fx.Node) -> bool:
+        """Whether the elements are those of a static value, moved; which of them may depend on data (indices)."""
+        return self._static[self.root(node)]
+
     def is_constant(self, node: fx.Node) -> bool:
         """Whether the value is a number, not data: one static element, a created constant, or a merge of such."""
         if node not in self._constant:
@@ -50,7 +54,10 @@ class Flow:
         return self._constant[node]
 
     def data_ports(self, node: fx.Node) -> list[Port]:
-        """The ports of an op at which it reads data: floats that are no weights, biases or numbers."""
+        """The ports of an op at which it reads data: floats that are no weights, biases or numbers.
+
+        What an op multiplies with, and is not made of parameters alone, is data too.
+        """
         row = self._rows[node]
         if row is None or maker(node) is not node:
             return []
@@ -59,7 +66,7 @@ class Flow:
             port
             for port in ports(node)
             if is_float(port.value)
-            and (row.inputs is None or port.arg in row.inputs)
+            and (row.inputs is None or port.arg in row.inputs or (row.multiplies and port.arg in row.weights))
             and port.index not in weights
             and not self.is_constant(port.value)
         ]
@@ -68,7 +75,7 @@ class Flow:
         row = self._rows[node]
         if row is None or maker(node) is not node:
             return []
-        return [p for p in ports(node) if p.arg in row.weights and is_float(p.value) and self._static[p.value]]
+        return [p for p in ports(node) if p.arg in row.weights and is_float(p.value) and self.is_parameter(p.value)]
 
     def bias_ports(self, node: fx.Node) -> list[Port]:
         row = self._rows[node]

@@ -20,6 +20,12 @@ def in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     return 1, 0
 
 
+def stacked_in_out(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
+    """``[…, in, out]``."""
+    rank = weight.meta["val"].ndim
+    return rank - 1, rank - 2
+
+
 def one_per_channel(op: fx.Node, weight: fx.Node) -> tuple[int, int] | None:
     """A vector with one number per channel: its only axis is both."""
     return (0, 0) if weight.meta["val"].ndim == 1 else None
@@ -70,9 +76,29 @@ def same_axis_of_equal_rank(moved: fx.Node, source: fx.Node, axis: int) -> int |
 
 
 def unexpanded_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
-    """Axes keep their order; a repeated axis has none in the source."""
+    """Axes keep their order, new ones come first; a repeated axis has none in the source."""
     old, new = source.meta["val"].shape, moved.meta["val"].shape
-    return axis if len(old) == len(new) and length_hint(old[axis]) == length_hint(new[axis]) else None
+    before = axis - (len(new) - len(old))
+    return before if before >= 0 and length_hint(old[before]) == length_hint(new[axis]) else None
+
+
+def selected_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:
+    """The axes that ``index_select``, or ``index`` with one tensor of indices, leaves whole; those around it stay."""
+    rank = source.meta["val"].ndim
+    if len(moved.args) < 2:
+        return None
+    if isinstance(moved.args[1], int):  # index_select
+        at, new = moved.args[1] % rank, 1
+    else:
+        assert isinstance(moved.args[1], (list, tuple))
+        tensors = {place: index for place, index in enumerate(moved.args[1]) if isinstance(index, fx.Node)}
+        if len(tensors) != 1:
+            return None
+        ((at, index),) = tensors.items()
+        if index.meta["val"].dtype in (torch.bool, torch.uint8):
+            return None
+        new = index.meta["val"].ndim
+    return axis if axis < at else axis - new + 1 if axis >= at + new else None
 
 
 def reshaped_axis(moved: fx.Node, source: fx.Node, axis: int) -> int | None:

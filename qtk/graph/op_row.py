@@ -11,12 +11,13 @@ from torch import fx
 
 
 class Role(enum.Enum):
-    """What an op does with values: computes new ones, moves, merges or creates them."""
+    """What an op does with values: computes new ones, moves, merges, creates or counts them."""
 
     COMPUTE = "compute"
     MOVEMENT = "movement"
     MERGE = "merge"
     CREATE = "create"
+    COUNT = "count"
 
 
 class Product(enum.Enum):
@@ -112,7 +113,7 @@ class OpRow:
     @property
     def scales_as(self) -> Scaling:
         """What becomes of the factors of channels: ``scaling``, else what is true of every op of its role."""
-        by_role = {Role.COMPUTE: Scaling.PINNED, Role.CREATE: Scaling.CONSTANT}
+        by_role = {Role.COMPUTE: Scaling.PINNED, Role.COUNT: Scaling.PINNED, Role.CREATE: Scaling.CONSTANT}
         return self.scaling or by_role.get(self.role, Scaling.MOVED)
 
     @property

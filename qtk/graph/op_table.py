@@ -1,7 +1,8 @@
 """The op table: one row for each operator, with all that qtk knows about it. To add an operator, add a row.
 
 The op's *role* decides where quantizers go (DESIGN §2.3): compute ops make new values, movement ops carry the
-encoding of their input through, merges share one encoding over inputs and output, creations make constants.
+encoding of their input through, merges share one encoding over inputs and output, creations make constants, counts
+are never quantized.
 An op without a row neither receives nor passes an encoding, and the report names it.
 """
 
@@ -22,6 +23,8 @@ from qtk.graph.op_axes import (
     reshaped_axis,
     same_axis,
     same_axis_of_equal_rank,
+    selected_axis,
+    stacked_in_out,
     unexpanded_axis,
 )
 from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
@@ -36,7 +39,7 @@ from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
 from qtk.torch_private import schema_of
 
-COMPUTE, MOVEMENT, MERGE, CREATE = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE
+COMPUTE, MOVEMENT, MERGE, CREATE, COUNT = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE, Role.COUNT
 
 ROWS: dict[str, OpRow] = {}
 """Name of an operator → its row: ``linear`` (of ATen), ``max.other`` (one overload), ``torchvision::roi_align``."""
@@ -62,6 +65,8 @@ _add("matmul mm bmm mv dot linalg_vecdot", OpRow("matmul", COMPUTE, inputs=(0, 1
                                                  scaling=Scaling.WEIGHTED))
 _add("addmm baddbmm", OpRow("addmm", COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), data_arg=1, bias=0,
                             weight_axes=factor, product=Product.IN_OUT, scaling=Scaling.WEIGHTED))
+_add("_grouped_mm transformers::grouped_mm_fallback",  # [tokens, in], [experts, in, out], ends of the groups
+     OpRow("grouped_matmul", COMPUTE, family="matmul", inputs=(0, 1), weights=(0, 1), weight_axes=stacked_in_out))
 _add("einsum", OpRow("einsum", COMPUTE, family="matmul", inputs=(1,), weights=(1,), data_arg=None,
                      weight_axes=einsum_operand))
 _add("bilinear", OpRow("bilinear", COMPUTE, inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in))
@@ -149,7 +154,8 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("dropout", same_axis, "dropout feature_dropout alpha_dropout feature_alpha_dropout"),
     ("roll", same_axis, "roll flip rot90"),
     ("triangle", same_axis, "tril triu"),
-    ("gather", None, "gather index index_select take take_along_dim masked_select"),
+    ("gather", selected_axis, "index index_select"),
+    ("gather", None, "gather take take_along_dim masked_select"),
     ("max_pool", None, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices "
                        "max_pool1d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
     ("roi_pool", None, "torchvision::roi_pool"),
@@ -180,13 +186,18 @@ _add("scatter scatter_add index_add index_copy scatter_reduce", OpRow("scatter_i
 _add("index_put masked_scatter", OpRow("index_put", MERGE, family="scatter", inputs=(0, 2),
                                          scaling=Scaling.PINNED))
 
+# Counts.
+_add("histc bincount", OpRow("count", COUNT, inputs=()))
+
 # Constants.
 _add("full scalar_tensor", OpRow("constant", CREATE, inputs=(), arithmetic=True))
-_add("zeros ones empty arange linspace eye zeros_like ones_like full_like empty_like new_zeros new_ones new_full "
-     "new_empty fill zero tril_indices triu_indices", OpRow("constant", CREATE, inputs=()))
+_add("arange tril_indices triu_indices", OpRow("constant", CREATE, inputs=()))
+_add("zeros ones empty linspace eye zeros_like ones_like full_like empty_like new_zeros new_ones new_full "
+     "new_empty fill zero", OpRow("constant", CREATE, inputs=()))
 
-IDENTITY, SPLIT, DROPOUT = ROWS["clone"], ROWS["split"], ROWS["dropout"]
-"""Rows that other modules compare with: copies, ops that split an axis into several results, dropout of any kind."""
+IDENTITY, SPLIT, DROPOUT, INDICES = ROWS["clone"], ROWS["split"], ROWS["dropout"], ROWS["arange"]
+"""Rows that other modules compare with: copies, ops that split an axis into several results, dropout of any kind, ops
+that number elements."""
 
 # Modules with graphs inside, called as qtk.nn defines them: (x, states, weights, biases).
 RECURRENT = {

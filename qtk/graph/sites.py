@@ -84,6 +84,16 @@ def join(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
 
 
+def prefixes(path: str) -> list[str]:
+    """A module path and those of the modules around it, the outermost, ``""``, first.
+
+    >>> prefixes("blocks.0.attn")
+    ['', 'blocks', 'blocks.0', 'blocks.0.attn']
+    """
+    names = path.split(".")
+    return [".".join(names[:depth]) for depth in range(len(names) + 1 if path else 1)]
+
+
 def value_site(node: fx.Node) -> Site:
     """The site of the value that ``node`` produces."""
     if node.op == "get_attr":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx, nn
 
 from qtk.graph.flow import Flow
@@ -13,7 +14,7 @@ from qtk.graph.sites import EXCLUDED, label
 
 
 def unknown_ops(model: nn.Module) -> tuple[str, ...]:
-    """Names of the ops with a real-valued result and no row in the op table, in order of appearance."""
+    """Names of the ops with a real or complex result and no row in the op table, in order of appearance."""
     names: dict[str, None] = {}
     for module in graphs(model).values():
         flow = Flow(module.graph)
@@ -28,4 +29,4 @@ def unknown_ops(model: nn.Module) -> tuple[str, ...]:
 def _has_float(node: fx.Node) -> bool:
     value = node.meta.get("val")
     elements = value if isinstance(value, (list, tuple)) else [value]
-    return any(getattr(element, "is_floating_point", lambda: False)() for element in elements)
+    return any(isinstance(e, torch.Tensor) and (e.is_floating_point() or e.is_complex()) for e in elements)

@@ -11,10 +11,11 @@ from qtk.config.schema import Io
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import op_name
-from qtk.graph.sites import Port, edge_site, exclusion, ports, value_site
+from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
 from qtk.planning.patterns import PatternMatch, match_patterns
@@ -74,6 +75,7 @@ class Draft:
         self.flow = Flow(graph)
         matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
+        self._natures = natures(graph, self.flow)
         self.feeds = Feeds(graph, self.flow, self.formulas)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
@@ -147,6 +149,14 @@ class Draft:
             bounds=decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
+
+    def counts(self, node: fx.Node) -> bool:
+        """Whether the value is of counts, indices or masks; integer inputs are unless an op with weights reads them."""
+        nature = self._natures[node]
+        if nature is Nature.INTEGER and is_float(node):
+            rows = [row for port in self.flow.readers(node) if (row := self.flow.row(port.user)) is not None]
+            return not any(row.weights or row.multiplies for row in rows)
+        return nature is Nature.COUNT
 
     def divides(self, port: Port) -> bool:
         """Whether a 0 in the value at ``port`` makes the reader's result infinite."""

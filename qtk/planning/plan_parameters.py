@@ -55,7 +55,7 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
         if flow.is_static(port.value):
             _plan_parameter(draft, port, decisions.bias, None, "bias", row.kind)
     for port in flow.data_ports(node):
-        if flow.is_static(port.value) and not draft.divides(port):
+        if flow.is_parameter(port.value) and not draft.divides(port) and not draft.counts(node):
             decision = draft.rules.activation if decisions.stream is None else decisions.output
             _plan_constant(draft, port, decision, row.kind)
 
@@ -105,7 +105,7 @@ def _plan_parameter(
         return
     shape = tuple(node.meta["val"].shape)
     try:
-        spec = to_spec(decision.setting, axes, len(shape), batched=axes is not None and _is_batched(draft, port))
+        spec = to_spec(decision.setting, axes, len(shape), batched=len(shape) > 2 and _is_product(draft, port))
         spec.granularity.qparam_shape(shape)
     except SpecError as error:
         draft.misfits.append(f"{value_site(node)}: {error}")
@@ -125,20 +125,25 @@ def _plan_parameter(
         draft.edges[edge_site(port)] = wanted  # a constant operand keeps the encoding it has
 
 
-def _is_batched(draft: Draft, port: Port) -> bool:
-    """Whether the op multiplies with a stack of matrices: experts, heads."""
+def _is_product(draft: Draft, port: Port) -> bool:
+    """Whether the op is a matrix product, to which more than two axes are a stack of matrices: experts, heads."""
     row = draft.flow.row(port.user)
-    return row is not None and "matmul" in row.names and port.value.meta["val"].ndim > 2
+    return row is not None and "matmul" in row.names
 
 
 def _quantized_node(
     draft: Draft, port: Port, axes: tuple[int, int] | None
 ) -> tuple[fx.Node, tuple[int, int] | None]:
-    """The parameter read at ``port`` and its channel axes; the value at ``port`` if the axes have none in it."""
+    """The parameter read at ``port`` and its channel axes; the value at ``port`` if the axes have none in it.
+
+    What indices select from a parameter is quantized in the parameter, which alone has a value before data is there.
+    """
     root = draft.flow.root(port.value)
-    if root.op != "get_attr":
+    if root.op != "get_attr" and draft.flow.is_static(port.value):
         return port.value, axes
     if axes is None:
         return root, None
     out, into = (draft.flow.axis_at_root(port.value, axis) for axis in axes)
-    return (port.value, axes) if out is None or into is None else (root, (out, into))
+    if out is not None and into is not None:
+        return root, (out, into)
+    return (port.value, axes) if draft.flow.is_static(port.value) else (root, None)

@@ -1,10 +1,11 @@
-"""Rules 1, 2, 3, 6, 9 and 11 of the planner: quantizes values at their producers."""
+"""Rules 1, 2, 3, 6, 9, 11, 14 and 15 of the planner: quantizes values at their producers."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from qtk.graph.flow import maker
+from qtk.graph.op_row import Role
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import exclusion, is_float
 from qtk.planning.draft import Draft, is_empty
@@ -62,6 +63,8 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
         return "has no elements"
     if draft.flow.is_static(node):
         return "computed from parameters"  # rule 4 decides where it is read
+    if draft.counts(node):
+        return "counts, indices, offsets or a mask"  # rule 15
     readers = list(draft.flow.readers(node))
     if readers and all(draft.flow.row(port.user) is CHANNEL_SCALE for port in readers):
         return "scaled per channel first"  # rule 11
@@ -86,7 +89,10 @@ def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
     elif any(draft.takes_data(port) for port in readers):
         draft.decide(node, decision, "model input")
     else:
-        draft.floats[node] = draft.unknown_readers(readers) or "no op computes with it"
+        rows = [row for port in readers if (row := draft.flow.row(port.user)) is not None and port.arg != 0]
+        added_by = sorted({row.kind for row in rows if row.role is Role.COMPUTE})
+        reason = f"read as bias, scale or shift by {', '.join(added_by)}" if added_by else "no op computes with it"
+        draft.floats[node] = draft.unknown_readers(readers) or reason
 
 
 def _plan_unknown(draft: Draft, node: fx.Node, decision: Decision) -> None:

@@ -23,6 +23,9 @@ The rules, numbered as the code cites them:
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
 13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
 14. A value or parameter that an excluded module reads too stays in float; its other readers get it on their edges.
+15. Counts, indices, offsets and masks stay in float whatever their type, and so do constants that they are added to.
+    Casts of integer inputs, and what arithmetic makes of these, are data where an op with weights reads them.
+16. What indices select from a parameter, and what it is expanded to, is a parameter to the op that reads it.
 """
 
 from __future__ import annotations
@@ -30,14 +33,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from qtk.capture.prepared_model import PreparedModel, parameters_outside
+import torch
+
+from qtk.capture.prepared_model import PreparedModel, parameters_outside, refuse_unreached
 from qtk.config.schema import Io, QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.core.width import Width
-from qtk.errors import ConfigError, SpecError
+from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.op_table import OP_NAMES
+from qtk.graph.op_table import OP_NAMES, op_name
+from qtk.graph.sites import OWNER, label, ports, value_site
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
 from qtk.planning.plan_biases import plan_biases
@@ -77,13 +83,16 @@ def plan(
 
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule has no effect, or if nothing would be quantized though
-        the config asks for it.
+        the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
+        excluded, or an op with weights reads complex, quantized or sparse tensors.
     """
+    refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
     io = config.io if list(graphs) == [""] else Io()  # inputs and outputs of islands are not those of the model
     drafts = [Draft(graph.graph, rules, scheme, io) for graph in graphs.values()]
     for draft in drafts:
+        _refuse_other_numbers(draft)
         run_passes(draft)
     misfits = [line for draft in drafts for line in draft.misfits]
     if misfits:
@@ -104,6 +113,22 @@ def plan(
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     check_rules(drafts, rules, gone)
     return QuantPlan(sites, {**unquantized, **gone})
+
+
+def _refuse_other_numbers(draft: Draft) -> None:
+    """Raises: CaptureError naming the first op with weights that reads complex, quantized or sparse tensors."""
+    for node in draft.graph.nodes:
+        row = draft.flow.row(node)
+        for port in ports(node) if row is not None and (row.weights or row.multiplies) else ():
+            value = port.value.meta["val"]
+            kind = None if value.layout == torch.strided else str(value.layout).removeprefix("torch.")
+            kind = str(value.dtype).removeprefix("torch.") if value.is_complex() or value.is_quantized else kind
+            if kind is not None:
+                raise CaptureError(
+                    f"{value_site(node)}: {op_name(node)} reads {kind} tensors ({value_site(port.value)}); only dense "
+                    "tensors of real numbers can be quantized; leave its module in float: qtk.prepare_model(model, "
+                    f"example_inputs, modules_to_exclude=[{label(node, OWNER)!r}])"
+                )
 
 
 def run_passes(draft: Draft) -> None:

@@ -217,7 +217,7 @@ def to_spec(
 
     A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32. A ``batched``
     one holds matrices with output channels of their own: per channel it has a scale for every index along all axes
-    but that of the input channels.
+    but that of the input channels, per block likewise.
 
     Raises: SpecError on contradictory settings.
     """
@@ -255,7 +255,7 @@ def _granularity(
     if blocks is not None or setting.granularity == "per_block":
         length = setting.block_size or (blocks.length if blocks is not None else None)
         assert length is not None
-        sizes = [WHOLE] * rank
+        sizes = [1 if batched else WHOLE] * rank
         sizes[out_axis], sizes[in_axis] = 1, length
         return PerBlock(tuple(sizes))
     if setting.granularity != "per_channel":

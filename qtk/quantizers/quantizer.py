@@ -30,6 +30,13 @@ class Mode(enum.Enum):
     SIMULATE = "simulate"
 
 
+SETTLED = ("spec", "site", "cache", "weight_cache", "factors")
+"""Attributes of a quantizer that its constructor sets for good."""
+
+ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "rewrote_weight", "training")
+"""Those that may be set at any time."""
+
+
 class Quantizer(Tap):
     """Returns a tensor unchanged (BYPASS), after its observer has seen it (OBSERVE), or fake-quantized (SIMULATE).
 
@@ -86,6 +93,18 @@ class Quantizer(Tap):
         if self.scale is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self._simulate(x)
         return self.weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises: EncodingError for an attribute that nothing would read, a changed spec, or a mode that is no Mode."""
+        if not name.startswith("_") and (name in self.__dict__ if name in SETTLED else name not in ACTING):
+            raise EncodingError(
+                f"{self.__dict__.get('site', 'a quantizer')}: setting {name!r} would have no effect; its format is "
+                "decided when the simulation is made: QuantSim(…, weight_bits=…, activation_bits=…), or a rule of the "
+                "config like {match: {path: …}, weight: {bits: 8}}; mode and frozen can be set, ranges by sim.set_range"
+            )
+        if name == "mode" and not isinstance(value, Mode):
+            raise EncodingError(f"{self.site}: mode must be a qtk.Mode, {', '.join(Mode.__members__)}, got {value!r}")
+        super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
     def ready(self) -> bool:

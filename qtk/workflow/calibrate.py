@@ -22,7 +22,7 @@ from qtk.graph.insert import drop_sites
 from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
-from qtk.nn.device import device_of
+from qtk.nn.device import META, device_of, is_dry_run
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE
 from qtk.observers.observer import Observer
@@ -129,8 +129,11 @@ def parameter_encodings(
 
     Without those of ``maskable`` that carry a mask.
 
-    Raises: CalibrationError naming the site, if a value cannot be calibrated, or holds −inf or the like.
+    Raises: CalibrationError naming the site, if a value cannot be calibrated, or holds −inf or the like; or if the
+        model is on the meta device.
     """
+    if is_dry_run(model):
+        raise CalibrationError(META)
     encodings = {}
     values = tqdm(
         static_values(model, sites), desc="weights", total=len(sites), unit="site", leave=False,

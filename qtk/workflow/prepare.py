@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Collection, Iterator
@@ -16,7 +17,7 @@ from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import EXAMPLE, REPORT, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import EXAMPLE, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, first_line, with_batch_of_two
 from qtk.capture.tracing_lock import TRACING
 from qtk.capture.untouched import untouched
@@ -28,7 +29,7 @@ from qtk.nn.fast_path import fast_path_off
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
 
-__all__ = ["ExampleInputs", "prepare_model"]
+__all__ = ["ExampleInputs", "prepare_model", "prepare_own"]
 
 ORIGINAL, TO_EXCLUDE = "qtk_original", "qtk_to_exclude"
 """Keys of ``meta``: the model behind a trace that is still to be captured, and what to exclude from it then."""
@@ -93,7 +94,7 @@ def prepare_model(
         modules_to_exclude: submodules, or their names, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
-    Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;
+    Raises: CaptureError if the model does not run, or cannot have the given dynamic shapes;
         VerificationError if no rung of the ladder computes what the model computes.
     """
     if not isinstance(model, nn.Module):
@@ -115,18 +116,32 @@ def prepare_model(
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
 
 
+def prepare_own(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
+    """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``."""
+    prepared = prepare_model(model, example_inputs)
+    return prepared if in_place else copy.deepcopy(prepared)
+
+
 def _prepared(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
     excluded: list[set[str]], *, verify: bool,
 ) -> PreparedModel:
     started = time.perf_counter()
     notes = [*_register_dataclasses((args, kwargs))]
-    expected = _run_once(model, args, kwargs)
+    expected, written = _run_once(model, args, kwargs)
+    notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works on "
+              "a copy of it" for index in written]
+    is_meta = any(tensor.is_meta for tensor in _tensors(model, args, kwargs))
+    notes += ["tensors without values (meta): nothing could be compared with the original"] if is_meta else []
+    verify = verify and not is_meta
     notes += _register_dataclasses(expected[0])
     prepared = _captured(model, args, kwargs, dynamic_shapes, expected=expected, excluded=excluded, verify=verify)
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
     difference, differences = _train_difference(model, prepared, args, kwargs, expected) if verify else (None, [])
     _restore_training_flags(prepared, model)
+    if is_meta:
+        prepared.meta[REPORT] = replace(prepared.report, eval_difference=None)
+    prepared.meta[WRITES] = bool(written)
     prepared.meta[EXAMPLE] = Call(args, kwargs, None)
     prepared.meta[REPORT] = replace(
         prepared.report,
@@ -173,7 +188,8 @@ def _captured(
 ) -> PreparedModel:
     """Captures one graph if possible, else islands in the model's own Python."""
     try:
-        return capture_graph(model, [Call(args, kwargs, None)], dynamic_shapes, verify=verify, expected=expected)
+        calls = [Call(args, kwargs, None)]
+        return capture_graph(model, calls, dynamic_shapes, verify=verify, expected=expected, owns_inputs=True)
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             raise  # explicit dynamic shapes are those of one graph
@@ -196,10 +212,12 @@ def _train_difference(
         return None, [f"train mode could not be compared: {first_line(error)}"]
 
 
-def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    """The outcome in eval mode. Raises: CaptureError if the model does not run, or changes an input in place."""
+def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outcome, list[int]]:
+    """The outcome in eval mode, and which inputs the model writes to. Raises: CaptureError if it does not run."""
+    given = detached((args, kwargs))
+    versions = [_version(leaf) for leaf in pytree.tree_leaves(given)]
     try:
-        outcome = eval_outcome(model, *(given := detached((args, kwargs))))
+        outcome = eval_outcome(model, *given)
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         path = raised_in(model, error)
@@ -209,18 +227,18 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
             f"{first_line(error)}; pass inputs that model(...) accepts{hint}"
         ) from error
-    for index, (a, b) in enumerate(zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)):
-        if isinstance(a, Tensor) and not _is_same(a, b):
-            raise CaptureError(
-                f"the forward of {type(model).__name__} changes its input {index} in place; let it work on a clone"
-            )
-    return outcome
+    leaves = zip(pytree.tree_leaves(given), versions, strict=True)
+    return outcome, [index for index, (leaf, version) in enumerate(leaves) if _version(leaf) != version]
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    if a.layout != torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return [*model.parameters(), *model.buffers(), *leaves]
+
+
+def _version(leaf: object) -> int:
+    """How often a tensor was written to; 0 where torch does not count."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _register_dataclasses(tree: object) -> Iterator[str]:

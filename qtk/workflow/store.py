@@ -31,6 +31,7 @@ from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
+from qtk.nn.device import META, is_dry_run
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, steps_of
@@ -91,8 +92,10 @@ def save(
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
         force: replace an existing directory.
 
-    Raises: ExportError if the directory exists or cannot be written.
+    Raises: ExportError if the directory exists or cannot be written, or the model is on the meta device.
     """
+    if is_dry_run(simulation.model):
+        raise ExportError(META)
     state = _full_state(simulation.model)
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}

@@ -18,7 +18,7 @@ SIZES = (2, 3)
 def pair(name):
     """An original in eval mode and its prepared model."""
     model = PYTHON[name].model()
-    return model, qtk.prepare_model(model, PYTHON[name].inputs())
+    return model, qtk.prepare_model(model, PYTHON[name].inputs(), modules_to_exclude=PYTHON[name].unreached)
 
 
 @functools.cache

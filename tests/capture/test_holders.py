@@ -1,7 +1,10 @@
+import copy
+
 import pytest
 import torch
 from torch import fx, nn
 
+import qtk
 from qtk.capture.holders import free_name, hold, hold_constants, holder
 from qtk.errors import CaptureError
 from qtk.graph.targets import attribute
@@ -63,3 +66,37 @@ def test_names():
     assert free_name(root, "a.c") == "a.c"
     assert free_name(root, "new") == "new"
     assert holder(root, "") is root
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.gain = nn.Linear(4, 4), nn.Dropout(0.5), 2.0
+
+    def forward(self, x):
+        return self.drop(self.fc(x)) * self.gain
+
+
+@pytest.mark.parametrize(("path", "name", "way"), [
+    ("drop", "p", "at capture; set 'drop.dropout.p', or set it on the original"),
+    ("fc", "in_features", "at capture; set it on the original model and prepare that again"),
+    ("", "gain", "at capture; set it on the original"),
+    ("", "fc", "at capture; set it on the original"),
+])
+@pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])
+def test_what_capture_has_decided_cannot_be_set(path, name, way, made):
+    holder = made(qtk.prepare_model(Outer(), torch.randn(2, 4))).get_submodule(path)
+    value = nn.Linear(4, 4) if name == "fc" else 0.9
+    with pytest.raises(CaptureError, match=f"setting '{path + '.' if path else ''}{name}' would have no effect.*{way}"):
+        setattr(holder, name, value)
+
+
+def test_what_acts_can_be_set():
+    model, x = Outer().eval(), torch.randn(2, 4)
+    prepared = copy.deepcopy(qtk.prepare_model(model, x))
+    prepared.get_submodule("fc").weight = nn.Parameter(torch.zeros(4, 4))
+    assert torch.equal(prepared(x), (model.fc.bias * 2).expand(2, 4))
+    prepared.get_submodule("drop.dropout").p = 1.0
+    assert not prepared.train()(x).any()
+    prepared.my_note = "mine"
+    assert prepared.my_note == "mine"

@@ -13,7 +13,7 @@ from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call
 from qtk.capture.inputs import split_inputs
 from qtk.core.granularity import PerChannel
-from qtk.errors import ConfigError, NotCalibratedError
+from qtk.errors import CaptureError, ConfigError, NotCalibratedError
 from qtk.graph.graphs import graphs, roots
 from qtk.quantizers.modes import in_mode
 from tests.capture.islands import SIZES, calibrate, equal, is_inside, pair, simulated, weights
@@ -56,22 +56,35 @@ def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
         part.path: sum(p.numel() for p in model.get_submodule(part.path).parameters()) for part in report.parts
     }
     inside = {p for island in PYTHON[name].modules for p in model.get_submodule(island).parameters()}
-    assert report.covered == sum(p.numel() for p in inside) / total
+    assert report.captured == sum(p.numel() for p in inside) / total
+    assert report.covered is None
     lines = str(report).splitlines()
-    assert f"graphs cover {report.covered:.1%} of the parameters" in lines
+    assert f"graphs hold {report.captured:.1%} of the parameters" in lines
     for part in report.parts[1:]:
         share = f"  {part.path} ({part.type_name}): {part.rung}, {part.parameters / total:.1%} of the parameters"
         assert any(line.startswith(share) for line in lines)
 
 
-def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is():
-    (model, prepared), x = pair("branch"), torch.randn(4, 8) - 100
-    (line,) = [part for part in prepared.report.parts if part.rung == "not called"]
-    assert (line.path, line.parameters) == ("minus", 36)
+@pytest.mark.parametrize("excluded", [[], ["minus"]])
+def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is(excluded):
+    model, x = PYTHON["branch"].model(), torch.randn(4, 8) - 100
+    prepared = qtk.prepare_model(model, PYTHON["branch"].inputs(), modules_to_exclude=excluded)
+    (part,) = [part for part in prepared.report.parts if part.path == "minus"]
+    assert (part.rung, part.parameters) == ("excluded" if excluded else "not called", 36)
     assert equal(prepared(x), model(x))
-    assert "never (Linear): not called" in str(pair("no_input")[1].report)
     assert prepared.minus is not model.minus
     assert prepared.minus.weight is model.minus.weight
+
+
+def test_what_the_inputs_do_not_reach_is_an_error_unless_it_is_excluded_by_name():
+    entry = PYTHON["branch"]
+    message = r"do not reach these.*:\n  minus \(Linear, 36 parameters\)\npass inputs .*modules_to_exclude=\['minus'\]"
+    with pytest.raises(CaptureError, match=message):
+        qtk.QuantSim(entry.model(), entry.inputs())
+    prepared = qtk.prepare_model(entry.model(), entry.inputs(), modules_to_exclude=["minus"])
+    sim = qtk.QuantSim(prepared, entry.inputs())
+    reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
+    assert reasons["minus.weight"] == "its module is excluded"
 
 
 @every_model
@@ -124,7 +137,7 @@ def test_a_simulation_is_read_back_and_copied_whole_and_apart(name, tmp_path):
         expected = entry.run(sim.model)
         assert not equal(expected, entry.run(pair(name)[0]))
         sim.save(tmp_path / "sim")
-        loaded = qtk.QuantSim.load(tmp_path / "sim", entry.model(), entry.inputs())
+        loaded = qtk.QuantSim.load(tmp_path / "sim", pair(name)[1], entry.inputs())
         assert equal(entry.run(loaded.model), expected)
         twin = copy.deepcopy(sim.model)
         assert list(twin.state_dict()) == list(sim.model.state_dict())

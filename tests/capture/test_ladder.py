@@ -113,7 +113,7 @@ def test_a_leaf_that_nothing_captures_is_opaque_with_a_reason():
     opaque = next(part for part in prepared.report.parts if part.rung == "opaque")
     assert "data-dependent" in opaque.reason
     assert opaque.parameters == 8
-    assert prepared.report.covered == 36 / 44
+    assert prepared.report.captured == 36 / 44
     assert torch.equal(prepared(X), model(X))
 
 
@@ -175,7 +175,7 @@ def test_a_child_whose_island_is_passed_by_stays_and_is_told():
     prepared = tree(model)
     assert parts(prepared) == {"": "python", "child": "opaque", "head": "export"}
     assert "by a reference that a copy of the model cannot follow" in str(prepared.report)
-    assert prepared.report.covered == 36 / 108
+    assert prepared.report.captured == 36 / 108
     assert torch.equal(prepared(X), model(X))
 
 

@@ -126,8 +126,11 @@ def test_what_refers_to_no_module_of_the_tree_is_the_same_object():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_the_root_may_be_an_island_and_scripted_modules_stay():
+def test_the_root_may_be_an_island_and_scripted_modules_share_their_parameters():
     model, island = Parent(), nn.ReLU()
     assert with_islands(model, {model: island}) is island
     scripted = torch.jit.script(nn.Linear(4, 4))
-    assert with_islands(nn.Sequential(scripted), {})[0] is scripted
+    twin = with_islands(nn.Sequential(scripted), {})[0]
+    assert all(a is b for a, b in zip(twin.parameters(), scripted.parameters(), strict=True))
+    twin.eval()
+    assert scripted.training

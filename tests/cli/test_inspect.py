@@ -67,3 +67,19 @@ def test_shapes(text, shape, dtype):
 def test_wrong_shapes(text):
     with pytest.raises(ConfigError, match="--input-shape: got"):
         parse_shape(text)
+
+
+@pytest.mark.parametrize("model", ["timm:mobilenetv3_small_050", "demo:digits_vit", "module"])
+def test_a_dry_run_shows_the_same_without_values(model, project):
+    model, shapes = (f"{project.module}:net", ["1,6"]) if model == "module" else (model, [])
+    plan, dry = (
+        [line for line in shown(model, input_shapes=shapes, meta=meta).splitlines() if line.startswith(("│", "param"))]
+        for meta in (False, True)
+    )
+    assert plan == dry
+    assert any(line.startswith("parameters: ") for line in dry)
+
+
+def test_a_dry_run_has_no_weights(project):
+    with pytest.raises(ConfigError, match="--meta makes a model without values, and --weights names some: pretrained"):
+        shown(f"{project.module}:net", input_shapes=["1,6"], weights="pretrained", meta=True)

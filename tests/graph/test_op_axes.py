@@ -1,8 +1,15 @@
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
-from qtk.graph.op_axes import axis_before_reshape, permuted_axis, same_axis_of_equal_rank, unexpanded_axis
+from qtk.graph.op_axes import (
+    axis_before_reshape,
+    permuted_axis,
+    same_axis_of_equal_rank,
+    selected_axis,
+    unexpanded_axis,
+)
+from qtk.workflow.prepare import prepare_model
 
 
 @pytest.mark.parametrize(
@@ -58,3 +65,30 @@ def test_an_axis_of_the_result_is_found_in_the_source(find, op, args, lengths, l
             varying = op(index.expand(lengths), *args).movedim(axis, 0).flatten(1)
             assert (varying == varying[:, :1]).all()
             assert varying[:, 0].unique().numel() == varying.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (lambda x, i: x[i], {0: None, 1: 1, 2: 2}),
+        (lambda x, i: x[i.reshape(2, 1)], {0: None, 1: None, 2: 1, 3: 2}),
+        (lambda x, i: x[:, i], {0: 0, 1: None, 2: 2}),
+        (lambda x, i: x.index_select(-1, i), {0: 0, 1: 1, 2: None}),
+        (lambda x, i: x[i, i], {0: None, 1: None}),
+    ],
+)
+def test_indices_leave_the_other_axes(select, expected):
+    class Net(nn.Module):
+        def forward(self, x, index):
+            return select(x, index)
+
+    inputs = torch.randn(3, 4, 5), torch.tensor([2, 0])
+    graph = prepare_model(Net(), inputs, dynamic_shapes=None).graph
+    (moved,) = graph.output_node().all_input_nodes
+    source = graph.find_nodes(op="placeholder")[0]
+    assert {axis: selected_axis(moved, source, axis) for axis in range(moved.meta["val"].ndim)} == expected
+
+
+def test_an_expanded_value_has_its_axes_last():
+    moved, source = moved_by(torch.Tensor.expand, torch.empty(1, 5), 4, 3, 5)
+    assert [unexpanded_axis(moved, source, axis) for axis in range(3)] == [None, None, 1]

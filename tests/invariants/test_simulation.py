@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import qtk
 from qtk.capture.inputs import split_inputs
 from qtk.config.load import load_config
-from qtk.core.granularity import PerChannel
+from qtk.core.granularity import PerBlock, PerChannel
 from qtk.errors import NotCalibratedError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
@@ -116,12 +116,13 @@ def test_per_channel_weights_reach_every_weighted_op(name):
         if row is None or row.weight_axes is None or flow.is_static(node):
             continue
         for port in flow.weight_ports(node):
-            # between the parameter and the op sits a per-channel quantizer
+            # between the parameter and the op sits a quantizer per channel, and per matrix of a stack
             value = port.value
             while not (value.op == "call_module" and "qtk_quantizers" in str(value.target)):
                 value = value.all_input_nodes[0]
             spec = node.graph.owning_module.get_submodule(str(value.target)).spec
-            assert isinstance(spec.granularity, PerChannel), f"{value.target} of {node}"
+            of_stack = PerBlock((1, 1, -1))  # [matrix, out, in]
+            assert isinstance(spec.granularity, PerChannel) or spec.granularity == of_stack, f"{value.target} of {node}"
 
 
 def test_the_simulation_is_close_to_float_at_16_bits(name):
@@ -147,7 +148,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
     for site, encoding in sim.encodings().items():
         spec, scale, zero = encoding.spec, encoding.scale.double(), encoding.zero_point
         channels = spec.granularity.block_size(values[site].ndim)
-        shape = [-1 if size == 1 else 1 for size in channels] if channels else [1]
+        shape = [values[site].shape[axis] if size == 1 else 1 for axis, size in enumerate(channels)] or [1]
         codes = values[site].double() / scale.reshape(shape)
         codes = codes + (0 if zero is None else zero.double().reshape(shape))
         assert float((codes - codes.round()).abs().max()) < 1e-2

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qtk
-from qtk.errors import ConfigError
+from qtk.errors import CaptureError, ConfigError
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
@@ -189,3 +189,19 @@ def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_p
     assert made.verify_export(tmp_path / "out", [X], turns=0).exact.top1 == 1.0
     report = qtk.apply_seq_mse(made, [X], progress=False)
     assert "left.weight" not in {layer.name for layer in report.layers}
+
+
+def test_a_branch_that_is_not_reached_may_be_excluded_by_the_config():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plus, self.minus = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.plus(x) if float(x.sum()) > 0 else self.minus(x)
+
+    x = torch.ones(2, 8)
+    with pytest.raises(CaptureError, match=r"(?s)do not reach these.*minus .*exclude: .*in the config"):
+        qtk.QuantSim(Branches(), x)
+    sim = qtk.QuantSim(Branches(), x, config={"version": 1, "extends": "default", "exclude": ["minus"]})
+    assert "plus.weight" in sim.quantizers

@@ -7,6 +7,7 @@ import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import SpecError
 from tests.planning.plans import PER_CHANNEL, by_name, plan_of
+from tests.zoo.models import ZOO
 
 
 @pytest.mark.parametrize(
@@ -144,3 +145,67 @@ def test_experts_have_scales_of_their_own():
     sim = qtk.QuantSim(Products(), torch.randn(3, 2, 6))
     granularities = {site.name: str(decided.spec.granularity) for site, decided in sim.plan.items() if decided.static}
     assert granularities == {"shared": "per_channel(axis=1)", "experts": "per_block(1, -1, 1)"}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("grouped_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
+    ("gathered_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
+    ("dispatched_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
+])
+def test_experts_have_a_scale_for_every_channel_of_every_expert(name, sizes):
+    entry = ZOO[name]
+    decided = by_name(plan_of(entry.model(), entry.inputs(), PER_CHANNEL))
+    assert {site: decided[site].spec.granularity.sizes for site in sizes} == sizes
+
+
+@pytest.mark.parametrize("name", ["grouped_experts", "gathered_experts", "dispatched_experts"])
+def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
+    entry = ZOO[name]
+    sim = qtk.QuantSim(entry.model(), entry.inputs(), activation_bits=None, weight_bits=4)
+    sim.compute_encodings(None, progress=False)
+    reference = entry.model()
+    with torch.no_grad():
+        for site, parameter in reference.named_parameters():
+            if parameter.ndim > 1:
+                # int4 symmetric, one scale for each row along the last axis
+                scale = parameter.abs().amax(-1, keepdim=True) / 7.5
+                encoding = sim.encodings()[site]
+                torch.testing.assert_close(encoding.scale.flatten(), scale.flatten(), rtol=0.08, atol=0)
+                scale = encoding.scale.reshape(scale.shape)
+                parameter.copy_((parameter / scale).round().clamp(-8, 7) * scale)
+    assert torch.equal(entry.run(sim.model, 9), entry.run(reference, 9))
+
+
+def test_blocks_of_experts_do_not_cross_from_one_to_the_next():
+    blocks = {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 8}}}
+    entry = ZOO["grouped_experts"]
+    assert by_name(plan_of(entry.model(), entry.inputs(), blocks))["up"].spec.granularity == PerBlock((1, 1, 8))
+
+
+class Selected(nn.Module):
+    """Parameters of which indices select a part, or that are expanded over the batch, before an op reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.latent = nn.Parameter(torch.randn(3, 4, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.offset, self.kernel = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(8, 6))
+        self.fc = nn.Linear(8, 2)
+
+    def forward(self, x, index):
+        batch = x.shape[0]
+        chosen = torch.einsum("bi,boi->bo", x, self.weights[index])
+        moved = x + self.offset.index_select(0, index)
+        spread = torch.bmm(x[:, None], self.kernel.expand(batch, 8, 6))
+        return chosen, moved, spread, self.fc(self.latent.expand(batch, -1, -1))
+
+
+def test_parameters_that_indices_select_from_or_that_are_expanded_are_quantized_in_the_parameter():
+    inputs = torch.randn(4, 8), torch.tensor([0, 2, 1, 1])
+    decided = by_name(plan_of(Selected(), inputs, PER_CHANNEL, weight_bits=8))
+    assert {name: str(decided[name].spec.granularity) for name in ("weights", "latent", "offset", "kernel")} == {
+        "weights": "per_block(1, 1, -1)", "kernel": "per_channel(axis=1)",
+        "latent": "per_tensor", "offset": "per_tensor",
+    }
+    sim = qtk.QuantSim(Selected(), inputs)
+    sim.compute_encodings([inputs], progress=False)
+    assert {"weights", "latent", "offset", "kernel"} <= sim.encodings().keys()

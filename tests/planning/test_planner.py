@@ -10,7 +10,7 @@ from qtk.config.load import load_config
 from qtk.config.shipped import shipped_names
 from qtk.core.granularity import PerChannel
 from qtk.core.width import FROM_CONFIG
-from qtk.errors import ConfigError, SpecError
+from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
 from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, by_name, leaders, plan_of
@@ -155,3 +155,29 @@ def test_a_plan_that_quantizes_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"nothing of this model would be .*:\n  .*weight: float by rules\[0\]"):
         qtk.QuantSim(nn.Linear(4, 4), x, config={"version": 1, "rules": [rule], "io": {"inputs": "float"}})
     assert not qtk.QuantSim(nn.Linear(4, 4), x, weight_bits=None, activation_bits=None).plan
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.head = nn.Linear(4, 4, bias=False, dtype=torch.complex64), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.fft.ifft(self.mixer(torch.fft.fft(x))).real)
+
+
+def test_an_op_with_weights_on_complex_numbers_is_named_and_may_be_excluded():
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match=r"mixer.linear:out: aten.linear.* reads complex64 .*'mixer'\]"):
+        qtk.QuantSim(Complex(), x)
+    prepared = qtk.prepare_model(Complex(), x, modules_to_exclude=["mixer"])
+    assert {"aten.fft_fft.default", "aten.fft_ifft.default"} <= set(prepared.report.unknown_ops)
+    assert {"head.weight", "head:out"} <= qtk.QuantSim(prepared, x).quantizers.keys()
+
+
+def test_complex_numbers_apart_from_weights_stay_as_they_are():
+    class Filter(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.fft.fft(x).real)
+
+    assert list(qtk.QuantSim(Filter(4, 2), torch.randn(3, 4)).quantizers) == ["real:out", "weight", "linear:out"]

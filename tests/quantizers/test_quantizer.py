@@ -430,3 +430,19 @@ def test_a_small_float_is_simulated():
     assert result.tolist() == [0.25, -1.5, 3.0]
     result.sum().backward()
     assert x.grad.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["bitwidth", "spec", "symmetric", "enabled", "site"])
+def test_attributes_that_nothing_reads_are_refused_with_the_right_way(name):
+    quantizer = Quantizer(QuantSpec(dtype("int8"), symmetric=True), site="fc.weight")
+    before = dict(vars(quantizer))
+    with pytest.raises(EncodingError, match=rf"^fc.weight: setting '{name}' would have no .* rule of the config"):
+        setattr(quantizer, name, QuantSpec(dtype("int4"), symmetric=True))
+    assert vars(quantizer) == before
+
+
+def test_a_mode_is_a_mode():
+    quantizer = Quantizer(QuantSpec(dtype("int8"), symmetric=True), site="fc.weight")
+    with pytest.raises(EncodingError, match=r"fc.weight: mode must be a qtk.Mode, BYPASS, .* got 'simulate'"):
+        quantizer.mode = "simulate"
+    assert quantizer.mode is Mode.BYPASS

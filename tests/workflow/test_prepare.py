@@ -1,5 +1,6 @@
 """What ``prepare_model`` promises of every model, and what it says of bad ones."""
 
+import collections
 import copy
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.capture import ladder
-from qtk.errors import CaptureError
+from qtk.errors import CalibrationError, CaptureError, ConfigError, ExportError
 from qtk.graph.sites import EXCLUDED, label, value_site
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
@@ -195,15 +196,67 @@ def test_a_model_that_does_not_run_says_why():
         prepare_model(nn.Linear(7, 2), X)
 
 
-def test_a_model_that_changes_its_input_is_refused_and_the_input_restored():
-    class Mutating(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
+class Mutating(nn.Module):
+    """Writes to its input, and reads it again; with ``branches`` in code that torch.export refuses."""
 
-    x = X.clone()
-    with pytest.raises(CaptureError, match="forward of Mutating changes its input 0 in place"):
-        prepare_model(Mutating(), x)
+    def __init__(self, branches):
+        super().__init__()
+        self.fc, self.branches = nn.Linear(8, 4), branches
+
+    def forward(self, x):
+        x.mul_(2)[:, 0] = 0
+        if self.branches and x.sum() > 1e9:
+            return x
+        return self.fc(x) + x[:, 4:]
+
+
+@pytest.mark.parametrize("model", [
+    Mutating(branches=False), Mutating(branches=True), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 4)),
+    nn.Sequential(nn.Dropout(0.5, inplace=True), nn.ReLU(inplace=True), nn.Linear(8, 4)),
+])
+def test_a_model_that_writes_to_its_input_works_on_a_copy(model):
+    model, x = model.eval(), X.clone()
+    prepared = prepare_model(model, x)
     assert torch.equal(x, X)
+    assert torch.equal(prepared(x), model(X.clone()))
+    sim = qtk.QuantSim(prepared, x)
+    sim.compute_encodings([x, x], progress=False)
+    assert torch.equal(sim.model(x), sim.model(x))
+    assert torch.equal(x, X)
+    assert f"the forward of {type(model).__name__} changes its input 0 in place; the prepared" in str(prepared.report)
+    prepared.zero_grad()
+    given = X.clone().requires_grad_()
+    prepared(given).sum().backward()
+    assert given.grad is not None
+    model.zero_grad()
+
+
+def test_a_namedtuple_class_made_in_forward():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return {"pair": [collections.namedtuple("Pair", "left right")(super().forward(x), x * 2)]}
+
+    model = Pair(8, 4)
+    prepared = prepare_model(model, X)
+    assert prepared.report.rung == "export"
+    assert prepared.report.train_difference == 0
+    pair = prepared(X)["pair"][0]
+    assert (type(pair).__name__, pair._fields) == ("Pair", ("left", "right"))
+    assert torch.equal(pair.left, model(X)["pair"][0].left)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, X)])
+def test_scripted_models_keep_their_mode_and_cannot_be_quantized(make):
+    model = make(nn.Linear(8, 4)).train()
+    prepared = prepare_model(model, X).eval()
+    prepared(X)
+    assert (model.training, prepared.training) == (True, False)
+    assert [a is b for a, b in zip(prepared.parameters(), model.parameters(), strict=True)] == [True, True]
+    assert type(copy.deepcopy(prepared)) is type(prepared)
+    with pytest.raises(ConfigError, match=r"weight: .*Linear is a ScriptModule.*pass the module that it was scripted"):
+        qtk.QuantSim(model, X)
+    assert model.training
 
 
 def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypatch):
@@ -285,3 +338,31 @@ def test_the_report_prints():
     assert "dynamic batch" in text
     assert "7 × batch_norm recovered as modules" in text
     assert "in eval mode: 0" in text
+
+
+def meta_simulation():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    return qtk.QuantSim(model.to("meta"), torch.randn(2, 3, 8, 8, device="meta")), model
+
+
+def test_a_meta_model_has_the_plan_of_one_with_values():
+    sim, model = meta_simulation()
+    torch.manual_seed(0)
+    real = model.to_empty(device="cpu").apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    assert str(sim.plan) == str(qtk.QuantSim(real, torch.randn(2, 3, 8, 8)).plan)
+    report = sim.model.report
+    assert (report.eval_difference, report.train_difference) == (None, None)
+    assert "tensors without values (meta): nothing could be compared with the original" in report.notes
+
+
+def test_a_meta_model_cannot_be_calibrated_or_saved(tmp_path):
+    sim, _ = meta_simulation()
+    x = torch.randn(2, 3, 8, 8)
+    for data in ([x], [x.to("meta")]):
+        with pytest.raises(CalibrationError, match="meta device, whose tensors have no values: make"):
+            sim.compute_encodings(data, progress=False)
+    with pytest.raises(CalibrationError, match="meta device"):
+        qtk.apply_gptq(sim, [x], progress=False)
+    with pytest.raises(ExportError, match="meta device"):
+        sim.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

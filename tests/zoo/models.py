@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tests.zoo import attention, convolutions, recurrent, structure, values
+from tests.zoo import attention, convolutions, experts, recurrent, structure, values
 from tests.zoo.entry import Entry, Inputs, images, sequences, tokens, vectors
 
 ZOO: dict[str, Entry] = {}
@@ -52,6 +52,10 @@ _add("fused_attention", attention.FusedAttention,
 _add("masked_fill", attention.MaskedFill,
      lambda batch: {"hidden_states": torch.randn(batch, 5, 16), "attention_mask": torch.ones(batch, 5).triu(-1)})
 _add("torch_encoder_layer", attention.Torchs, sequences())
+
+_add("grouped_experts", experts.GroupedExperts, vectors(experts.WIDTH))
+_add("gathered_experts", experts.GatheredExperts, vectors(experts.WIDTH))
+_add("dispatched_experts", experts.DispatchedExperts, vectors(experts.WIDTH))
 
 _add("lstm", recurrent.LstmTagger, tokens())
 _add("gru", recurrent.GruClassifier, sequences())

@@ -394,10 +394,12 @@ class Deep(nn.Module):
 class PythonEntry(Entry):
     """A model and its ``islands``: the modules that must become graphs, in the order they are called.
 
-    ``path@1`` is a second graph of one module, for calls of another kind.
+    ``path@1`` is a second graph of one module, for calls of another kind. ``unreached`` are the modules that the inputs
+    do not call.
     """
 
     islands: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -408,8 +410,10 @@ class PythonEntry(Entry):
 PYTHON: dict[str, PythonEntry] = {}
 
 
-def _add(name: str, builder: Callable[[], nn.Module], inputs: Callable[[int], Inputs], islands: str) -> None:
-    PYTHON[name] = PythonEntry(name, builder, inputs, islands=tuple(islands.split()))
+def _add(
+    name: str, builder: Callable[[], nn.Module], inputs: Callable[[int], Inputs], islands: str, *unreached: str
+) -> None:
+    PYTHON[name] = PythonEntry(name, builder, inputs, islands=tuple(islands.split()), unreached=unreached)
 
 
 def _pictures(batch: int) -> tuple[Any, ...]:
@@ -420,7 +424,7 @@ def _keywords(batch: int) -> Mapping[str, Any]:
     return {"x": torch.randn(batch, 8)}
 
 
-_add("branch", Branch, vectors(), "body plus")
+_add("branch", Branch, vectors(), "body plus", "minus")
 _add("list_loop", ListLoop, _pictures, "conv head")
 _add("kinds", Kinds, sequences(6, 8), "body body@1 gated gated@1 head")
 _add("masked", Masked, sequences(6, 8), "inner score outer")
@@ -433,7 +437,7 @@ _add("tied_islands", TiedIslands, tokens(), "encoder body head")
 _add("iterated", Iterated, vectors(), "blocks.0 blocks.1 blocks.2 heads.mean heads.spread")
 _add("other_methods", OtherMethods, vectors(), "codec.down codec.up head")
 _add("reads_attributes", ReadsAttributes, images(), "backbone fc blocks.0 blocks.1")
-_add("no_input", NoInput, vectors(), "prompt fc")
+_add("no_input", NoInput, vectors(), "prompt fc", "never")
 _add("parcels", Parcels, vectors(), "packer.body unpacker.norm unpacker.head")
 _add("deep", Deep, vectors(),
      "stages.one.first.body stages.one.first.norm stages.one.drop stages.one.second.body stages.one.second.norm head")

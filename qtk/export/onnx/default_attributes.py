@@ -12,12 +12,14 @@ REPEATED = {"dilations": 1, "strides": 1, "pads": 0}
 def drop_default_attributes(graph: ir.Graph, *, opset: int) -> None:
     """Removes attributes that say what ``onnx.defs`` or the operator's documentation gives as their default. In place.
 
+    Those of QuantizeLinear and DequantizeLinear stay, so that the axis of scales can be read in every file.
+
     Args:
         graph: with its subgraphs.
         opset: of the operators of ONNX itself; those of other domains stay as they are.
     """
     for node in graph.all_nodes():
-        if node.domain:
+        if node.domain or node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             continue
         schema = onnx.defs.get_schema(node.op_type, opset)
         for name, attribute in list(node.attributes.items()):

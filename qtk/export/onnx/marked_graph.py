@@ -31,6 +31,7 @@ from qtk.capture.torch_export import first_line, silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.flat_linears import flatten_linears
+from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.simulated_sites import SimulatedSite
@@ -208,7 +209,9 @@ def _doubled(leaf: object, axes: list[int]) -> object:
 
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
-    table: dict[Callable[..., object], Callable[..., object]] = {torch.ops.qtk.quantized_site.default: _mark}
+    table: dict[Callable[..., object], Callable[..., object]] = {
+        torch.ops.qtk.quantized_site.default: _mark, **grouped_matmul_translations(program),
+    }
     try:
         exported = torch.onnx.export(
             program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False

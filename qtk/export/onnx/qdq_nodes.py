@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken, Shape
+from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
@@ -178,6 +178,7 @@ class _Calibrated:
         self, writer: NodeWriter, site: str, encoding: Encoding, shape: ir.Shape, kind: ir.DataType
     ) -> None:
         self.writer, self.site, self.encoding, self.shape, self.kind = writer, site, encoding, shape, kind
+        self.block_axis = self._block_axis(encoding.spec.granularity)
 
     def qdq(self, value: ir.Value, constant: Tensor | None, *, keeps_zeros: bool) -> tuple[ir.Node, ir.Node]:
         """Writes the nodes.
@@ -214,23 +215,35 @@ class _Calibrated:
                 return {"axis": channel.axis_of(len(self.shape))}
             case PerToken():
                 raise AssertionError("per token is dynamic: it has no encoding")
-            case PerBlock(sizes):
-                axis = self._block_axis(sizes)
-                length = self.shape[axis]
-                assert isinstance(length, int)
-                return {"axis": axis, "block_size": length // self.encoding.scale.shape[axis]}
+            case PerBlock():
+                return {"axis": self.block_axis, "block_size": self._block_sizes()[self.block_axis]}
 
-    def _block_axis(self, sizes: Shape) -> int:
-        """The axis cut into blocks; along all others every index must have its own scale."""
+    def _block_sizes(self) -> list[int]:
+        """Indices that share a scale, along each axis."""
         counts = self.encoding.scale.shape
-        wide = [axis for axis, length in enumerate(self.shape) if length != counts[axis]]
-        if len(wide) > 1 or not all(isinstance(self.shape[axis], int) for axis in wide):
+        pairs = zip(self.shape, counts, strict=True)
+        return [1 if length == count else int(length) // count for length, count in pairs]
+
+    def _block_axis(self, granularity: Granularity) -> int:
+        """The axis that is cut into blocks in the file, that of the longest; along all others scales are repeated."""
+        if not isinstance(granularity, PerBlock):
+            return 0
+        counts = self.encoding.scale.shape
+        if not all(isinstance(length, int) for axis, length in enumerate(self.shape) if length != counts[axis]):
             shape = ", ".join(str(length) for length in self.shape)
             raise ExportError(
-                f"{self.site}: ONNX holds blocks along one axis of fixed length, with one scale an index along the "
-                f"others; blocks {sizes} of a tensor ({shape}) are not such; use sizes like (1, 32), or per_channel"
+                f"{self.site}: ONNX holds blocks along axes of fixed length; blocks {granularity.sizes} of a tensor "
+                f"({shape}) are not such; use sizes of 1 along the free axes, or per_channel"
             )
-        return wide[0] if wide else len(sizes) - 1
+        sizes = self._block_sizes()
+        return max(reversed(range(len(sizes))), key=sizes.__getitem__)
+
+    def _for_file(self, numbers: Tensor) -> Tensor:
+        """Scales or zero points with one entry for every index along all axes but that cut into blocks."""
+        if isinstance(self.encoding.spec.granularity, PerBlock):
+            for axis, size in enumerate(self._block_sizes()):
+                numbers = numbers if axis == self.block_axis else numbers.repeat_interleave(size, axis)
+        return numbers
 
     def _scale_and_zero_point(self) -> list[ir.Value]:
         """Initializers of scale and zero point; the latter sets the type of the codes that QuantizeLinear writes."""
@@ -239,6 +252,7 @@ class _Calibrated:
             zero = torch.full_like(scale, self.encoding.spec.middle_code, dtype=torch.int32)
         if isinstance(self.encoding.spec.granularity, PerTensor):
             scale, zero = scale.reshape(()), zero.reshape(())
+        scale, zero = self._for_file(scale), self._for_file(zero)
         return [
             self.writer.initializer(qparam_name(self.site, "scale"), array_of(scale)),
             self.writer.initializer(qparam_name(self.site, "zero_point"), array_of(zero).astype(self.kind.numpy())),
@@ -278,5 +292,5 @@ class _Calibrated:
             case PerChannel():
                 bound = bound.reshape([-1] + [1] * (len(self.shape) - 1 - attributes["axis"]))
             case PerBlock():
-                bound = bound.repeat_interleave(attributes["block_size"], attributes["axis"])
+                bound = self._for_file(bound).repeat_interleave(attributes["block_size"], attributes["axis"])
         return self.writer.initializer(f"{self.site}.{name}", array_of(bound))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerTensor
+from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
 from qtk.export.onnx.qdq_nodes import SITES
@@ -92,8 +92,20 @@ def _stored_site(
 
 def _encoding(node: ir.Node, spec: QuantSpec, axes: tuple[int, ...]) -> Encoding:
     restored = [_restored(_numbers(value), axes) for value in node.inputs[1:]]
+    if isinstance(spec.granularity, PerBlock):
+        axis = node.attributes["axis"].as_int()
+        restored = [_once_a_block(each, spec.granularity.sizes, axes[axis] if axes else axis) for each in restored]
     scale, *zero_point = [each.reshape(1) if isinstance(spec.granularity, PerTensor) else each for each in restored]
     return Encoding(spec, scale.float(), None if spec.symmetric else zero_point[0].int())
+
+
+def _once_a_block(numbers: Tensor, sizes: Shape, block_axis: int) -> Tensor:
+    """One entry for each block, of those that the file repeats along all axes but the one that it cuts into blocks."""
+    for axis, size in enumerate(sizes):
+        if axis != block_axis:
+            step = max(numbers.shape[axis], 1) if size == WHOLE else size
+            numbers = numbers.index_select(axis, torch.arange(0, numbers.shape[axis], step))
+    return numbers
 
 
 def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:

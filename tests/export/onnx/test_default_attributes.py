@@ -11,7 +11,8 @@ DEFAULTS = {"auto_pad": "NOTSET", "group": 1, "dilations": [1, 1], "strides": [1
 
 def convolution(**attributes):
     node = onnx.helper.make_node("Conv", ["x", "weight"], ["y"], **attributes)
-    weight = onnx.numpy_helper.from_array(np.random.default_rng(0).normal(size=(2, 3, 3, 3)).astype(np.float32), "weight")
+    numbers = np.random.default_rng(0).normal(size=(2, 3, 3, 3)).astype(np.float32)
+    weight = onnx.numpy_helper.from_array(numbers, "weight")
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
             for name, shape in (("x", [1, 3, 8, 8]), ("y", [None] * 4)))
     graph = onnx.helper.make_graph([node], "graph", [x], [y], [weight])

@@ -199,10 +199,15 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
-def test_blocks_along_two_axes_are_refused_with_the_site(tmp_path):
-    with pytest.raises(ExportError, match=r"^fc.weight: ONNX holds blocks along one axis .* \(2, 4\) .* \(4, 8\)"):
-        exported(tmp_path, Linear(), torch.randn(4, 8), weight=symmetric("int8", PerBlock((2, 4))), activation=nothing)
-    assert not (tmp_path / "model.onnx").exists()
+@pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_blocks_along_two_axes_are_stored_along_one(sizes, is_symmetric, tmp_path):
+    x = torch.randn(4, 8)
+    weight = weights("int8" if is_symmetric else "uint8", PerBlock(sizes), symmetric=is_symmetric)
+    sim, path = exported(tmp_path, Linear(), x, weight=weight, activation=nothing)
+    np.testing.assert_allclose(run_onnx(path, x)[0], run_simulation(sim, x)[0], rtol=0, atol=1e-6)  # float sums
+    scale = read(path)["fc.weight"].scale
+    assert scale.shape == PerBlock(sizes).qparam_shape((4, 8))
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
@@ -773,3 +778,16 @@ def test_weights_of_convolutions_are_stored_without_their_zero_points_of_zero(tm
     assert {"QLinearConv", "QGemm"} <= {node.op_type for node in onnx.load(optimized).graph.node}
     found = exact.run(None, {exact.get_inputs()[0].name: x.numpy()})[0]
     np.testing.assert_allclose(found, sim.model(x).detach(), atol=1e-6)
+
+
+def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2)).eval(), torch.randn(2, 8, 8, 8)
+    config = {"version": 1, "extends": "onnxruntime", "rules": [
+        {"match": {"op": ["conv", "conv_transpose"]}, "weight": {"granularity": "per_block", "block_size": 4}},
+    ]}
+    sim = qtk.QuantSim(model, x, config=config)
+    sim.compute_encodings([x], progress=False)
+    assert sim.quantizers["0.weight"].spec.granularity == PerBlock((1, 4, -1, -1))
+    sim.export(tmp_path / "exported", formats=["onnx"])
+    verdict = sim.verify_export(tmp_path / "exported", [x, torch.randn(3, 8, 8, 8)], turns=0, progress=False)
+    assert verdict.exact.differing == 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.core.granularity import PerBlock, PerChannel
+from qtk.core.granularity import PerChannel
 from qtk.errors import ExportError
 from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
@@ -85,11 +85,6 @@ def test_other_floats_are_cast_before_and_back_after():
             assert node.inputs[0].producer().op_type == "Cast"
             (back,) = (user for user in node.outputs[0].consumers()[0].outputs[0].consumers())
             assert (back.op_type, back.outputs[0].dtype) == ("Cast", ir.DataType.FLOAT16)
-
-
-def test_blocks_along_two_axes_are_refused_with_the_site():
-    with pytest.raises(ExportError, match=r"w: ONNX holds blocks along one axis.*blocks \(2, 4\)"):
-        lowered(weight=symmetric("int8", PerBlock((2, 4))))
 
 
 def test_a_site_that_is_not_in_the_graph_is_named():

@@ -1,0 +1,77 @@
+"""Which real-valued tensors hold counts, indices, offsets or masks: integers in all but their type."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from qtk.graph.flow import Flow, maker
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_table import IDENTITY, INDICES
+from qtk.graph.sites import ports
+
+KEEPING = frozenset((
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "floor_divide", "remainder", "fmod", "floor", "ceil",
+    "round", "trunc", "sum", "cumsum", "prod", "cumprod", "mean", "maximum", "minimum", "clamp",
+))
+"""Ops whose result counts if their operands do, besides movement and merges."""
+
+
+class Nature(enum.Enum):
+    """What the elements of a tensor are; of several operands the first in this order decides."""
+
+    REAL = "data"
+    INTEGER = "integers that are inputs of the model, or rounded data: ids and positions, but pixels and samples too"
+    COUNT = "counts, indices, offsets or masks"
+
+
+def natures(graph: fx.Graph, flow: Flow) -> dict[fx.Node, Nature]:
+    """The nature of the value of every node of a graph.
+
+    After arithmetic and movement a tensor is what its operands are; parameters and constants among them do not matter.
+    Other integers and booleans that the graph computes are COUNT, casts of data INTEGER.
+
+    >>> import qtk
+    >>> class Share(torch.nn.Module):
+    ...     def forward(self, ids, x):
+    ...         return (ids == 0).float().mean() + x, ids.float() * 0.1
+    >>> graph = qtk.prepare_model(Share(), (torch.arange(4), torch.randn(4))).graph
+    >>> [(node.name, nature.name) for node, nature in natures(graph, Flow(graph)).items()
+    ...  if node.op != 'output' and node.meta['val'].is_floating_point()]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('x', 'REAL'), ('to', 'COUNT'), ('mean', 'COUNT'), ('add', 'REAL'), ('to_1', 'INTEGER'), ('mul', 'INTEGER')]
+    """
+    known: dict[fx.Node, Nature] = {}
+    for node in graph.nodes:
+        known[node] = _nature(node, flow, known)
+    return known
+
+
+def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Nature:
+    value, row = node.meta.get("val"), flow.row(node)
+    is_real = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+    if node.op in ("placeholder", "get_attr"):
+        is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool
+        return Nature.REAL if is_real else Nature.COUNT if is_mask else Nature.INTEGER
+    if row is not None and (row.role is Role.COUNT or row is INDICES):
+        return Nature.COUNT
+    if row is not None and (row.role in (Role.MOVEMENT, Role.MERGE) or row.kind in KEEPING):
+        operands = {known[read] for read in _operands(maker(node), row) if not _is_neutral(read, flow)}
+        nature = next((nature for nature in Nature if nature in operands), Nature.REAL)
+        if is_real or nature is not Nature.REAL:
+            return nature
+        return Nature.INTEGER if row.kind == IDENTITY.kind else Nature.COUNT
+    return Nature.REAL if is_real else Nature.COUNT
+
+
+def _operands(op: fx.Node, row: OpRow) -> list[fx.Node]:
+    return [port.value for port in ports(op) if row.inputs is None or port.arg in row.inputs]
+
+
+def _is_neutral(node: fx.Node, flow: Flow) -> bool:
+    """Whether the value is a parameter, or a number that does not depend on data."""
+    row = flow.row(node)
+    return flow.is_static(node) or (row is not None and row.role is Role.CREATE and row is not INDICES)
