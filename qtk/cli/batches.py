@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 
-from qtk.cli.imported import called
+from qtk.cli.imported import RAISED, called, what_it_did
 from qtk.errors import ConfigError
 from qtk.workflow.forward_pass import Batch
 
@@ -34,9 +34,20 @@ class Batches:
                               "it must return an iterable of batches (inputs, label)")
         return self._pairs(source), len(source) if isinstance(source, Sized) else None
 
+    def _read(self, source: Iterable[object]) -> Iterator[object]:
+        """The elements of ``source``. Raises: ConfigError if it does."""
+        try:
+            yield from source
+        except GeneratorExit:
+            raise
+        except ConfigError:
+            raise
+        except RAISED as error:
+            raise ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}") from error
+
     def _pairs(self, source: Iterable[object]) -> Iterator[tuple[Batch, object]]:
         count = 0
-        for count, batch in enumerate(source, start=1):
+        for count, batch in enumerate(self._read(source), start=1):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
                 raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "

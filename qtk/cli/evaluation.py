@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.cli.imported import imported
+from qtk.cli.imported import RAISED, imported, what_it_did
 from qtk.errors import ConfigError
 from qtk.numerics.error import sqnr_db
 from qtk.numerics.top1 import Top1
@@ -32,8 +32,8 @@ class Evaluation:
             value = self.function(list(zip(outputs, labels, strict=True)))
         except ConfigError:
             raise
-        except Exception as error:
-            raise ConfigError(f"evaluation {self.name}: {type(error).__name__}: {error}") from error
+        except RAISED as error:
+            raise ConfigError(f"evaluation {self.name}: {what_it_did(error)}") from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):

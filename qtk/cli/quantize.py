@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
+from qtk.cli.inspect import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
@@ -24,6 +25,7 @@ from qtk.errors import ConfigError
 from qtk.export.atomic import staged_directory
 from qtk.export.onnx.session import require_onnxruntime
 from qtk.graph.simulation import Simulation
+from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.torch_private import pytree
@@ -37,6 +39,7 @@ from qtk.workflow.transforms import transform
 SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
 
 
+@public
 def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> Summary:
     """Runs ``recipe`` and writes exports and summary into ``directory``: all of it, or nothing.
 
@@ -66,6 +69,7 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
     return summary
 
 
+@public
 def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> None:
     """Calibrates and exports every model in every setting, without measuring. Arguments and errors: ``quantize``."""
     if not any(recipe.formats_of(setting) for setting in recipe.settings):
@@ -167,7 +171,7 @@ class _Run:
 
     def _example(self) -> ExampleInputs:
         if self.entry.input_shape:
-            return torch.randn(self.entry.input_shape)
+            return example_input(self.entry.input_shape, torch.float32)
         pairs, _ = self.calibration.open()
         inputs, _ = next(pairs)
         if not isinstance(inputs, (Tensor, tuple, dict)):

@@ -19,6 +19,7 @@ from qtk.errors import ConfigError
 from qtk.layerwise.methods import method
 from qtk.planning.planner import RULE_NAMES
 from qtk.planning.rules import Rules
+from qtk.public import public
 from qtk.registry import nearest
 from qtk.report.summary import FLOAT
 from qtk.workflow.export import EXPORTERS
@@ -26,6 +27,8 @@ from qtk.workflow.transforms import transform
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 """A name that is used for folders and keys."""
+
+Size = Annotated[int, Field(ge=1, strict=True)]
 
 RecipeWidth = Annotated[
     Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
@@ -50,7 +53,7 @@ class ModelEntry(_Part):
     name: Name
     model: str
     weights: str | None = None
-    input_shape: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    input_shape: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
 
 
 class DataEntry(_Part):
@@ -153,6 +156,7 @@ class Recipe(_Part):
             Rules(config, weight_bits=setting.weight_bits, activation_bits=setting.activation_bits)
 
 
+@public
 def load_recipe(path: Path) -> Recipe:
     """Reads and checks a recipe; relative paths in it are resolved against its folder first.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from qtk.cli.batches import Batches
+from qtk.public import public
 from qtk.report.summary import FLOAT
 from qtk.report.verdict import Level, Verdict
 from qtk.workflow.verify_files import verify_files
@@ -16,6 +17,7 @@ from qtk.workflow.verify_files import verify_files
 COLORS = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "red"}
 
 
+@public
 def verify(
     directory: Path,
     console: Console,

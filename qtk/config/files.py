@@ -38,10 +38,22 @@ def _parse_json(text: str, path: Path) -> object:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+        raise ConfigError(f"{path}: not JSON that can be read: {error}") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, refusing repeated keys."""
+    """The safe loader, refusing repeated keys and scalars that are none of their tag, such as a date without a day."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # each type of scalar raises its own
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            problem = f"{node.value!r:.80} does not parse as {tag} ({error}); put a text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[object] = set()

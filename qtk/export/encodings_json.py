@@ -81,7 +81,7 @@ def load_object(path: str | os.PathLike[str]) -> dict[str, object]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise EncodingError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EncodingError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise EncodingError(f"{path} holds a JSON {type(data).__name__}, expected an object")
@@ -126,5 +126,5 @@ def numbers(values: object, dtype: torch.dtype) -> Tensor:
     """A tensor from nested lists. Raises: EncodingError if they are ragged or hold other values than numbers."""
     try:
         return torch.tensor(values, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise EncodingError(f"not a tensor of {dtype}: {error}") from error

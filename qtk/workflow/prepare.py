@@ -25,6 +25,7 @@ from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
 from qtk.nn.fast_path import fast_path_off
+from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
 
@@ -34,6 +35,7 @@ ORIGINAL = "qtk_original"
 """Key of ``meta``: the model behind a trace that is still to be captured."""
 
 
+@public
 @fast_path_off()
 def prepare_model(
     model: nn.Module,

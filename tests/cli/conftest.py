@@ -67,6 +67,14 @@ def bare():
 def triples():
     return [(torch.zeros(2, 6), torch.zeros(2), "extra")]
 
+def stops():
+    yield torch.zeros(2, 6), torch.zeros(2)
+    raise SystemExit(0)
+
+def breaks():
+    yield torch.zeros(2, 6), torch.zeros(2)
+    raise OSError("disk")
+
 def number():
     return 3
 

@@ -67,3 +67,9 @@ def test_shapes(text, shape, dtype):
 def test_wrong_shapes(text):
     with pytest.raises(ConfigError, match="--input-shape: got"):
         parse_shape(text)
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 40), (10**400,), (1 << 20, 1 << 20)])
+def test_a_shape_of_no_batch_is_refused_before_memory_is_asked_for(shape):
+    with pytest.raises(ConfigError, match="elements, more than 2³¹ or than there is memory for; give the shape of one"):
+        example_input(shape, torch.float32)

@@ -103,3 +103,10 @@ def test_a_mistake_is_answered_before_anything_runs(project, changes, said):
 def test_a_recipe_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"recipe .*absent\.yaml does not exist"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("shape", [[-1, 6], [0, 6], [2.5, 6], [True, 6], ["2", 6], []])
+def test_an_input_shape_has_positive_sizes(project, shape):
+    models = [{"name": "net", "model": f"{project.module}:net", "input_shape": shape}]
+    with pytest.raises(ConfigError, match=r"models\[0\]\.input_shape"):
+        load_recipe(project.recipe(models=models))

@@ -45,3 +45,23 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(ConfigError, match="not a text file in UTF-8"):
         read_file(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize("value", ["2026-99-99", "2026-02-30", "!!int abc", "!!timestamp x", "!!bool x", "!!float x",
+                                   "9" * 5000, "0b", "190:20:99.x"])
+def test_a_scalar_that_does_not_parse_is_named_with_its_line(tmp_path, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"version: 1\nname: {value}\n", encoding="utf-8")
+    if value in ("0b", "190:20:99.x"):
+        assert read_file(path) == {"version": 1, "name": value}
+    else:
+        with pytest.raises(ConfigError, match=r"config\.yaml, line 2: .* does not parse as .*; put a text in quotes"):
+            read_file(path)
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", "[" * 100_000, '{"a": 1' ])
+def test_json_of_any_kind_is_read_or_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_file(path)
