@@ -6,6 +6,7 @@ Arguments are compared with the annotations of the function, without converting 
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -44,6 +45,8 @@ ABSTRACT = {int: numbers.Integral, float: numbers.Real}
 def public(entry: T) -> T:
     """Marks a function, or the constructor and the methods of a class, as an entry that users call.
 
+    Of a dataclass these are what makes one: the constructor and class methods.
+
     Before it runs, its arguments are checked. What it raises is a ``QtkError``, or the error of code that is not qtk's:
     of a model, of a loader of data.
 
@@ -66,6 +69,8 @@ def public(entry: T) -> T:
         inherited = any(name in vars(base) for base in entry.__mro__[1:])
         if name != "__init__" and (name.startswith("_") or inherited):
             continue
+        if dataclasses.is_dataclass(entry) and name != "__init__" and not isinstance(member, classmethod):
+            continue  # what a value is asked, it is asked at every step of a model
         shown = entry.__qualname__ if name == "__init__" else f"{entry.__qualname__}.{name}"
         if isinstance(member, types.FunctionType):
             setattr(entry, name, _checked(member, shown))

@@ -1,5 +1,6 @@
 """Every public entry checks its arguments, and nothing raw leaves qtk's own code."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -21,7 +22,7 @@ X = torch.randn(4, 8)
 
 
 def entries() -> dict[str, Callable[..., Any]]:
-    """Every function of the package's surface, and every method of its classes but those of other packages."""
+    """The functions and classes of the package's surface: methods of handles, constructors of values."""
     found = {}
     for name in qtk.__all__:
         item = getattr(qtk, name)
@@ -35,6 +36,7 @@ def entries() -> dict[str, Callable[..., Any]]:
             found |= {
                 f"{name}.{each}": member for each, member in members.items()
                 if inspect.isroutine(member) and (each == "__init__" or each not in inherited)
+                and (not dataclasses.is_dataclass(item) or each == "__init__" or inspect.ismethod(member))
             }
     commands = (running.quantize, running.export, inspection.inspect, verify.verify, recipe.load_recipe)
     return found | {f"{command.__module__}.{command.__name__}": command for command in commands}
