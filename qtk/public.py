@@ -66,7 +66,7 @@ def public(entry: T) -> T:
     if not isinstance(entry, type):
         return typing.cast(T, _checked(entry, entry.__qualname__))
     for name, member in list(vars(entry).items()):
-        inherited = any(name in vars(base) for base in entry.__mro__[1:])
+        inherited = any(name in vars(base) for base in typing.cast(type, entry).__mro__[1:])
         if name != "__init__" and (name.startswith("_") or inherited):
             continue
         if dataclasses.is_dataclass(entry) and name != "__init__" and not isinstance(member, classmethod):

@@ -21,11 +21,11 @@ from qtk.planning.planner import RULE_NAMES
 from qtk.planning.rules import Rules
 from qtk.public import public
 from qtk.registry import nearest
-from qtk.report.summary import FLOAT
+from qtk.report.summary import FLOAT, SUMMARY_JSON, SUMMARY_TXT
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.transforms import transform
 
-Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=80)]
 """A name that is used for folders and keys."""
 
 Size = Annotated[int, Field(ge=1, strict=True)]
@@ -120,6 +120,9 @@ class Recipe(_Part):
             duplicate = next((name for name in names if names.count(name) > 1), None)
             if duplicate is not None:
                 raise ValueError(f"{key}: the name {duplicate!r} appears twice; results are told apart by it")
+        for name in models:
+            if name.lower() in (SUMMARY_JSON, SUMMARY_TXT):
+                raise ValueError(f"models: {name!r} is a file of the results; choose another name")
         if FLOAT in settings:
             raise ValueError(f"settings: {FLOAT!r} is the model in float, always measured; choose another name")
         for name in self.onnx_for or ():

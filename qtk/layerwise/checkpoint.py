@@ -72,8 +72,8 @@ class Checkpoint:
             for stem in ("run", *(Path(file).stem for file in self._files.values())):
                 for stale in self._folder.glob(f"{stem}.*{PART}"):
                     stale.unlink()
-        except OSError as error:
-            raise CalibrationError(f"checkpoint_dir {directory}: {error}") from error
+        except (OSError, ValueError) as error:  # a name with NUL is a ValueError
+            raise CalibrationError(f"checkpoint_dir {directory!r}: {error}") from error
 
     @property
     def finished(self) -> frozenset[str]:

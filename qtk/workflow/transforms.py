@@ -23,6 +23,7 @@ class Transform(Protocol):
         ...
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class FoldBatchNorms:
     """``qtk.fold_batch_norms``."""
@@ -31,6 +32,7 @@ class FoldBatchNorms:
         return fold_batch_norms(sim)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Equalize:
     """``qtk.equalize_model``."""
