@@ -41,21 +41,29 @@ class HangError(BaseException):
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: Any, junk: st.SearchStrategy[Any] = JUNK) -> Any:
-    """A tree of dicts and lists like ``valid``, with one to three places replaced, deleted, doubled or added to."""
+    """A tree of dicts and lists like ``valid``, with one to three places changed, upper ones as often as lower."""
     tree = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
-        holders = [holder for holder in _holders(tree) if len(holder)]
-        if not holders:
-            return draw(junk)
-        holder = draw(st.sampled_from(holders))
-        key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else list(range(len(holder)))))
-        match draw(st.sampled_from(["replace", "replace", "replace", "delete", "double", "add"])):
+        holder = tree
+        while True:
+            if not isinstance(holder, (dict, list)) or not holder:
+                return draw(junk)
+            key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+            below = holder[key]
+            if not isinstance(below, (dict, list)) or not below or draw(st.integers(0, 2)) == 0:
+                break
+            holder = below
+        match draw(st.sampled_from(["replace", "replace", "graft", "wrap", "delete", "double", "add"])):
             case "replace":
                 holder[key] = draw(junk)
+            case "graft":
+                holder[key] = copy.deepcopy(draw(st.sampled_from(list(_subtrees(tree)))))
+            case "wrap":
+                holder[key] = draw(st.sampled_from([[below], {"a": below}, str(below)[:50], [below, below], [[]], {}]))
             case "delete":
                 del holder[key]
             case "double" if isinstance(holder, list):
-                holder.append(copy.deepcopy(holder[key]))
+                holder.append(copy.deepcopy(below))
             case _ if isinstance(holder, dict):
                 holder[draw(st.text(max_size=6) | st.sampled_from([str(key) + "s", "extends", "version"]))] = draw(junk)
             case _:
@@ -63,11 +71,11 @@ def mutated(draw: st.DrawFn, valid: Any, junk: st.SearchStrategy[Any] = JUNK) ->
     return tree
 
 
-def _holders(tree: Any) -> Iterator[Any]:
+def _subtrees(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (dict, list)):
-        yield tree
         for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _holders(item)
+            yield item
+            yield from _subtrees(item)
 
 
 @st.composite

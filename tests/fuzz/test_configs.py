@@ -78,8 +78,21 @@ def test_what_is_read_plans_and_runs_or_is_refused(data):
         silent(f"the simulation of finite data by {data} is not finite")
 
 
+DIGITS = st.text("0123456789-:.eE+xobn_T Z", max_size=12)
+SCALAR_TEXTS = st.builds(
+    "version: 1\nrules: [{{match: {{op: {}}}, output: {{range: [{} {}, {}]}}}}]\n".format,
+    st.sampled_from(["relu", "conv"]),
+    st.sampled_from(["", "", "!!int", "!!float", "!!timestamp", "!!bool", "!!binary", "!!set", "!!python/name:os.system"]),
+    DIGITS | st.sampled_from(["2026-13-01", "0o9", "9" * 5000, "1e999", ".inf", ".nan", "~", "[" * 2000]), DIGITS,
+) | st.builds(
+    '{{"version": 1, "rules": [{}]}}'.format, st.sampled_from(["9" * 5000, "1e999", "NaN", "-Infinity", "[" * 5000])
+)
+"""Texts of one config with a number, date or tag of any form in it."""
+
+
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-@given(data=mutated(CONFIG) | mutated(AIMET), text=st.none() | st.text(max_size=60), cut=st.integers(0, 400))
+@given(data=mutated(CONFIG) | mutated(AIMET), text=st.none() | st.text(max_size=60) | SCALAR_TEXTS,
+       cut=st.integers(0, 400))
 def test_files_of_configs_are_read_or_refused(suffix, data, text, cut):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"config{suffix}"
