@@ -88,7 +88,8 @@ def write_files(name: str, model: nn.Module, config: str, folder: Path) -> tuple
     batches = [inputs(name, model, 1, seed=seed) for seed in range(1, 1 + CALIBRATION_BATCHES)]
     files = {kind: folder / f"{kind.replace(' ', '_')}.onnx" for kind in (FLOAT, STATIC, DYNAMIC)}
     torch.onnx.export(model, (x,), files[FLOAT], dynamo=True, verbose=False, external_data=False)
-    sim = qtk.QuantSim(model, x, config=config)
+    captured = qtk.prepare_model(model, x, dynamic_shapes=None)  # fixed shapes, as in the float file
+    sim = qtk.QuantSim(captured, x, config=config)
     sim.compute_encodings(batches, progress=False)
     sim.export(folder / "qtk", formats=["onnx"])
     files[QTK] = folder / "qtk" / "model.onnx"

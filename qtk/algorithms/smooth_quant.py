@@ -108,6 +108,11 @@ class SmoothedInput:
         """For every sample, the float outputs of the products."""
         return [[product.exact(x, product.weight) for product in self.products] for x in self.samples]
 
+    @cached_property
+    def signal(self) -> list[float]:
+        """The squared size of the float outputs of every product, over all samples."""
+        return [sum(map(_squared_size, outputs)) for outputs in zip(*self.outputs, strict=True)]
+
     def channel_scale(self, scale: Tensor) -> Tensor:
         """The scale of every channel. Shape: ``scale`` [variables]; result [C]."""
         return at(scale, self.variable)
@@ -118,16 +123,14 @@ class SmoothedInput:
         Shape: ``scale`` [variables]; result [products].
         """
         factor = self.channel_scale(scale)
-        noise, signal = [0.0] * len(self.products), [0.0] * len(self.products)
+        noise = [0.0] * len(self.products)
         weights = [product.weight * at(factor, product.channel).to(product.weight.dtype) for product in self.products]
         for x, outputs in zip(self.samples, self.outputs, strict=True):
             smoothed = x / per_channel(factor, self.axis, x.ndim).to(x.dtype)
             rounded = self.round_input(smoothed, factor)
             for index, (product, exact) in enumerate(zip(self.products, outputs, strict=True)):
-                error = product.rounded(rounded, weights[index]) - exact
-                noise[index] += float(error.double().square().sum())
-                signal[index] += float(exact.double().square().sum())
-        return [a / b if b > 0 else 0.0 for a, b in zip(noise, signal, strict=True)]
+                noise[index] += _squared_size(product.rounded(rounded, weights[index]) - exact)
+        return [a / b if b > 0 else 0.0 for a, b in zip(noise, self.signal, strict=True)]
 
 
 class SmoothedSite:
@@ -152,9 +155,8 @@ class SmoothedSite:
         noise = signal = 0.0
         for x in self.samples:
             factor = at(scale, self.variable).to(x.dtype)
-            error = self.round_value(x / factor) * factor - x
-            noise += float(error.double().square().sum())
-            signal += float(x.double().square().sum())
+            noise += _squared_size(self.round_value(x / factor) * factor - x)
+            signal += _squared_size(x)
         return [noise / signal if signal > 0 else 0.0]
 
 
@@ -201,3 +203,9 @@ def search(
         if error < best.after:
             best = ScaleChoice(scale, alpha, before, error)
     return best
+
+
+def _squared_size(x: Tensor) -> float:
+    """The sum of the squares, in float64."""
+    flat = x.double().flatten()
+    return float(flat.dot(flat))

@@ -32,6 +32,7 @@ class Circumstances:
         saturates: whether ONNX Runtime's uint8 × int8 sums saturate on this CPU.
         saturating_weights: sites of weights whose products can saturate on such a CPU.
         has_minifloats: whether the file holds float8 values.
+        is_half: whether the model computes in float16.
         random_inputs: whether the inputs were random values, on which a model is more sensitive than on data.
     """
 
@@ -39,6 +40,7 @@ class Circumstances:
     saturates: bool = False
     saturating_weights: Sequence[str] = ()
     has_minifloats: bool = False
+    is_half: bool = False
     random_inputs: bool = False
 
 
@@ -60,6 +62,11 @@ def judge(runs: Sequence[Run], circumstances: Circumstances) -> tuple[Finding, .
     findings = [*_unoptimized(by_way[OFF]), *_optimized(by_way, circumstances)]
     if OPENVINO in by_way:
         findings += _openvino(by_way[OPENVINO], circumstances)
+    if circumstances.is_half:
+        findings.append(Finding(
+            Level.YELLOW, "ONNX Runtime has no integer kernels between float16 values on the CPU",
+            "simulate and export model.float()",
+        ))
     findings += [finding for run in runs for finding in _slower(run)]
     return tuple(sorted(findings, key=lambda finding: finding.level is not Level.RED))
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from qtk.capture.calls import Call, detached
+from qtk.capture.calls import Call
 from qtk.capture.prepared_model import REPORT, PreparedModel
-from qtk.capture.verify_prepared import eval_outcome
 from qtk.core.site import Site
-from qtk.torch_private import pytree
+from qtk.transforms.reference import Reference
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.transforms.snapshot import Snapshot, unchanged_on_error
 from qtk.transforms.steps import Step, make
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Dtype of an output → largest change accepted, relative to its largest value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +38,9 @@ class Group:
 def rewrite(
     model: PreparedModel, call: Call, groups: Sequence[Group], *, transform: str, nothing: str
 ) -> TransformResult:
-    """Makes the steps of all groups, except those that change an output by more than ``TOLERANCE``.
+    """Makes the steps of all groups, except those that change what the model computes on the example inputs.
 
-    All groups are tried at once; if the outputs change, each half is tried by itself, and so on down to the group. An
+    All groups are tried at once; if the function changes, each half is tried by itself, and so on down to the group. An
     exception leaves the model as it was.
 
     Args:
@@ -61,8 +52,7 @@ def rewrite(
     """
     with unchanged_on_error(model):
         proposed = [group for group in groups if group.steps]
-        reference = _outputs(model, call) if proposed else []
-        tried = _tried(model, call, reference, proposed, 0.0)
+        tried = _tried(model, Reference(model, call), proposed, 0.0) if proposed else _Tried((), {}, 0.0)
     results = []
     for group in groups:
         if group in tried.undone:
@@ -87,53 +77,19 @@ class _Tried:
     difference: float
 
 
-def _tried(model: PreparedModel, call: Call, reference: list[Any], groups: Sequence[Group], before: float) -> _Tried:
+def _tried(model: PreparedModel, reference: Reference, groups: Sequence[Group], before: float) -> _Tried:
     """Makes the steps of those groups that keep the outputs; ``before``: how far they have moved already."""
     if not groups:
         return _Tried((), {}, before)
     snapshot = Snapshot(model)
     make(model, [step for group in groups for step in group.steps])
-    difference, within = change(reference, _outputs(model, call))
+    difference, within = reference.compare(model)
     if within:
         return _Tried(tuple(groups), {}, difference)
     snapshot.restore()
     if len(groups) == 1:
         return _Tried((), {groups[0]: difference}, before)
     middle = len(groups) // 2
-    first = _tried(model, call, reference, groups[:middle], before)
-    second = _tried(model, call, reference, groups[middle:], first.difference)
+    first = _tried(model, reference, groups[:middle], before)
+    second = _tried(model, reference, groups[middle:], first.difference)
     return _Tried(first.kept + second.kept, {**first.undone, **second.undone}, second.difference)
-
-
-def _outputs(model: PreparedModel, call: Call) -> list[Any]:
-    """The leaves of the model's output in eval mode, with a fixed seed."""
-    output, _ = eval_outcome(model, *detached((call.args, call.kwargs)))
-    return pytree.tree_leaves(output)
-
-
-def change(before: Sequence[object], after: Sequence[object]) -> tuple[float, bool]:
-    """Largest relative change of the float tensors among the outputs, and whether all are within ``TOLERANCE``.
-
-    A different number or shape of outputs, and a number that became NaN or infinite, count as an infinite change.
-    """
-    worst, within = 0.0, len(before) == len(after)
-    for a, b in zip(before, after, strict=False):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.is_floating_point():
-            continue
-        difference = _relative(a, b)
-        worst = max(worst, difference)
-        within = within and difference <= TOLERANCE[a.dtype]
-    return (worst if len(before) == len(after) else math.inf), within
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return math.inf
-    if a.numel() == 0:
-        return 0.0
-    a, b = a.double(), b.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    gap = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max())
-    finite = a[a.isfinite()].abs()
-    size = float(finite.max()) if finite.numel() else 0.0
-    return gap / size if size else (math.inf if gap else 0.0)

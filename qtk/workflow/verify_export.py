@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from qtk.capture.calls import Call
@@ -112,7 +113,8 @@ def _circumstances(graph: CapturedGraph, runtime: str) -> Circumstances:
         isinstance(module, Quantizer) and module.mode is Mode.SIMULATE and isinstance(module.spec.dtype, FloatDtype)
         for module in graph.modules()
     )
-    return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(graph)), has_minifloats)
+    is_half = any(parameter.dtype is torch.float16 for parameter in graph.parameters())
+    return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(graph)), has_minifloats, is_half)
 
 
 def check_runtime(runtime: str) -> None:

@@ -101,7 +101,11 @@ def _verify(
     finally:
         runs.close()
     has_minifloats = any(isinstance(site.spec.dtype, FloatDtype) for site in stored)
-    found = judge(results, Circumstances(runtime, integer_sums_saturate(), (), has_minifloats, data is None))
+    circumstances = Circumstances(
+        runtime, integer_sums_saturate(), has_minifloats=has_minifloats, random_inputs=data is None,
+        is_half=any(tensor.dtype is torch.float16 for tensor in first.values()),
+    )
+    found = judge(results, circumstances)
     float_bytes = None if float_file is None else size_bytes(float_file)
     return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes)
 

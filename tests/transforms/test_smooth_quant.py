@@ -419,5 +419,7 @@ def test_models_of_timm_with_outliers_keep_their_function(name):
     assert result.applied
     assert not result.undone
     with torch.no_grad(), in_mode(sim.quantizers.values(), Mode.BYPASS):
-        expected = model(data[1])
-        assert float((sim.model(data[1]) - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+        before, after = model(data[1]).double(), sim.model(data[1]).double()
+        exact = model.double()(data[1].double())
+    rounding = float((before - exact).abs().max())  # of some of these nets, 1e-3 of the largest output
+    assert float((after - exact).abs().max()) <= max(1e-4 * float(exact.abs().max()), 10 * rounding)

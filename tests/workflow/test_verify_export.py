@@ -316,3 +316,15 @@ def test_without_onnxruntime_the_extra_is_named(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ExportError, match=r'pip install "qtk\[onnx\]"'):
         verify_export(sim, directory, batches())
+
+
+def test_half_precision_is_verified_and_told_from_integers(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).eval().half(), torch.randn(8, 32).half()
+    sim = qtk.QuantSim(model, x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    verdict = sim.verify_export(tmp_path / "out", [x], progress=False)
+    assert verdict.level is Level.YELLOW
+    assert verdict.exact.sqnr_db > 35
+    assert "simulate and export model.float()" in [finding.remedy for finding in verdict.findings]

@@ -90,3 +90,12 @@ def test_a_cpu_without_vnni_shows_what_saturates(config, level, written):
     assert f"model.onnx: {level}" in run.stdout
     assert ("u8 × s8 saturates on this CPU" in run.stdout) == (level == "red")
     assert ("the first tensor off by more than one step is linear:out" in run.stdout) == (level == "red")
+
+
+def test_half_precision_is_named(tmp_path):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 8).eval().half(), INPUTS.half()
+    sim = qtk.QuantSim(layer, x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    assert "simulate and export model.float()" in [finding.remedy for finding in verified(tmp_path / "out").findings]

@@ -27,10 +27,10 @@ WEIGHTED = frozenset((
 INTEGER = re.compile(r"QLinear|QGemm|Integer|DynamicQuantize(MatMul|LSTM)|QAttention|MatMulNBits|QMoE|QOrdered")
 """Kinds that compute in integers, or on integer weights."""
 
-WITH_INTEGER_KERNEL = WEIGHTED | frozenset((
+WITH_INTEGER_KERNEL = WEIGHTED - {"ConvTranspose", "LSTM", "GRU", "RNN"} | frozenset((
     "Add", "Mul", "Sigmoid", "LeakyRelu", "AveragePool", "GlobalAveragePool", "Concat", "Softmax", "Where",
 ))
-"""Kinds for which ONNX Runtime has an integer kernel."""
+"""Kinds that ONNX Runtime turns into an integer kernel, between Q/DQ."""
 
 MOVING = frozenset((
     "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "GatherND",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
 from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
 from qtk.export.onnx.qdq import export
 from qtk.export.onnx.session import Optimizations, session_with
@@ -41,6 +42,20 @@ def test_nodes_are_those_of_the_optimized_graph(tmp_path):
     assert [(node.op, node.reason, node.weighted) for node in norms] == [
         ("norm", "ONNX Runtime has no integer kernel for LayerNormalization", False)
     ]
+
+
+@pytest.mark.parametrize(("make", "kind", "x"), [
+    (lambda: nn.LSTM(6, 5), "LSTM", torch.randn(4, 2, 6)),
+    (lambda: nn.ConvTranspose2d(3, 4, 3), "ConvTranspose", torch.randn(2, 3, 8, 8)),
+])
+def test_what_has_no_integer_kernel_says_so(make, kind, x, tmp_path):
+    sim = qtk.QuantSim(nn.Sequential(make()).eval(), x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    file = tmp_path / "out" / "model.onnx"
+    session_with(file, Optimizations.ON, optimized_file=tmp_path / "optimized.onnx")
+    (node,) = [node for node in executed_nodes(tmp_path / "optimized.onnx", file, {}).floats if node.weighted]
+    assert (node.kind, node.reason) == (kind, f"ONNX Runtime has no integer kernel for {kind}")
 
 
 @pytest.mark.parametrize(("choices", "reason"), [

@@ -1,0 +1,108 @@
+"""What a model computes on its example inputs before it is rewritten, to compare with afterwards."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtk.capture.calls import Call, detached
+from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.verify_prepared import eval_outcome
+from qtk.torch_private import pytree
+from qtk.transforms.steps import Step, make, steps_of
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Dtype of an output → largest change accepted, relative to its largest value."""
+
+ROUNDING = 10.0
+"""A rewrite may be this many times as far from float64 as the original: which way the rounding errors of an
+ill-conditioned model fall changes from input to input by almost as much."""
+
+
+class Reference:
+    """The outputs of a model in eval mode with a fixed seed, and the same in float64 if they are asked for.
+
+    Args:
+        model: the model before it is rewritten in steps, which replace its parameters and do not write to them.
+        call: the example inputs.
+    """
+
+    def __init__(self, model: PreparedModel, call: Call) -> None:
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self._original = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        self._call = call
+        self._outputs = _outputs(model, call)
+
+    def compare(self, model: PreparedModel) -> tuple[float, bool]:
+        """Largest relative change of the outputs, and whether ``model``, the model rewritten, computes the same.
+
+        It does if the outputs moved by at most ``TOLERANCE``. If they moved further, float64 decides: made there, the
+        steps must keep the outputs, and those in the dtype of the model may be at most ``ROUNDING`` times as far from
+        float64 as before.
+        """
+        outputs = _outputs(model, self._call)
+        difference, within = change(self._outputs, outputs)
+        return difference, within or (math.isfinite(difference) and self._is_rounding(outputs, model))
+
+    def _is_rounding(self, outputs: list[object], model: PreparedModel) -> bool:
+        exact = self._exact_outputs(())
+        rewritten = self._exact_outputs(steps_of(model)[len(steps_of(self._original)) :])
+        if exact is None or rewritten is None or not change(exact, rewritten)[1]:
+            return False
+        return all(
+            change([true], [after])[0] <= ROUNDING * change([true], [before])[0]
+            for true, before, after in zip(exact, self._outputs, outputs, strict=True)
+        )
+
+    def _exact_outputs(self, steps: Sequence[Step]) -> list[object] | None:
+        """The outputs in float64 after ``steps``; ``None`` if the device, an op or the memory does not allow it."""
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+            (self._call.args, self._call.kwargs),
+        )
+        try:
+            model = copy.deepcopy(self._original).double()
+            make(model, steps)
+            return _outputs(model, Call(args, kwargs, None))
+        except (RuntimeError, TypeError):  # of torch; the second where a device has no float64
+            return None
+
+
+def change(before: Sequence[object], after: Sequence[object]) -> tuple[float, bool]:
+    """Largest relative change of the float tensors among the outputs, and whether all are within ``TOLERANCE``.
+
+    A different number or shape of outputs, and a number that became NaN or infinite, count as an infinite change.
+    """
+    worst, within = 0.0, len(before) == len(after)
+    for a, b in zip(before, after, strict=False):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.is_floating_point():
+            continue
+        difference = _relative(a, b)
+        worst = max(worst, difference)
+        within = within and difference <= TOLERANCE[a.dtype]
+    return (worst if len(before) == len(after) else math.inf), within
+
+
+def _outputs(model: PreparedModel, call: Call) -> list[object]:
+    """The leaves of the output."""
+    output, _ = eval_outcome(model, *detached((call.args, call.kwargs)))
+    return pytree.tree_leaves(output)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest finite value of ``a``."""
+    if a.shape != b.shape:
+        return math.inf
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = float(torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max())
+    finite = a[a.isfinite()].abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return gap / size if size else (math.inf if gap else 0.0)

@@ -1,0 +1,74 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.capture.calls import Call
+from qtk.transforms.reference import Reference, change
+from qtk.transforms.steps import ScaleParameter, make
+
+
+class Amplifying(nn.Module):
+    """The last bit of a float32 number in front of the sine moves the result by about 1e-3."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last((1e4 * self.first(x)).sin())
+
+
+def compared(model, dtype, *steps):
+    torch.manual_seed(0)
+    model, x = model.eval().to(dtype), torch.randn(64, 6, dtype=dtype)
+    prepared = qtk.prepare_model(model, x)
+    reference = Reference(prepared, Call((x,), {}, None))
+    make(prepared, steps)
+    return reference.compare(prepared)
+
+
+def scaled(name, factor):
+    return ScaleParameter(name, torch.tensor(factor, dtype=torch.float64))
+
+
+def test_rounding_that_the_model_amplifies_is_no_change():
+    there_and_back = [scaled("first.weight", factor) for factor in (3.0, 1 / 3)]
+    difference, same = compared(Amplifying(), torch.float32, *there_and_back)
+    assert difference > 1e-4
+    assert same
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-3, 1 + 1e-7])
+def test_another_function_is_none_where_rounding_is_as_large(factor):
+    difference, same = compared(Amplifying(), torch.float32, scaled("first.weight", factor))
+    assert difference > 1e-4
+    assert not same
+
+
+def test_factors_that_lose_the_numbers_are_found_in_the_dtype_of_the_model():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    names = "0.weight", "0.bias", "2.weight"
+    steps = [scaled(name, factor) for name, factor in zip(names, (1e-44, 1e-44, 1e44), strict=True)]
+    assert not compared(model, torch.float32, *steps)[1]
+    assert compared(model, torch.float64, *steps)[1]
+
+
+def test_the_change_is_relative_to_the_largest_output():
+    a = [torch.tensor([100.0, 1.0]), 3, torch.tensor([1])]
+    assert change(a, [torch.tensor([100.0, 1.005]), 4, torch.tensor([2])]) == (pytest.approx(5e-5, rel=1e-2), True)
+    assert change(a, [torch.tensor([100.0, 1.02]), 3, torch.tensor([1])])[1] is False
+
+
+@pytest.mark.parametrize("after", [torch.tensor([math.nan]), torch.tensor([math.inf]), torch.zeros(2)])
+def test_what_cannot_be_compared_is_an_infinite_change(after):
+    assert change([torch.ones(1)], [after]) == (math.inf, False)
+
+
+def test_equal_infinities_and_nans_are_no_change():
+    value = torch.tensor([math.nan, -math.inf, 1.0])
+    assert change([value], [value.clone()]) == (0.0, True)
+    assert change([torch.zeros(2)], [torch.zeros(2)]) == (0.0, True)
+    assert change([torch.ones(1)], []) == (math.inf, False)
