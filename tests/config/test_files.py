@@ -47,15 +47,16 @@ def test_a_file_that_cannot_be_read(tmp_path):
         read_file(tmp_path / "latin.yaml")
 
 
-@pytest.mark.parametrize("value", ["2026-99-99", "2026-02-30", "!!int abc", "!!timestamp x", "!!bool x", "!!float x", "!!set 0",
-                                   "9" * 5000, "0b", "190:20:99.x"])
+@pytest.mark.parametrize("value", ["2026-99-99", "2026-02-30", "!!int abc", "!!timestamp x", "!!bool x", "!!float x",
+                                   "!!set 0", "9" * 5000, "0b", "190:20:99.x"])
 def test_a_scalar_that_does_not_parse_is_named_with_its_line(tmp_path, value):
     path = tmp_path / "config.yaml"
     path.write_text(f"version: 1\nname: {value}\n", encoding="utf-8")
     if value in ("0b", "190:20:99.x"):
         assert read_file(path) == {"version": 1, "name": value}
     else:
-        with pytest.raises(ConfigError, match=r"config\.yaml, line 2: .* (does not parse as .*; put a text in quotes|expected a mapping)"):
+        said = "does not parse as .*; put a text in quotes|expected a mapping"
+        with pytest.raises(ConfigError, match=rf"config\.yaml, line 2: .*({said})"):
             read_file(path)
 
 
