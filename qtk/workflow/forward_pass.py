@@ -105,7 +105,14 @@ def run_all(
     """
     if callable(data) and not isinstance(data, Iterable):
         with TRACING, caching(model), evaluating(model), torch.no_grad():
-            data(model)
+            try:
+                data(model)
+            except QtkError:
+                raise
+            except Exception as error:
+                op = failed_op(error)
+                at = f", at {op}" if op else ""
+                raise CalibrationError(f"data(model) raised {type(error).__name__}{at}: {error}") from error
         return
     batches = outputs(
         model, data, forward=forward, num_batches=num_batches, label=label, progress=progress, ended_by=ended_by

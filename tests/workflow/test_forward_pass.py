@@ -116,3 +116,8 @@ def test_a_model_that_raises_anything_names_its_batch():
 
     with pytest.raises(CalibrationError, match=r"batch 0 .* does not run as your forward\(model, batch\): KeyError"):
         list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], forward=forward))
+
+
+def test_a_function_of_data_that_raises_is_named():
+    with pytest.raises(CalibrationError, match=r"data\(model\) raised TypeError: int\(\) argument must be"):
+        run_all(nn.Linear(4, 2), int)
