@@ -192,7 +192,10 @@ def _repr(value: object) -> str:
         return f"a {type(value).__name__}"
     text = reprlib.Repr()
     text.maxlevel = 2
-    return text.repr(value)
+    try:
+        return text.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"a {type(value).__name__}"
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -142,3 +142,8 @@ def test_what_other_code_raises_keeps_its_own_error():
 def test_annotations_can_be_read():
     """A name that only a type checker sees would fail at the first call."""
     assert all(isinstance(getattr(entry, MARK)(), dict) for entry in entries().values())
+
+
+def test_an_int_of_more_digits_than_python_writes_is_shown_by_its_type():
+    with pytest.raises(ArgumentError, match="dtype: name must be a str, got a int"):
+        qtk.dtype(10**5000)

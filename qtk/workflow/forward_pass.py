@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TypeAlias
 
@@ -62,6 +63,7 @@ def outputs(
     """
     if num_batches is not None and num_batches < 1:
         raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    num_batches = None if num_batches is None else min(num_batches, sys.maxsize)
     if not isinstance(data, Iterable):
         raise CalibrationError(
             f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"

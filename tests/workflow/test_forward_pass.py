@@ -121,3 +121,7 @@ def test_a_model_that_raises_anything_names_its_batch():
 def test_a_function_of_data_that_raises_is_named():
     with pytest.raises(CalibrationError, match=r"data\(model\) raised TypeError: int\(\) argument must be"):
         run_all(nn.Linear(4, 2), int)
+
+
+def test_more_batches_than_there_can_be_are_all():
+    assert len(list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], num_batches=10**400))) == 1
