@@ -138,7 +138,10 @@ def load(directory: str | os.PathLike[str]) -> Stored:
             "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
             "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic),
         }:
-            is_known = all(isinstance(sites, list) for sites in flags.values())
+            is_known = all(isinstance(sites, list) for sites in flags.values()) and (
+                all(isinstance(original, str) for original in tied.values())
+                and arguments.keys().isdisjoint(("model", "example_inputs", "in_place"))
+            )
         case _:
             is_known = False
     if not is_known:
