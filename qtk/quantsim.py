@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.capture.calls import Call
+from qtk.capture.exclusion import exclude_paths
 from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.load import load_config
@@ -67,9 +68,8 @@ class QuantSim:
 
     A config decides site by site:
 
-    >>> rule = {"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}
-    >>> sim = qtk.QuantSim(model, batches[0], config={"version": 1, "rules": [rule]})
-    >>> str(sim.quantizers["0.weight"].spec)
+    >>> config = {"version": 1, "rules": [{"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}]}
+    >>> str(qtk.QuantSim(model, batches[0], config=config).quantizers["0.weight"].spec)
     'fp8_e4m3 per_tensor symmetric'
 
     Args:
@@ -103,6 +103,7 @@ class QuantSim:
         check_schemes(self.config, calibrator)
         example = Call(*split_inputs(example_inputs), None)
         prepared = _prepared(model, example_inputs, in_place=in_place)
+        exclude_paths(prepared, self.config.exclude)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, example)
         if self.config.split_gates:
@@ -124,8 +125,7 @@ class QuantSim:
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
         """The plan that the settings of this simulation give a prepared model."""
         widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        decided = plan(prepared, self.config, **widths, scheme=self.scheme)
-        return replace(decided, unquantized={**decided.unquantized, **folded_sites(prepared)})
+        return plan(prepared, self.config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
 
     @property
     def model(self) -> PreparedModel:
@@ -245,7 +245,7 @@ class QuantSim:
         forget(self._simulation, sites)
 
     def check(self) -> None:
-        """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
+        """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
 
         >>> import qtk, torch
         >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))

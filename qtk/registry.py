@@ -100,12 +100,13 @@ def configured(known: Registry[T], text: str, example: str) -> T:
         return known[text]
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: of deep nesting
         call = None
     match call:
         case ast.Call(ast.Name(name), [], keywords):
-            return _with_settings(f"{what} {text!r}", known[name], keywords)
-    raise ConfigError(f"{what} {text!r} is neither a name nor a name with settings, as in {example!r}; "
+            return _with_settings(f"{what} {text[:LISTED]!r}", known[name], keywords)
+    shown = text if len(text) <= LISTED else f"{text[:LISTED]}…"
+    raise ConfigError(f"{what} {shown!r} is neither a name nor a name with settings, as in {example!r}; "
                       f"known: {', '.join(known)}")
 
 
@@ -129,7 +130,7 @@ def _with_settings(where: str, default_value: T, keywords: Sequence[ast.keyword]
             raise ConfigError(f"{where}: unknown setting {keyword.arg!r}; {takes}")
         try:
             value = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError, MemoryError):
             raise ConfigError(f"{where}: the value of {keyword.arg} must be a plain number or name") from None
         default = getattr(default_value, keyword.arg)
         if not _is_like(value, default):

@@ -280,7 +280,7 @@ def test_rules_that_add_up_to_nonsense_are_refused(net, x, later):
 
 
 def test_a_rule_may_take_the_range_that_another_fixed(net, x):
-    first = {"match": {"op": "gelu"}, "output": {"range": [0.0, 1.0]}}
+    first = {"match": {"op": "gelu"}, "output": {"range": [0.0, 1.0]}, "optional": True}
     second = {"match": {"op": "gelu"}, "output": {"dynamic": True}}
     sim = qtk.QuantSim(net, x, config=config({"bits": 8}, first, second))
     assert specs(sim)["1:out"] == "uint8 per_tensor asymmetric dynamic"

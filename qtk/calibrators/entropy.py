@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.special import xlogy
 
 from qtk.calibrators.search import Sampled, choose_all, sampler
+from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerChannel
 from qtk.core.spec import QuantSpec
-from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
@@ -30,6 +30,7 @@ from qtk.observers.weighted_samples import WeightedSamples
 from qtk.public import public
 
 ELEMENTS_A_BIN = 16
+MOST_STEPS = 10_000
 ROUNDING = 1e-12
 """Divergences closer than this count as equal."""
 AT_ONCE = 1 << 18
@@ -48,15 +49,14 @@ class Entropy:
         bins: smallest number of histogram bins over the range.
         steps: number of ranges tried.
 
-    Raises: CalibrationError if ``steps`` is below 1.
+    Raises: CalibrationError if ``steps`` is not 1 to 10,000.
     """
 
     bins: int = 2048
     steps: int = 100
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise CalibrationError(f"steps must be at least 1, got {self.steps}")
+        check_count("steps of entropy", self.steps, MOST_STEPS)
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> Sampled:
         return sampler(granularity, static=static, bins=self.bins)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtk.calibrators.search import Sampled, least_error, sampler
+from qtk.core.bounds import check_count
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
@@ -16,6 +17,9 @@ from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
 from qtk.public import public
+
+MOST_NORM = 100
+MOST_STEPS = 10_000
 
 
 @public
@@ -30,7 +34,7 @@ class Mse:
         steps: number of ranges tried.
         bins: smallest number of histogram bins over the range of an activation.
 
-    Raises: CalibrationError if ``norm`` is not above 0, or ``steps`` below 1.
+    Raises: CalibrationError if ``norm`` is not above 0 and at most 100, or ``steps`` not 1 to 10,000.
     """
 
     norm: float = 2.0
@@ -38,8 +42,9 @@ class Mse:
     bins: int = 1024
 
     def __post_init__(self) -> None:
-        if not self.norm > 0 or self.steps < 1:
-            raise CalibrationError(f"mse needs norm > 0 and steps ≥ 1, got norm {self.norm} and steps {self.steps}")
+        if not 0 < self.norm <= MOST_NORM:
+            raise CalibrationError(f"mse needs 0 < norm ≤ {MOST_NORM}, got norm {self.norm}")
+        check_count("steps of mse", self.steps, MOST_STEPS)
 
     def observer(self, granularity: Granularity, *, static: bool = False) -> Sampled:
         return sampler(granularity, static=static, bins=self.bins)

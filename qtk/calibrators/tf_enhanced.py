@@ -12,6 +12,7 @@ computed in float64; the first of equal candidates wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,8 +58,8 @@ class TfEnhanced:
     variant: Literal["v1", "v2"] = "v2"
 
     def __post_init__(self) -> None:
-        if not self.gamma > 0:
-            raise CalibrationError(f"gamma must be more than 0, got {self.gamma}")
+        if not 0 < self.gamma < math.inf:
+            raise CalibrationError(f"gamma must be more than 0 and finite, got {self.gamma}")
         if self.variant == "v1" and (self.bins, self.growth) != (512, None):
             raise CalibrationError("variant v1 has 512 bins over three times the first batch's range; leave bins and "
                                    "growth out")

@@ -41,6 +41,7 @@ class PrepareReport:
         train_difference: likewise in train mode with dropout off.
         covered: share of all parameter elements that are in graphs, 0 to 1.
         parts: how the model and its submodules were captured, if it is not one graph.
+        excluded: the modules that are excluded from quantization.
         notes: warnings for the user.
         transforms: what rewrites did to the model afterwards, a line each.
         elapsed_s: duration of ``prepare_model`` in seconds.
@@ -57,6 +58,7 @@ class PrepareReport:
     opaque_parts: tuple[str, ...] = ()
     covered: float = 1.0
     parts: tuple[Part, ...] = ()
+    excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     transforms: tuple[str, ...] = ()
     elapsed_s: float = 0.0
@@ -75,6 +77,8 @@ class PrepareReport:
         ]
         lines += [f"not quantizable, no row in the op table: {name}" for name in self.unknown_ops]
         lines += [f"opaque, its inside is not quantized: {name}" for name in self.opaque_parts]
+        if self.excluded:
+            lines.append(f"excluded, in float with what they read: {', '.join(self.excluded)}")
         return "\n".join([*lines, *self.reasons, *self.notes, *self.transforms])
 
     def _line(self, part: Part) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import islice
 
 from qtk.cli.imported import RAISED, called, what_it_did
 from qtk.errors import ConfigError
 from qtk.workflow.forward_pass import Batch
+
+MOST_BATCHES = 10_000
+"""Batches taken of a source without a length, which may be endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +21,27 @@ class Batches:
     Args:
         locator: ``module:callable``.
         where: the key in the recipe, for messages.
+        num_batches: how many are taken; ``None``: all, and at most ``MOST_BATCHES`` of a source without a length.
     """
 
     locator: str
     where: str
+    num_batches: int | None = None
 
     def open(self) -> tuple[Iterator[tuple[Batch, object]], int | None]:
-        """The batches of one pass, and their number if the source has a length.
+        """The batches of one pass, and their number if the source has a length or ``num_batches`` says it.
 
         Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
-            pair or there are no batches.
+            pair, there are no batches, or there is no end of them.
         """
         source = called(self.locator, where=self.where)
         if not isinstance(source, Iterable):
             raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
                               "it must return an iterable of batches (inputs, label)")
-        return self._pairs(source), len(source) if isinstance(source, Sized) else None
+        known = [number for number in (len(source) if isinstance(source, Sized) else None, self.num_batches) if
+                 number is not None]
+        count = min(known, default=None)
+        return self._pairs(islice(source, self.num_batches), is_finite=bool(known)), count
 
     def _read(self, source: Iterable[object]) -> Iterator[object]:
         """The elements of ``source``. Raises: ConfigError if it does."""
@@ -45,9 +54,13 @@ class Batches:
         except RAISED as error:
             raise ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}") from error
 
-    def _pairs(self, source: Iterable[object]) -> Iterator[tuple[Batch, object]]:
+    def _pairs(self, source: Iterable[object], *, is_finite: bool) -> Iterator[tuple[Batch, object]]:
         count = 0
         for count, batch in enumerate(self._read(source), start=1):
+            if count > MOST_BATCHES and not is_finite:
+                raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {MOST_BATCHES} "
+                                  "batches; if it never ends, say how many to take (data.num_batches, "
+                                  "data.num_evaluation_batches)")
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
                 raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "

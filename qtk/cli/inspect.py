@@ -67,8 +67,6 @@ def inspect(
     for table in (plan_table(sim.plan), unquantized_table(sim.plan)):
         console.print(table.rich())
     console.print(plan_summary(sim.plan), markup=False, highlight=False)
-    for rule in sim.plan.unmatched_rules:
-        console.print(f"{rule} of the config matches nothing", markup=False, highlight=False)
 
 
 def parse_shape(text: str) -> tuple[Shape, torch.dtype]:

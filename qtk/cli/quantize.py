@@ -56,7 +56,7 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
     measure = evaluation(recipe.evaluation)
     if any(ONNX in recipe.formats_of(setting) for setting in recipe.settings):
         require_onnxruntime()
-    held_out = Batches(recipe.data.evaluation, "data.evaluation")
+    held_out = Batches(recipe.data.evaluation, "data.evaluation", recipe.data.num_evaluation_batches)
     with Results(directory, force=force, metric=measure.name) as results:
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
@@ -104,7 +104,7 @@ class _Run:
         self.recipe = recipe
         self.entry = entry
         self.console = console
-        self.calibration = Batches(recipe.data.calibration, "data.calibration")
+        self.calibration = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
         torch.manual_seed(recipe.seed)
         self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
         self.example = self._example()
@@ -156,7 +156,7 @@ class _Run:
             scheme=self.recipe.scheme_of(setting),
             weight_bits=setting.weight_bits,
             activation_bits=setting.activation_bits,
-            config=self.recipe.config_of(setting),
+            config=self.recipe.config_of(setting, self.entry),
         )
         for text in setting.transforms:
             pairs, count = self.calibration.open()

@@ -11,7 +11,7 @@ from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
 from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig, check_op_names, check_schemes
+from qtk.config.schema import Names, QuantConfig, check_op_names, check_schemes
 from qtk.config.tensor_setting import Bits
 from qtk.config.validate import UNION_TAGS, validate
 from qtk.core.width import FROM_CONFIG, FromConfig
@@ -36,6 +36,8 @@ RecipeWidth = Annotated[
 ]
 """A number of bits, ``null`` for float, or ``from_config``."""
 
+Count = Annotated[int, Field(strict=True, ge=1)]
+
 ONNX = "onnx"
 TOP1 = "top1"
 
@@ -47,13 +49,15 @@ class _Part(BaseModel):
 class ModelEntry(_Part):
     """A model: its name in the results, its source (``build_model``), its weights, and its input shape.
 
-    Without ``input_shape`` the model is captured on the first calibration batch.
+    Without ``input_shape`` the model is captured on the first calibration batch. ``exclude`` are globs over module
+    paths that stay in float, besides those of the config.
     """
 
     name: Name
     model: str
     weights: str | None = None
     input_shape: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
+    exclude: Names = ()
 
 
 class DataEntry(_Part):
@@ -62,10 +66,14 @@ class DataEntry(_Part):
     Args:
         calibration: a few hundred representative samples; labels are not used.
         evaluation: data to evaluate on; only ``qtk export`` does without.
+        num_batches: how many batches of the calibration data are taken; left out: all.
+        num_evaluation_batches: likewise of the evaluation data.
     """
 
     calibration: str
     evaluation: str | None = None
+    num_batches: Count | None = None
+    num_evaluation_batches: Count | None = None
 
 
 class Setting(_Part):
@@ -110,7 +118,7 @@ class Recipe(_Part):
     exports: tuple[str, ...] = ("encodings", ONNX)
     onnx_for: tuple[str, ...] | None = None
     output: str = "qtk-output"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
     @model_validator(mode="after")
     def _names_agree(self) -> Recipe:
@@ -133,9 +141,10 @@ class Recipe(_Part):
     def scheme_of(self, setting: Setting) -> str:
         return setting.scheme or self.scheme
 
-    def config_of(self, setting: Setting) -> QuantConfig:
-        """The checked configuration of a setting. Raises: ConfigError."""
-        return load_config(self.config if setting.config is None else setting.config)
+    def config_of(self, setting: Setting, model: ModelEntry | None = None) -> QuantConfig:
+        """The checked configuration of a setting, with what ``model`` excludes. Raises: ConfigError."""
+        config = load_config(self.config if setting.config is None else setting.config)
+        return config if model is None else config.model_copy(update={"exclude": (*config.exclude, *model.exclude)})
 
     def formats_of(self, setting: Setting) -> tuple[str, ...]:
         """The export formats of a setting, by canonical name. Raises: ConfigError for an unknown one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -53,8 +52,8 @@ def verify(
     if num_batches is not None and num_batches < 1:
         raise ConfigError(f"--num-batches: got {num_batches}; must be at least 1, or left out for all")
     if data is not None:
-        pairs, _ = Batches(data, "--data").open()
-        batches = (inputs for inputs, _ in itertools.islice(pairs, num_batches))
+        pairs, _ = Batches(data, "--data", num_batches).open()
+        batches = (inputs for inputs, _ in pairs)
     verdicts = verify_files(directory, batches, runtime=runtime, float_export=float_export, turns=turns)
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from qtk.config.aimet_ops import IMPLIED_BOUNDS, OP_KINDS
+from qtk.config.validate import shown
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 
@@ -90,6 +91,8 @@ class _Reader:
     def _defaults(self, defaults: Mapping[str, object], params: Mapping[str, object], rules: list[Json]) -> Json:
         if "supported_kernels" in defaults:
             self._ignore("defaults.supported_kernels", KERNELS)
+        if "hw_version" in defaults:
+            self._ignore("defaults.hw_version", "it names a version of the hardware; its kernels are not known here")
         self.strict_symmetric = self._flag(defaults, "strict_symmetric", "defaults")
         if self._flag(defaults, "unsigned_symmetric", "defaults"):
             self._ignore("defaults.unsigned_symmetric", "symmetric codes are signed here")
@@ -239,7 +242,7 @@ class _Reader:
                 raise ConfigError(f"{self.source}: {path}: unknown key in an AIMET config; {nearest(str(key), known)}")
 
     def _wrong(self, path: str, given: object, wanted: str) -> NoReturn:
-        raise ConfigError(f"{self.source}: {path}: got {given!r}; must be {wanted}")
+        raise ConfigError(f"{self.source}: {path}: got {shown(given)}; must be {wanted}")
 
     def _ignore(self, path: str, why: str) -> None:
         paths = self.ignored.setdefault(why, [])

@@ -1,4 +1,8 @@
-"""Reads YAML and JSON files; a repeated key in a mapping is an error."""
+"""Reads YAML and JSON files; a repeated key in a mapping is an error, and so is what no config or recipe needs.
+
+That is a file above 256 KiB, nesting beyond 100 levels, and aliases that spell out more than 100,000 values: a few
+lines of YAML can mean as many values as one likes.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,35 @@ import yaml
 
 from qtk.errors import ConfigError
 
+MOST_BYTES = 1 << 18
+MOST_LEVELS = 100
+MOST_VALUES = 100_000
+"""Values that a file may spell out, each counted as often as aliases repeat it."""
+
 
 def read_file(path: Path) -> object:
     """Parses a file: JSON if its suffix is ``.json``, else YAML.
 
-    Raises: ConfigError with file and line if it cannot be read or parsed, or a key appears twice.
+    Raises: ConfigError with file and line if it cannot be read or parsed, a key appears twice, or it is too large.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: larger than {MOST_BYTES} bytes; a config or recipe has a few thousand")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return _parse_json(text, path) if path.suffix == ".json" else _parse_yaml(text, path)
+    try:
+        return _parse_json(text, path) if path.suffix == ".json" else _parse_yaml(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; at most {MOST_LEVELS} levels") from None
+    except ValueError as error:  # numbers of thousands of digits, dates that are none
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _parse_json(text: str, path: Path) -> object:
@@ -35,15 +55,29 @@ def _parse_json(text: str, path: Path) -> object:
         return mapping
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        value: object = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
-        raise ConfigError(f"{path}: not JSON that can be read: {error}") from None
+    check_levels(value)
+    return value
+
+
+def check_levels(value: object, level: int = 0) -> None:
+    """Checks that a parsed value is not nested deeper than ``MOST_LEVELS``. Raises: RecursionError."""
+    if level > MOST_LEVELS:
+        raise RecursionError
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_levels(inner, level + 1)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, refusing repeated keys and scalars that are none of their tag, such as a date without a day."""
+    """The safe loader, refusing repeated keys, bombs of aliases, and scalars that are none of their tag."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count(node, {}, 0)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         try:
@@ -73,9 +107,42 @@ class _UniqueKeys(yaml.SafeLoader):
 def _parse_yaml(text: str, path: Path) -> object:
     try:
         return yaml.load(text, Loader=_UniqueKeys)
+    except _TooManyError:
+        raise ConfigError(f"{path}: its aliases spell out more than {MOST_VALUES} values; write less") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
+
+
+class _TooManyError(Exception):
+    """The aliases of a file spell out more than ``MOST_VALUES`` values."""
+
+
+def _count(node: yaml.Node, known: dict[yaml.Node, int | None], level: int) -> int:
+    """The number of values that a node spells out.
+
+    Args:
+        node: a node; an alias is the node that it refers to.
+        known: node → its number; ``None`` while it is being counted.
+        level: the number of nodes around it.
+
+    Raises: RecursionError below ``MOST_LEVELS``; ConstructorError for a node inside itself; _TooManyError.
+    """
+    if level > MOST_LEVELS:
+        raise RecursionError
+    if node not in known:
+        known[node] = None
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else (
+            node.value if isinstance(node, yaml.SequenceNode) else [])
+        known[node] = 1 + sum(_count(part, known, level + 1) for part in inner)
+    count = known[node]
+    if count is None:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an alias refers to what it is inside of; write it out", node.start_mark
+        )
+    if count > MOST_VALUES:
+        raise _TooManyError
+    return count

@@ -10,7 +10,7 @@ from qtk.config.files import read_file
 from qtk.config.schema import QuantConfig
 from qtk.config.shipped import shipped, shipped_names
 from qtk.config.tensor_setting import TensorSetting
-from qtk.config.validate import validate
+from qtk.config.validate import shown, validate
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 
@@ -36,7 +36,7 @@ bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, scheme,
     if isinstance(source, Mapping):
         return _from_value(source, "config", ())
     if not isinstance(source, (str, Path)):
-        raise ConfigError(f"config must be a shipped name, a path or a mapping, got {source!r}; leave it out for "
+        raise ConfigError(f"config must be a shipped name, a path or a mapping, got {shown(source)}; leave it out for "
                           "'default'")
     return _from_file(_path_of(Path(source)), ())
 
@@ -55,7 +55,7 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
     if isinstance(value, Mapping) and "extends" in value:
         extended = value["extends"]
         if not isinstance(extended, (str, Path)):
-            raise ConfigError(f"{name}: extends must be a shipped name or the path of a file, got {extended!r}")
+            raise ConfigError(f"{name}: extends must be a shipped name or the path of a file, got {shown(extended)}")
         base = _from_file(_path_of(Path(extended), above[-1].parent if above else Path()), above)
         extension = validate(QuantConfig, {key: item for key, item in value.items() if key != "extends"}, source=name)
         return _extended(base, extension)
@@ -63,7 +63,7 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
 
 
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
-    """Merges two configs: settings field by field, the rules of ``extension`` last, the supergroups of both."""
+    """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both."""
     defaults = {}
     for name in extension.defaults.model_fields_set:
         below, above = getattr(base.defaults, name), getattr(extension.defaults, name)
@@ -78,6 +78,7 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
         split_gates=extension.split_gates if "split_gates" in extension.model_fields_set else base.split_gates,
         rules=(*base.rules, *extension.rules),
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
+        exclude=tuple(dict.fromkeys((*base.exclude, *extension.exclude))),
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),
     )
 

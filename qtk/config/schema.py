@@ -5,15 +5,28 @@ The YAML files of ``configs/targets/`` follow it; ``load_config`` reads them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from qtk.config.tensor_setting import ActivationSetting, BiasSetting, TensorSetting, WeightSetting
+from qtk.config.validate import UNION_TAGS
 from qtk.errors import ConfigError
 from qtk.registry import nearest
+
+MOST_NAMES = 10_000
+"""Largest number of op names in all supergroups of a config: each op of a graph is compared with them."""
 
 
 class _Frozen(BaseModel):
@@ -55,13 +68,16 @@ class Match(_Frozen):
 class Rule(_Frozen):
     """Settings for the tensors of the ops that match; later rules win.
 
+    What a rule with a path says of ``output`` in bits, or as ``float`` or ``quantized``, holds for the output of the
+    supergroup that the op is in. A rule that decides nothing is an error.
+
     Args:
         match: the ops it applies to.
         weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
             they run as one op; ``quantized``, the default, every value that they compute.
-        optional: it is no error if no op matches, or if a width of ``None`` passed to ``QuantSim`` leaves in float what
-            it sets.
+        optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
+            what it sets.
     """
 
     match: Match
@@ -71,6 +87,19 @@ class Rule(_Frozen):
     output: ActivationSetting | None = None
     inside: Literal["quantized", "float"] | None = None
     optional: StrictBool = False
+
+    @field_validator("weight", "bias", "input", "output")
+    @classmethod
+    def _not_empty(cls, value: TensorSetting | str | None) -> TensorSetting | str | None:
+        if value == TensorSetting():
+            raise ValueError("sets nothing; give it a width, a range or the like, or leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> Rule:
+        if all(value is None for value in (self.weight, self.bias, self.input, self.output, self.inside)):
+            raise ValueError("a rule sets weight, bias, input, output or inside; this one sets none of them")
+        return self
 
 
 class Defaults(_Frozen):
@@ -88,21 +117,37 @@ class Io(_Frozen):
     outputs: Literal["quantized", "float"] = "quantized"
 
 
-def _alternatives_expanded(value: object) -> object:
-    """Expands alternatives in patterns: one pattern for each combination, without duplicates."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    spelled: list[object] = []
-    for pattern in value:
-        if not isinstance(pattern, (list, tuple)):
-            spelled.append(pattern)
-            continue
-        choices = [choice if isinstance(choice, (list, tuple)) else [choice] for choice in pattern]
-        spelled.extend(itertools.product(*choices))
-    return [pattern for index, pattern in enumerate(spelled) if pattern not in spelled[:index]]
+def _of_bounded_size(value: object) -> object:
+    """Counts the names in patterns before they are validated. Raises: ValueError above ``MOST_NAMES``."""
+    names = 0
+    for pattern in value if isinstance(value, (list, tuple)) else ():
+        for link in pattern if isinstance(pattern, (list, tuple)) else ():
+            names += len(link) if isinstance(link, (list, tuple)) else 1
+            if names > MOST_NAMES:
+                raise ValueError(f"more than {MOST_NAMES} op names; use fewer or shorter chains")
+    return value
 
 
-Pattern = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)]
+def _one_alternative_is_a_name(value: object) -> object:
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+OpName = Annotated[str, Field(min_length=1)]
+
+Alternatives = Annotated[tuple[OpName, ...], Field(min_length=2)]
+
+
+def _link_tag(value: object) -> str:
+    return UNION_TAGS[1] if isinstance(value, (list, tuple)) else UNION_TAGS[0]
+
+
+Link = Annotated[
+    Annotated[OpName, Tag(UNION_TAGS[0])] | Annotated[Alternatives, Tag(UNION_TAGS[1])],
+    Discriminator(_link_tag), BeforeValidator(_one_alternative_is_a_name),
+]
+"""An op of a chain: its name, or alternative names, of which any matches."""
+
+Pattern = Annotated[tuple[Link, ...], Field(min_length=2)]
 
 
 class QuantConfig(_Frozen):
@@ -117,11 +162,13 @@ class QuantConfig(_Frozen):
             runtimes with integer kernels for these two and none for the whole function.
         rules: rules in order; later ones win.
         supergroups: chains of op kinds that the target fuses, with one quantizer after the last. In a file an element
-            may be a list of alternatives: ``[conv, [relu, relu6]]`` expands to two chains.
+            may be a list of alternatives: ``[conv, [relu, relu6]]``.
         io: whether model inputs and outputs are quantized.
+        exclude: globs over module paths: all of these modules stays in float, and so does what they read. The same as
+            ``modules_to_exclude`` of ``prepare_model``; one that matches no module that runs an op is an error.
 
     >>> QuantConfig(version=1, supergroups=[["conv", ["relu", "relu6"]]]).supergroups
-    (('conv', 'relu'), ('conv', 'relu6'))
+    (('conv', ('relu', 'relu6')),)
     """
 
     version: Literal[1]
@@ -129,8 +176,9 @@ class QuantConfig(_Frozen):
     fold_batch_norms: StrictBool = True
     split_gates: StrictBool = False
     rules: tuple[Rule, ...] = ()
-    supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_alternatives_expanded)] = ()
+    supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_of_bounded_size)] = ()
     io: Io = Io()
+    exclude: Names = ()
 
     @model_validator(mode="after")
     def _biases_have_a_width(self) -> QuantConfig:
@@ -156,8 +204,9 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
         for name in getattr(rule.match, key) if name not in known
     ]
     problems += [
-        f"supergroups [{', '.join(pattern)}]: unknown op {name!r}; {nearest(name, known)}"
-        for pattern in config.supergroups for name in pattern if name not in known
+        f"supergroups[{index}][{position}]: unknown op {name!r}; {nearest(name, known)}"
+        for index, pattern in enumerate(config.supergroups) for position, link in enumerate(pattern)
+        for name in ((link,) if isinstance(link, str) else link) if name not in known
     ]
     _raise_all(problems)
 

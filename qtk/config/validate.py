@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import typing
 from collections.abc import Mapping, Sized
 from typing import TypeVar
@@ -19,6 +20,10 @@ UNION_TAGS = ("<word>", "<setting>")
 
 SHOWN_CHARACTERS = 80
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS + 1
+
 
 def validate(model: type[M], data: object, *, source: str) -> M:
     """Validates ``data`` as an instance of ``model``.
@@ -31,7 +36,7 @@ def validate(model: type[M], data: object, *, source: str) -> M:
     Raises: ConfigError listing every mistake with its path, as in ``rules[2].weight.bits``.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: a mapping of keys is expected at the top, got {_shown(data)}")
+        raise ConfigError(f"{source}: a mapping of keys is expected at the top, got {shown(data)}")
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -44,7 +49,7 @@ def validate(model: type[M], data: object, *, source: str) -> M:
 def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
     path = tuple(part for part in details["loc"] if part not in UNION_TAGS)
     where = _path_text(path)
-    shown, context = _shown(details["input"]), details.get("ctx", {})
+    given, context = shown(details["input"]), details.get("ctx", {})
     match details["type"]:
         case "extra_forbidden":
             hint = nearest(str(path[-1]), _keys_at(model, path[:-1]))
@@ -55,20 +60,22 @@ def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
             text = str(context["error"])
             return f"{where}: {text}" if where else text
         case "greater_than_equal":
-            return f"{where}: got {shown}; must be at least {context['ge']}"
+            return f"{where}: got {given}; must be at least {context['ge']}"
         case "less_than_equal":
-            return f"{where}: got {shown}; must be at most {context['le']}"
+            return f"{where}: got {given}; must be at most {context['le']}"
         case "literal_error":
-            return f"{where}: got {shown}; must be {context['expected']}"
+            return f"{where}: got {given}; must be {context['expected']}"
         case "model_type" | "model_attributes_type" | "dict_type":
             keys = f" with keys of {', '.join(_keys_at(model, path))}" if _keys_at(model, path) else ""
-            return f"{where}: got {shown}; must be a mapping{keys}"
+            return f"{where}: got {given}; must be a mapping{keys}"
         case "tuple_type" | "list_type":
-            return f"{where}: got {shown}; must be a list"
+            return f"{where}: got {given}; must be a list"
+        case "string_too_short":
+            return f"{where}: got {given}; must not be empty"
         case "too_short":
-            return f"{where}: got {shown}; needs at least {context['min_length']} elements"
+            return f"{where}: got {given}; needs at least {context['min_length']} elements"
     text = details["msg"].removeprefix("Input ").removeprefix("should ")
-    return f"{where}: got {shown}; must {text}"
+    return f"{where}: got {given}; must {text}"
 
 
 def _is_echo(details: ErrorDetails) -> bool:
@@ -89,8 +96,9 @@ def _path_text(path: tuple[int | str, ...]) -> str:
     return text
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """The beginning of ``repr(value)``; of nested values the first few, for the whole may be without end."""
+    text = _SHORT.repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 

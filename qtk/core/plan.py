@@ -60,12 +60,10 @@ class QuantPlan(Mapping[Site, SitePlan]):
     Args:
         sites: the quantized values.
         unquantized: the values left in float, each with the reason.
-        unmatched_rules: the rules of the config that match no op.
     """
 
     sites: Mapping[Site, SitePlan]
     unquantized: Mapping[Site, str] = field(default_factory=dict)
-    unmatched_rules: tuple[str, ...] = ()
 
     def __getitem__(self, site: Site) -> SitePlan:
         return self.sites[site]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,8 +34,15 @@ ENC_TYPES = {PerTensor: "PER_TENSOR", PerChannel: "PER_CHANNEL", PerBlock: "PER_
 Record = Mapping[str, object]
 
 
-def export_1_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str]) -> None:
+def export_1_0_0(
+    encodings: Mapping[Site, Encoding], path: str | os.PathLike[str], *, excluded: Sequence[str] = ()
+) -> None:
     """Writes the encodings in schema 1.0.0: two lists, parameters and activations.
+
+    Args:
+        encodings: site → encoding.
+        path: the file.
+        excluded: the paths of the modules that are excluded from quantization.
 
     Raises: ExportError naming the site whose number format or blocks the schema cannot hold.
     """
@@ -44,7 +51,7 @@ def export_1_0_0(encodings: Mapping[Site, Encoding], path: str | os.PathLike[str
         "version": "1.0.0",
         "activation_encodings": [record for site, record in records if not _is_parameter(site)],
         "param_encodings": [record for site, record in records if _is_parameter(site)],
-        "excluded_layers": [],
+        "excluded_layers": list(excluded),
     })
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qtk.config.files import MOST_LEVELS, check_levels
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
@@ -79,9 +80,12 @@ def load_object(path: str | os.PathLike[str]) -> dict[str, object]:
     """The JSON object in a file. Raises: EncodingError if the file cannot be read or holds no JSON object."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
+        check_levels(data)
+    except RecursionError:
+        raise EncodingError(f"{path} is not JSON: nested too deeply; at most {MOST_LEVELS} levels") from None
     except OSError as error:
         raise EncodingError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise EncodingError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise EncodingError(f"{path} holds a JSON {type(data).__name__}, expected an object")

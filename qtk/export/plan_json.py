@@ -28,16 +28,15 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
             for site, decided in plan.items()
         ],
         "unquantized": [[_site_to_json(site), reason] for site, reason in plan.unquantized.items()],
-        "unmatched_rules": list(plan.unmatched_rules),
     }
 
 
 def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
     """Inverse of ``plan_to_json``. Raises: EncodingError on a malformed record."""
     match data:
-        case {"sites": list(sites), "unquantized": list(unquantized), "unmatched_rules": list(rules)}:
+        case {"sites": list(sites), "unquantized": list(unquantized)}:
             return QuantPlan(
-                dict(map(_site_plan, sites)), dict(map(_unquantized, unquantized)), tuple(map(str, rules))
+                dict(map(_site_plan, sites)), dict(map(_unquantized, unquantized))
             )
     raise EncodingError(f"not a plan: {data!r:.120}")
 

@@ -19,8 +19,11 @@ from qtk.core.site import Site
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 
-OWNER, OP, SITE, EXCLUDED = "qtk_owner", "qtk_op", "qtk_site", "qtk_excluded"
-"""Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call, exclusion."""
+OWNER, OP, SITE = "qtk_owner", "qtk_op", "qtk_site"
+"""Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call."""
+
+EXCLUDED, EXCLUDED_MODULE = "qtk_excluded", "qtk_excluded_module"
+"""Label keys of ops in excluded modules: what excluded the module, and its path."""
 
 GRAPH_PATH, COMPOSITE = "qtk_place", "qtk_within"
 """Label keys of every node of a nested graph: the module path of the graph; the name by which config rules match all
@@ -36,6 +39,12 @@ def label(node: fx.Node, key: str) -> str | None:
     """The string that ``add_labels`` stored under ``key``, ``None`` if there is none."""
     value = (node.meta.get("custom") or {}).get(key)
     return value if isinstance(value, str) else None
+
+
+def exclusion(node: fx.Node) -> str | None:
+    """Why ``node`` stays in float, if it is an op of an excluded module; else ``None``."""
+    by = label(node, EXCLUDED)
+    return f"excluded by {by}: {label(node, EXCLUDED_MODULE) or 'the model'}" if by else None
 
 
 def name_sites(graph: fx.Graph, graph_path: str = "", composite: str = "") -> None:

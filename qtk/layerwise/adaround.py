@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from qtk.algorithms.adaround import adaround
 from qtk.algorithms.output_error import ActivationError
+from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
@@ -14,6 +16,7 @@ from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
 from qtk.public import public
 
+MOST_ITERATIONS = 1_000_000
 SAMPLE_ROWS = 2048
 """Rows of input on which the error after the activation function is measured."""
 
@@ -24,7 +27,7 @@ class AdaRound:
     """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.
 
     Args:
-        iterations: steps of Adam.
+        iterations: steps of Adam, at most a million.
         learning_rate: of Adam.
         regularization: weight of the term that drives choices to 0 or 1; the output error is counted in units of what
             rounding one weight to nearest costs.
@@ -45,8 +48,11 @@ class AdaRound:
     through_activation: bool = False
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or not self.learning_rate > 0 or not 0 <= self.warm_start < 1:
-            raise CalibrationError(f"AdaRound needs iterations ≥ 1, learning_rate > 0, 0 ≤ warm_start < 1; got {self}")
+        check_count("iterations of AdaRound", self.iterations, MOST_ITERATIONS)
+        is_finite = 0 < self.learning_rate < math.inf and math.isfinite(self.regularization)
+        if not is_finite or not 0 <= self.warm_start < 1:
+            raise CalibrationError("AdaRound needs a finite learning_rate > 0, a finite regularization and "
+                                   f"0 ≤ warm_start < 1; got {self}")
 
     def min_rows(self, columns: int) -> int:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,8 +40,8 @@ class Gptq:
     columns_at_once: int = 128
 
     def __post_init__(self) -> None:
-        if not self.damping > 0 or self.columns_at_once < 1:
-            raise CalibrationError(f"GPTQ needs damping > 0 and columns_at_once ≥ 1, got {self.damping} and "
+        if not 0 < self.damping < math.inf or self.columns_at_once < 1:
+            raise CalibrationError(f"GPTQ needs a finite damping > 0 and columns_at_once ≥ 1, got {self.damping} and "
                                    f"{self.columns_at_once}")
 
     def min_rows(self, columns: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtk.algorithms.output_error import AbsoluteError, CandidateError, LogError, OutputError, in_blocks
 from qtk.algorithms.seq_mse import ScaleCandidates, refine_jointly, search_scales
+from qtk.core.bounds import check_count
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
@@ -19,6 +20,7 @@ from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import candidates
 from qtk.public import public
 
+MOST_CANDIDATES = 10_000
 LOSSES = ("mse", "sqnr", "l1")
 SAMPLE_ROWS = 1024
 """Rows of input on which absolute errors are measured."""
@@ -32,7 +34,7 @@ class SeqMse:
     Scales stored in few bits (MX, NVFP4, LPBQ) are searched among those that can be stored.
 
     Args:
-        num_candidates: ranges tried.
+        num_candidates: ranges tried, at most 10,000.
         refine: try as many once more, around the best.
         joint: then block-coordinate descent over the blocks of a weight quantized in blocks, on the error of the whole
             output.
@@ -53,8 +55,7 @@ class SeqMse:
     loss: str = "mse"
 
     def __post_init__(self) -> None:
-        if self.num_candidates < 1:
-            raise CalibrationError(f"seq_mse needs num_candidates ≥ 1, got {self.num_candidates}")
+        check_count("num_candidates of seq_mse", self.num_candidates, MOST_CANDIDATES)
         if self.loss not in LOSSES:
             raise CalibrationError(f"the loss of seq_mse is one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.joint and self.loss != "mse":

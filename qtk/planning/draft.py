@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
 from torch import fx
 
 from qtk.config.schema import Io
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
-from qtk.graph.flow import Flow
+from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import op_name
-from qtk.graph.sites import Port, edge_site, ports, value_site
+from qtk.graph.sites import Port, edge_site, exclusion, ports, value_site
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
 from qtk.planning.patterns import PatternMatch, match_patterns
-from qtk.planning.rules import Decision, OpDecisions, Rules, to_spec
+from qtk.planning.rules import Decision, Matchable, OpDecisions, Rules, to_spec
+from qtk.planning.supergroups import match_supergroups
+
+TensorRole: TypeAlias = Literal["weight", "bias", "input", "output"]
+"""What a tensor is to the op that a rule matches; the key of the rule's setting."""
+
+Key: TypeAlias = fx.Node | Site
+"""Of the plan of a value, or of an edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a decision asks for one tensor; whether it comes true shows when all passes have run.
+
+    Args:
+        role: what the tensor is to its op.
+        decision: the decision.
+        keys: where the tensor's plan is: the first of these that has one.
+        plan: the plan asked for; ``None`` for float.
+    """
+
+    role: TensorRole
+    decision: Decision
+    keys: tuple[Key, ...]
+    plan: SitePlan | None
 
 
 class Draft:
     """The decisions made so far about the values of one graph; the graph itself does not change.
 
     ``values``: node → plan of its value. ``edges``: site of an edge → its plan. ``floats``: node whose value stays in
-    float → reason. ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a line for every
-    tensor whose shape does not fit its granularity. ``formulas``: op → the match of the formula that it is part of.
+    float → reason. ``held``: node whose value stays in float for an excluded module that reads it → the plan that its
+    other readers get on their edges. ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a
+    line for every tensor whose shape does not fit its granularity. ``formulas``: op → the match of the formula that it
+    is part of. ``groups``: op → its supergroup. ``requests``: what decisions that follow a rule ask for.
 
     Args:
         graph: the graph.
@@ -31,28 +60,64 @@ class Draft:
         scheme: the default scheme.
         io: whether the graph's inputs and outputs are quantized; ``None`` for a graph inside a composite: its inputs
             are quantized outside, and no formulas are matched in it.
+        float_outputs: why the graph's outputs stay in float; ``None`` if they need not.
     """
 
-    def __init__(self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None) -> None:
+    def __init__(
+        self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None, *, float_outputs: str | None = None
+    ) -> None:
         self.graph = graph
         self.rules = rules
         self.scheme = scheme
         self.io = io
+        self.float_outputs = float_outputs
         self.flow = Flow(graph)
         matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
         self.feeds = Feeds(graph, self.flow, self.formulas)
+        groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
+        self.groups = {node: group for group in groups for node in group.nodes}
+        self._matchables: dict[fx.Node, Matchable] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = {}
+        for node in {**self.groups, **self.formulas}:
+            if (last := self.last_of(node)) is not node:
+                self._members.setdefault(maker(last), []).append(node)
         self.nested: dict[fx.Node, list[Draft]] = {}
         self.values: dict[fx.Node, SitePlan] = {}
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
+        self.held: dict[fx.Node, SitePlan] = {}
         self.misfits: list[str] = []
+        self.requests: list[Request] = []
 
     def decisions(self, op: fx.Node) -> OpDecisions:
         """The settings for an op or graph input; an op of a formula is matched as the op that the formula computes."""
-        formula = self.formulas.get(op)
-        kind = formula.kind if formula is not None else None
-        return self.rules.decisions(op, self.flow, feeds=self.feeds.names(op), kind=kind)
+        members = [self.matchable(member) for member in self._members.get(op, ())]
+        return self.rules.decisions(self.matchable(op), members)
+
+    def matchable(self, op: fx.Node) -> Matchable:
+        """The op as rules see it."""
+        if op not in self._matchables:
+            formula = self.formulas.get(op)
+            kind = formula.kind if formula is not None else None
+            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind)
+        return self._matchables[op]
+
+    def last_of(self, node: fx.Node) -> fx.Node:
+        """The op whose output is that of the formula and the supergroup that ``node`` is in."""
+        formula = self.formulas.get(node)
+        last = node if formula is None else formula.nodes[-1]
+        return self.groups[last].nodes[-1] if last in self.groups else last
+
+    def request(self, role: TensorRole, decision: Decision, keys: tuple[Key, ...], plan: SitePlan | None) -> None:
+        """Records what ``decision`` asks for, if it follows a rule."""
+        if decision.rules:
+            self.requests.append(Request(role, decision, keys, plan))
+
+    def planned(self, keys: tuple[Key, ...]) -> SitePlan | None:
+        """The plan that the first of ``keys`` with one has now; ``None`` if the tensor stays in float."""
+        plans = (self.values.get(key) if isinstance(key, fx.Node) else self.edges.get(key) for key in keys)
+        return next((plan for plan in plans if plan is not None), None)
 
     def _is_split(self, match: PatternMatch) -> bool:
         return self.rules.config.split_gates and match.kind in GATED and is_image_gate(match.nodes[-1])
@@ -60,8 +125,14 @@ class Draft:
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
         """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""
         if decision.enabled:
-            spec = to_spec(decision.setting, None, node.meta["val"].ndim)
-            self.values[node] = self.site_plan(spec, decision, why)
+            plan = self.site_plan(to_spec(decision.setting, None, node.meta["val"].ndim), decision, why)
+            reason = self.excluded_reader(node)
+            if reason is None:
+                self.values[node] = plan
+            else:
+                self.floats[node], self.held[node] = reason, plan
+            edges = (edge_site(port) for port in self.flow.readers(node) if reason and port.user.op != "output")
+            self.request("output", decision, (node, *edges), plan)
         else:
             self.floats[node] = f"float by {decision.reason}"
 
@@ -89,10 +160,32 @@ class Draft:
             return False
         return any(other.index == port.index for other in self.flow.data_ports(port.user))
 
+    def excluded_reader(self, node: fx.Node) -> str | None:
+        """Why the value of ``node`` stays in float: an excluded module reads it; ``None`` if none does."""
+        for port in self.flow.readers(node):
+            reason = self.float_outputs if port.user.op == "output" else exclusion(port.user)
+            if reason is not None:
+                return reason if port.user.op == "output" else f"read by {_path(port.user)}, {reason}"
+        return None
+
     def unknown_readers(self, readers: list[Port]) -> str | None:
         """Why a value with these readers stays in float: ops without a row read it; ``None`` if none does."""
+        excluded = next((reason for port in readers if (reason := exclusion(port.user))), None)
+        if excluded is not None:
+            return excluded
         names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
         return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
+
+    def share_edge(self, port: Port, site: Site) -> None:
+        """Gives an edge the encoding of an earlier one at which the same value is read with the same spec."""
+        if self.edges[site].spec.dynamic:
+            return
+        for reader in self.flow.readers(self.flow.root(port.value)):
+            earlier = self.edges.get(edge_site(reader)) if reader.user.op != "output" else None
+            if edge_site(reader) != site and earlier is not None and earlier.spec == self.edges[site].spec:
+                leader = earlier.leader or edge_site(reader)
+                self.edges[site] = replace(self.edges[site], leader=leader, reason=f"the same value as {leader}")
+                return
 
     def in_order(self) -> dict[Site, SitePlan]:
         """The quantized sites in graph order, parameters beside the op that reads them first."""
@@ -125,3 +218,13 @@ class Draft:
 def is_empty(node: fx.Node) -> bool:
     """Whether the value of ``node`` has no elements."""
     return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
+
+
+def agrees(plan: SitePlan, wanted: SitePlan, decision: Decision) -> bool:
+    """Whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
+    said = [name for name in ("scheme", "range", "bounds") if name in decision.origins]
+    return plan.spec == wanted.spec and all(getattr(plan, name) == getattr(wanted, name) for name in said)
+
+
+def _path(op: fx.Node) -> str:
+    return value_site(op).name.partition(":")[0]

@@ -57,6 +57,7 @@ def _plan_bias(draft: Draft, port: Port, row: OpRow, decision: Decision) -> None
         spec, draft.scheme, static=True, factors=(factors[0].site, factors[1].site),
         reason=f"bias of {row.kind}; {decision.reason}",
     )
+    draft.request("bias", decision, (edge_site(port), bias), decided)
     draft.floats.pop(bias, None)
     if bias not in draft.values and len(list(draft.flow.readers(bias))) == 1:
         draft.values[bias] = decided

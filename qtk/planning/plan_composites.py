@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from qtk.capture.composites import composite_called
+from qtk.graph.flow import maker
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.sites import EXCLUDED, is_float, label, value_site
 from qtk.nn.recurrent import Recurrent
@@ -27,12 +28,18 @@ def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
 
 
 def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], None]) -> None:
-    nested = {
-        path: Draft(graph.graph, draft.rules, draft.scheme, None) for path, graph in nested_graphs(node).items()
-    }
-    if not nested:
+    graphs, composite = nested_graphs(node), composite_called(node)
+    if not graphs:
         return
-    rule = draft.rules.float_inside(node, draft.flow)
+    joined = composite.joined_parts if isinstance(composite, Recurrent) else ()
+    last = list(graphs)[-1]
+    results = {last}.union(*(pair for pair in joined if last in pair))
+    excluded = _excluded_reader(draft, node)
+    nested = {
+        path: Draft(graph.graph, draft.rules, draft.scheme, None, float_outputs=excluded if path in results else None)
+        for path, graph in graphs.items()
+    }
+    rule = draft.rules.float_inside(draft.matchable(node))
     if rule is not None:
         for inner in nested.values():
             inner.floats |= {value: f"inside is float by {rule}" for value in inner.graph.nodes if _is_computed(value)}
@@ -41,11 +48,16 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     for inner in nested.values():
         run_passes(inner)
         draft.misfits += inner.misfits
-    composite = composite_called(node)
-    for first, second in composite.joined_parts if isinstance(composite, Recurrent) else ():
+    for first, second in joined:
         if {first, second} <= nested.keys():
             _share_result(nested[first], nested[second])
     draft.nested[node] = list(nested.values())
+
+
+def _excluded_reader(draft: Draft, node: fx.Node) -> str | None:
+    """Why the values that a composite returns stay in float: an excluded module reads one (rule 14)."""
+    values = [node, *(user for user in node.users if maker(user) is node)]
+    return next((reason for value in values if (reason := draft.excluded_reader(value))), None)
 
 
 def _is_computed(node: fx.Node) -> bool:

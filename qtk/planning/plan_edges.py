@@ -1,16 +1,13 @@
-"""Rules 7 and 12 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
+"""Rules 7, 12 and 14 of the planner: quantizers on the edges into ops that need another spec than the producer has."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from qtk.core.site import Site
 from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
-from qtk.planning.draft import Draft
+from qtk.planning.draft import Draft, agrees
 from qtk.planning.rules import Decision, to_spec
 
 
@@ -28,8 +25,9 @@ def plan_edges(draft: Draft) -> None:
             continue
         decision = draft.decisions(node).input
         if decision is draft.rules.activation:
+            _plan_held(draft, node)
             _plan_streams(draft, node, row)
-        elif decision.enabled:  # a rule sets its inputs
+        else:  # a rule sets its inputs
             for port in draft.flow.data_ports(node):
                 _plan_input(draft, port, decision, f"input of {row.kind}")
 
@@ -37,10 +35,24 @@ def plan_edges(draft: Draft) -> None:
 def _plan_input(draft: Draft, port: Port, decision: Decision, why: str) -> None:
     if decision.setting.is_dynamic and draft.flow.is_static(port.value):
         return  # rule 4
+    keys = (edge_site(port), draft.flow.root(port.value))
+    if not decision.enabled:
+        draft.request("input", decision, keys, None)
+        return
+    wanted = draft.site_plan(to_spec(decision.setting, None, port.value.meta["val"].ndim), decision, why)
     present = draft.values.get(draft.flow.root(port.value))
-    spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
-    if present is None or present.spec != spec:
-        draft.edges[edge_site(port)] = draft.site_plan(spec, decision, why)
+    if present is None or not agrees(present, wanted, decision):
+        draft.edges[edge_site(port)] = wanted
+    draft.request("input", decision, keys, wanted)
+
+
+def _plan_held(draft: Draft, node: fx.Node) -> None:
+    """Decides the inputs that stay in float at their producers, for an excluded module that reads them too."""
+    for port in draft.flow.data_ports(node):
+        plan = draft.held.get(draft.flow.root(port.value))
+        if plan is not None:
+            draft.edges[edge_site(port)] = plan
+            draft.share_edge(port, edge_site(port))
 
 
 def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
@@ -52,14 +64,4 @@ def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
             continue
         _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
         if (site := edge_site(port)) in draft.edges:
-            _share(draft, port, site)
-
-
-def _share(draft: Draft, port: Port, site: Site) -> None:
-    """Gives an edge the encoding of an earlier one at which the same value is read with the same spec."""
-    for reader in draft.flow.readers(draft.flow.root(port.value)):
-        earlier = draft.edges.get(edge_site(reader)) if reader.user.op != "output" else None
-        if edge_site(reader) != site and earlier is not None and earlier.spec == draft.edges[site].spec:
-            leader = earlier.leader or edge_site(reader)
-            draft.edges[site] = replace(draft.edges[site], leader=leader, reason=f"the same value as {leader}")
-            return
+            draft.share_edge(port, site)

@@ -8,7 +8,7 @@ from qtk.core.dtypes import INT32
 from qtk.errors import SpecError
 from qtk.graph.op_row import Role
 from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
-from qtk.planning.draft import Draft
+from qtk.planning.draft import Draft, TensorRole
 from qtk.planning.patterns import PatternMatch
 from qtk.planning.rules import Decision, to_spec
 
@@ -50,42 +50,58 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
     decisions = draft.decisions(node)
     for port in flow.weight_ports(node):
         axes = row.weight_axes(node, port.value) if row.weight_axes else None
-        _plan_parameter(draft, port, decisions.weight, axes, f"weight of {row.kind}")
+        _plan_parameter(draft, port, decisions.weight, axes, "weight", row.kind)
     for port in flow.bias_ports(node):
         if flow.is_static(port.value):
-            _plan_parameter(draft, port, decisions.bias, None, f"bias of {row.kind}")
+            _plan_parameter(draft, port, decisions.bias, None, "bias", row.kind)
     for port in flow.data_ports(node):
         if flow.is_static(port.value) and not draft.divides(port):
             decision = draft.rules.activation if decisions.stream is None else decisions.output
-            _plan_constant(draft, port, decision, f"constant operand of {row.kind}")
+            _plan_constant(draft, port, decision, row.kind)
 
 
 def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:
     """Decides the parameters of a formula like those of the op it computes; its numbers stay in float."""
     decisions = draft.decisions(node)
-    parameters = ((formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias"))
+    parameters: tuple[tuple[fx.Node | None, Decision, TensorRole], ...] = (
+        (formula.weight, decisions.weight, "weight"), (formula.bias, decisions.bias, "bias")
+    )
     for port in ports(node):
         for parameter, decision, role in parameters:
             if parameter is not None and draft.flow.root(port.value) is draft.flow.root(parameter):
-                _plan_parameter(draft, port, decision, None, f"{role} of {formula.kind}")
+                _plan_parameter(draft, port, decision, None, role, formula.kind)
 
 
-def _plan_constant(draft: Draft, port: Port, decision: Decision, why: str) -> None:
+def _plan_constant(draft: Draft, port: Port, decision: Decision, kind: str) -> None:
     """Decides a constant operand like an activation; leaves it in float if activations are dynamic."""
     node = draft.flow.root(port.value)
     if not decision.setting.is_dynamic:
-        _plan_parameter(draft, port, decision, None, why)
+        _plan_parameter(draft, port, decision, None, None, kind)
     elif node not in draft.values:
         draft.floats.setdefault(node, "constant operand; activations are quantized dynamically")
 
 
-def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, why: str) -> None:
-    """Decides one parameter; ``axes``: output and input channel axes of the value at ``port``, ``None`` without any."""
+def _plan_parameter(
+    draft: Draft, port: Port, decision: Decision, axes: tuple[int, int] | None, role: TensorRole | None, kind: str
+) -> None:
+    """Decides one parameter.
+
+    Args:
+        draft: the plan.
+        port: where an op reads it.
+        decision: the decision for it.
+        axes: output and input channel axes of the value at ``port``, ``None`` without any.
+        role: what it is to the op; ``None``: a constant operand.
+        kind: of the op.
+    """
     node, axes = _quantized_node(draft, port, axes)
+    keys = (edge_site(port), node)
     if decision.enabled and decision.setting.dtype == INT32.name:
         return  # rule 13
     if not decision.enabled:
         draft.floats.setdefault(node, f"float by {decision.reason}")
+        if role is not None:
+            draft.request(role, decision, keys, None)
         return
     shape = tuple(node.meta["val"].shape)
     try:
@@ -94,7 +110,14 @@ def _plan_parameter(draft: Draft, port: Port, decision: Decision, axes: tuple[in
     except SpecError as error:
         draft.misfits.append(f"{value_site(node)}: {error}")
         return
-    wanted = draft.site_plan(spec, decision, why, static=True)
+    wanted = draft.site_plan(spec, decision, f"{role or 'constant operand'} of {kind}", static=True)
+    if role is not None:
+        draft.request(role, decision, keys, wanted)
+    excluded = draft.excluded_reader(node)  # rule 14
+    if excluded is not None:
+        draft.floats[node], draft.edges[edge_site(port)] = excluded, wanted
+        draft.share_edge(port, edge_site(port))
+        return
     draft.floats.pop(node, None)
     present = draft.values.setdefault(node, wanted)
     row = draft.flow.row(port.user)

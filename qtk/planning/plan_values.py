@@ -6,10 +6,9 @@ from torch import fx
 
 from qtk.graph.flow import maker
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
-from qtk.graph.sites import EXCLUDED, is_float, label
+from qtk.graph.sites import exclusion, is_float
 from qtk.planning.draft import Draft, is_empty
 from qtk.planning.rules import Decision
-from qtk.planning.supergroups import match_supergroups
 
 
 def plan_values(draft: Draft) -> None:
@@ -27,11 +26,7 @@ def plan_values(draft: Draft) -> None:
 
 def _inner_values(draft: Draft) -> dict[fx.Node, str]:
     """The values inside supergroups and formulas, each with the reason to leave it in float (rule 3)."""
-    inner = {
-        node: f"inside supergroup {group}"
-        for group in match_supergroups(draft.graph, draft.flow, draft.rules.config.supergroups, draft.formulas)
-        for node in group.nodes[:-1]
-    }
+    inner = {node: f"inside supergroup {group}" for node, group in draft.groups.items() if node is not group.nodes[-1]}
     inner |= {
         node: f"inside {formula.kind}, spelled out"
         for node, formula in draft.formulas.items() if node != formula.nodes[-1]
@@ -43,6 +38,8 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
     op, formula = maker(node), draft.formulas.get(node)
     decision = draft.decisions(op).output
     row, reason = draft.flow.row(node), _stays_float(draft, node) or inner
+    if inner is None and not decision.enabled:
+        draft.request("output", decision, (node,), None)
     if reason is not None:
         draft.floats[node] = reason
     elif _is_quantized_inside(draft, op):
@@ -59,8 +56,8 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
 
 def _stays_float(draft: Draft, node: fx.Node) -> str | None:
     """Why no configuration can quantize the value, ``None`` if one can."""
-    if label(node, EXCLUDED):
-        return "excluded by modules_to_exclude"
+    if reason := exclusion(node):
+        return reason
     if is_empty(node):
         return "has no elements"
     if draft.flow.is_static(node):

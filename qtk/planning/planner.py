@@ -22,9 +22,13 @@ The rules, numbered as the code cites them:
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
 13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
+14. A value or parameter that an excluded module reads too stays in float; its other readers get it on their edges.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from qtk.capture.prepared_model import PreparedModel, parameters_outside
 from qtk.config.schema import Io, QuantConfig
@@ -41,6 +45,7 @@ from qtk.planning.plan_composites import plan_composites
 from qtk.planning.plan_edges import plan_edges
 from qtk.planning.plan_parameters import explain_unread_parameters, plan_parameters
 from qtk.planning.plan_values import plan_values
+from qtk.planning.rule_effects import check_rules
 from qtk.planning.rules import Rules
 from qtk.planning.share_merges import share_merges
 
@@ -52,12 +57,27 @@ SHOWN = 5
 
 
 def plan(
-    model: PreparedModel, config: QuantConfig, *, weight_bits: Width, activation_bits: Width, scheme: str
+    model: PreparedModel,
+    config: QuantConfig,
+    *,
+    weight_bits: Width,
+    activation_bits: Width,
+    scheme: str,
+    gone: Mapping[Site, str] = MappingProxyType({}),
 ) -> QuantPlan:
     """Decides every site of a prepared model.
 
+    Args:
+        model: the model.
+        config: the settings.
+        weight_bits: as for ``QuantSim``; likewise ``activation_bits`` and ``scheme``.
+        activation_bits: likewise.
+        scheme: likewise.
+        gone: the values that transforms removed from the model, each with the reason.
+
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
-        ConfigError if a width contradicts the config, or if nothing would be quantized though the config asks for it.
+        ConfigError if a width contradicts the config, if a rule has no effect, or if nothing would be quantized though
+        the config asks for it.
     """
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
@@ -82,7 +102,8 @@ def plan(
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
-    return QuantPlan(sites, unquantized, rules.unmatched())
+    check_rules(drafts, rules, gone)
+    return QuantPlan(sites, {**unquantized, **gone})
 
 
 def run_passes(draft: Draft) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import fx
 
@@ -19,6 +21,8 @@ from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 
+ENABLED = "enabled"
+
 DEFAULT_BITS = 8
 """The width where neither the constructor nor the config's defaults name one."""
 
@@ -28,27 +32,71 @@ class Decision:
     """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either.
 
     ``is_final``: no rule changes it, for the caller of ``QuantSim`` passed ``None`` as the width.
+    ``origins``: field of the setting, or ``enabled`` → index of the rule that set it; what no rule set is missing.
     """
 
     setting: TensorSetting
     enabled: bool
     reason: str
     is_final: bool = False
+    origins: Mapping[str, int] = field(default_factory=dict, compare=False)
 
-    def overlaid(self, value: TensorSetting | str | None, reason: str) -> Decision:
-        """The decision overlaid by a later setting, field by field; one with a width undoes an earlier ``float``."""
-        if self.is_final:
+    @property
+    def rules(self) -> frozenset[int]:
+        """The indices of the rules that it follows, as far as it follows them."""
+        return frozenset(index for name, index in self.origins.items() if self.enabled or name == ENABLED)
+
+    def overlaid(self, value: TensorSetting | str | None, reason: str, index: int | None = None) -> Decision:
+        """The decision overlaid by a later setting, field by field; one with a width undoes an earlier ``float``.
+
+        Args:
+            value: the setting.
+            reason: where it comes from.
+            index: of its rule, if it comes from one.
+        """
+        if self.is_final or value is None:
             return self
-        match value:
-            case None:
-                return self
-            case "float":
-                return Decision(self.setting, False, reason)
-            case "quantized":
-                return Decision(self.setting, True, reason)
-            case TensorSetting():
-                return Decision(self.setting.overlaid(value), self.enabled or value.names_width, reason)
-        raise AssertionError(f"config validation let {value!r} through")
+        if isinstance(value, TensorSetting):
+            setting, enabled = self.setting.overlaid(value), self.enabled or value.names_width
+            changed = {name for name, given in value if given is not None} | ({ENABLED} if value.names_width else set())
+        else:
+            setting, enabled, changed = self.setting, value == "quantized", {ENABLED}
+        origins = {
+            name: origin for name, origin in self.origins.items()
+            if name not in changed and getattr(setting, name, True) is not None
+        }
+        origins |= {} if index is None else dict.fromkeys(changed, index)
+        return Decision(setting, enabled, reason if enabled or ENABLED in changed else self.reason, origins=origins)
+
+
+@dataclass(frozen=True)
+class Matchable:
+    """What rules are matched with: an op or graph input.
+
+    Args:
+        node: the op or input.
+        flow: of its graph.
+        feeds: the names of the ops that its value feeds.
+        kind: the op kind to match it as; ``None``: its own.
+    """
+
+    node: fx.Node
+    flow: Flow
+    feeds: frozenset[str] = frozenset()
+    kind: str | None = None
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names by which rules match the op, that of the composite around it among them."""
+        row = None if self.node.op == "placeholder" else self.flow.row(self.node)
+        own = ("input",) if self.node.op == "placeholder" else () if row is None else row.names
+        return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
+
+    @cached_property
+    def paths(self) -> tuple[str, str]:
+        """The paths by which rules match the op: of its module, and its own."""
+        owner = re.sub(r"@\d+", "", label(self.node, OWNER) or "")
+        return owner, value_site(self.node).name.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,58 +141,73 @@ class Rules:
         self.activation = _default("activation", defaults.activation, activation_bits, symmetric=False)
         self.bias = Decision(TensorSetting(), False, "defaults").overlaid(defaults.bias, "defaults")
         _check_left_in_float(config, weight_bits=weight_bits, activation_bits=activation_bits)
-        self._matched: set[int] = set()
 
     @property
     def quantizes(self) -> bool:
         """Whether anything is quantized where no rule says otherwise."""
         return self.weight.enabled or self.activation.enabled
 
-    def decisions(
-        self, node: fx.Node, flow: Flow, *, feeds: frozenset[str] = frozenset(), kind: str | None = None
-    ) -> OpDecisions:
+    def decisions(self, op: Matchable, members: Sequence[Matchable] = ()) -> OpDecisions:
         """The settings for an op or graph input.
 
         Args:
-            node: the op or input.
-            flow: of its graph.
-            feeds: the names of the ops that its value feeds.
-            kind: the op kind to match it as; ``None``: its own.
+            op: the op or input.
+            members: the other ops of the supergroup, or spelled-out formula, that it ends: its output is theirs, so
+                rules with a path that say whether and in how many bits their output is quantized say it of its output.
         """
         weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
         elsewhere, streams = self.activation, frozenset[str]()
         for index, rule in enumerate(self.config.rules):
-            if not _matches(rule, node, flow, feeds, kind):
+            is_own = matches(rule, op)
+            if not is_own and not (acts_from_members(rule) and any(matches(rule, member) for member in members)):
                 continue
-            if rule.inside is None or _sets_tensors(rule):
-                self._matched.add(index)
             reason = f"rules[{index}]"
-            weight = weight.overlaid(rule.weight, reason)
-            bias = bias.overlaid(rule.bias, reason)
-            incoming = incoming.overlaid(rule.input, reason)
-            outgoing = outgoing.overlaid(rule.output, reason)
+            if is_own:
+                weight = weight.overlaid(rule.weight, reason, index)
+                bias = bias.overlaid(rule.bias, reason, index)
+                incoming = incoming.overlaid(rule.input, reason, index)
+            outgoing = outgoing.overlaid(rule.output, reason, index)
             if not rule.match.feeds:
-                elsewhere = elsewhere.overlaid(rule.output, reason)
+                elsewhere = elsewhere.overlaid(rule.output, reason, index)
             elif rule.output is not None:
                 streams |= frozenset(rule.match.feeds)
         stream = Stream(streams, elsewhere) if streams else None
         return OpDecisions(weight, bias, incoming, outgoing, stream)
 
-    def float_inside(self, composite: fx.Node, flow: Flow) -> str | None:
+    def float_inside(self, composite: Matchable) -> str | None:
         """The rule that keeps the values inside a composite in float; ``None`` if they are quantized."""
         reason = None
         for index, rule in enumerate(self.config.rules):
-            if rule.inside is not None and _matches(rule, composite, flow, frozenset(), None):
-                self._matched.add(index)
+            if rule.inside is not None and matches(rule, composite):
                 reason = f"rules[{index}]" if rule.inside == "float" else None
         return reason
 
-    def unmatched(self) -> tuple[str, ...]:
-        """The rules that matched no op so far and are not optional, each with its condition."""
-        return tuple(
-            f"rules[{index}] ({_wanted(rule)})" for index, rule in enumerate(self.config.rules)
-            if index not in self._matched and not rule.optional
-        )
+
+def matches(rule: Rule, op: Matchable) -> bool:
+    """Whether an op meets all conditions of a rule."""
+    return (
+        (not rule.match.feeds or not op.feeds.isdisjoint(rule.match.feeds))
+        and (not rule.match.op or any(name in rule.match.op for name in op.names))
+        and (not rule.match.path or any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path))
+        and rule.match.has_weight in (None, bool(op.node.op != "placeholder" and op.flow.weight_ports(op.node)))
+    )
+
+
+def wanted(rule: Rule) -> str:
+    """The conditions of a rule, in words."""
+    wants = [f"op {', '.join(rule.match.op)}"] if rule.match.op else []
+    wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
+    wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
+    wants += [] if rule.match.has_weight is None else [f"has_weight {str(rule.match.has_weight).lower()}"]
+    return " and ".join(wants)
+
+
+def acts_from_members(rule: Rule) -> bool:
+    """Whether a rule on a member of a supergroup acts on the output of the supergroup."""
+    says_width = rule.output in ("float", "quantized") or (
+        isinstance(rule.output, TensorSetting) and rule.output.names_width
+    )
+    return bool(rule.match.path) and not rule.match.feeds and says_width
 
 
 def to_spec(
@@ -244,35 +307,7 @@ def _check_left_in_float(config: QuantConfig, *, weight_bits: Width, activation_
             asks = setting == "quantized" or (isinstance(setting, TensorSetting) and setting.names_width)
             if asks and not rule.optional:
                 raise ConfigError(
-                    f"rules[{index}].{name} ({_wanted(rule)}) asks for quantization, {what}_bits=None leaves every "
+                    f"rules[{index}].{name} ({wanted(rule)}) asks for quantization, {what}_bits=None leaves every "
                     f"{what} in float; mark the rule optional: true to ignore it then, or leave {what}_bits out and "
                     f"say defaults: {{{what}: float}} to quantize these alone"
                 )
-
-
-def _matches(rule: Rule, node: fx.Node, flow: Flow, feeds: frozenset[str], kind: str | None) -> bool:
-    if rule.match.feeds and feeds.isdisjoint(rule.match.feeds):
-        return False
-    if rule.match.has_weight not in (None, bool(node.op != "placeholder" and flow.weight_ports(node))):
-        return False
-    names: tuple[str, ...] = ("input",) if node.op == "placeholder" else row.names if (row := flow.row(node)) else ()
-    names = (*((kind,) if kind else names), label(node, COMPOSITE) or "")
-    if rule.match.op and not any(name in rule.match.op for name in names):
-        return False
-    if not rule.match.path:
-        return True
-    owner = re.sub(r"@\d+", "", label(node, OWNER) or "")
-    paths = (owner, value_site(node).name.partition(":")[0])
-    return any(fnmatchcase(path, glob) for path in paths for glob in rule.match.path)
-
-
-def _sets_tensors(rule: Rule) -> bool:
-    return any(setting is not None for setting in (rule.weight, rule.bias, rule.input, rule.output))
-
-
-def _wanted(rule: Rule) -> str:
-    wants = [f"op {', '.join(rule.match.op)}"] if rule.match.op else []
-    wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
-    wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
-    wants += [] if rule.match.has_weight is None else [f"has_weight {str(rule.match.has_weight).lower()}"]
-    return " and ".join(wants)

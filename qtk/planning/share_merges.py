@@ -37,12 +37,12 @@ def _share(draft: Draft, merge: fx.Node, merged: SitePlan) -> None:
 def _share_one(draft: Draft, port: Port, follower: SitePlan) -> None:
     source = draft.flow.root(port.value)
     present = draft.values.get(source)
-    if present is None and not draft.flow.is_static(source):
+    if present is None and source not in draft.held and not draft.flow.is_static(source):
         return  # float by a rule or inside an unquantized region: nothing to share
     if present is not None and present.leader == follower.leader:
         return  # Concat(x, x): shared already
     is_read_here_alone = all(reader.user is port.user for reader in draft.flow.readers(source))
-    is_free = present is None or (present.leader is None and present.range is None)
+    is_free = source not in draft.held and (present is None or (present.leader is None and present.range is None))
     if is_read_here_alone and is_free:
         draft.values[source] = replace(follower, static=False)
     else:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import fx
 
 from qtk.graph.flow import Flow
 from qtk.planning.patterns import PatternMatch
 
+Pattern: TypeAlias = Sequence[str | tuple[str, ...]]
+"""A chain of op names; where there are alternatives, any of them matches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Supergroup:
-    """One match: its ``nodes`` in graph order, and the chain of op names (``pattern``) they match."""
+    """One match: its ``nodes`` in graph order, and the ``names`` in the pattern that they match."""
 
     nodes: tuple[fx.Node, ...]
-    pattern: tuple[str, ...]
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " → ".join(self.pattern)
+        return " → ".join(self.names)
 
 
 def match_supergroups(
-    graph: fx.Graph, flow: Flow, patterns: Sequence[tuple[str, ...]], formulas: Mapping[fx.Node, PatternMatch]
+    graph: fx.Graph, flow: Flow, patterns: Sequence[Pattern], formulas: Mapping[fx.Node, PatternMatch]
 ) -> list[Supergroup]:
     """All matches, disjoint and in graph order; at each op the longest pattern that matches.
 
@@ -33,35 +37,39 @@ def match_supergroups(
     Args:
         graph: the graph.
         flow: of the graph.
-        patterns: chains of op names.
+        patterns: chains of op names, or of alternatives.
         formulas: each op of a formula → the formula.
     """
-    longest_first = sorted(patterns, key=len, reverse=True)
+    alternatives = [[(link,) if isinstance(link, str) else link for link in pattern] for pattern in patterns]
+    longest_first = sorted(alternatives, key=len, reverse=True)
     taken: set[fx.Node] = set()
     matches = []
     for node in graph.nodes:
         for pattern in longest_first:
-            chain = _chain(node, flow, pattern, formulas)
-            if chain and taken.isdisjoint(chain):
-                taken.update(chain)
-                matches.append(Supergroup(chain, pattern))
+            match = _match(node, flow, pattern, formulas)
+            if match is not None and taken.isdisjoint(match.nodes):
+                taken.update(match.nodes)
+                matches.append(match)
                 break
     return matches
 
 
-def _chain(
-    node: fx.Node, flow: Flow, pattern: tuple[str, ...], formulas: Mapping[fx.Node, PatternMatch]
-) -> tuple[fx.Node, ...]:
-    chain = [node]
-    for position, name in enumerate(pattern):
-        if name not in _names(chain[-1], flow, formulas):
-            return ()
-        if position + 1 < len(pattern):
-            following = _next(chain[-1], flow, formulas)
-            if following is None:
-                return ()
-            chain.append(following)
-    return tuple(chain)
+def _match(
+    node: fx.Node, flow: Flow, pattern: Sequence[tuple[str, ...]], formulas: Mapping[fx.Node, PatternMatch]
+) -> Supergroup | None:
+    nodes: list[fx.Node] = []
+    matched: list[str] = []
+    following: fx.Node | None = node
+    for alternatives in pattern:
+        names = () if following is None else _names(following, flow, formulas)
+        name = next((name for name in alternatives if name in names), None)
+        if following is None or name is None:
+            return None
+        nodes.append(following)
+        matched.append(name)
+        if len(nodes) < len(pattern):
+            following = _next(following, flow, formulas)
+    return Supergroup(tuple(nodes), tuple(matched))
 
 
 def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> tuple[str, ...]:

@@ -12,14 +12,14 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 
 
 def check(simulation: Simulation) -> None:
-    """Checks that every planned quantizer is inserted, enabled, calibrated and finite, and that every rule matched.
+    """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
 
     Raises: CheckError listing all findings: a site whose quantizer is not called in the graph, is disabled, has no
-        encoding or a malformed one, or a range that is not finite; a rule that matched nothing.
+        encoding or a malformed one, or a range that is not finite.
     """
     plan = simulation.plan
     called = {str(node.target) for module in graphs(simulation.model).values() for node in quantizer_nodes(module)}
-    findings = [f"{rule} matched nothing; correct it, or mark it `optional: true`" for rule in plan.unmatched_rules]
+    findings = []
     for site, decided in plan.items():
         if decided.leader is not None:
             continue

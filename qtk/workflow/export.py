@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
+from qtk.capture.exclusion import excluded_modules
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.tracing_lock import TRACING
 from qtk.core.encoding import Encoding
@@ -129,8 +130,10 @@ def _write_aimet(simulation: Simulation, path: Path) -> None:
     if dynamic:
         raise ExportError(f"AIMET's schemas hold no dynamic quantization, as {next(iter(dynamic))} has; "
                           f"{ENCODINGS_FILE} lists it")
-    write = encodings_aimet.export_1_0_0 if path.name == AIMET_1_0_0_FILE else encodings_aimet.export_2_0_0
-    write(_calibrated(simulation), path)
+    if path.name == AIMET_1_0_0_FILE:
+        encodings_aimet.export_1_0_0(_calibrated(simulation), path, excluded=excluded_modules(simulation.model))
+    else:
+        encodings_aimet.export_2_0_0(_calibrated(simulation), path)
 
 
 def _compare_aimet(simulation: Simulation, path: Path) -> None:

@@ -31,8 +31,8 @@ from qtk.torch_private import HigherOrderOperator, pytree
 
 __all__ = ["ExampleInputs", "prepare_model"]
 
-ORIGINAL = "qtk_original"
-"""Key of ``meta``: the model behind a trace that is still to be captured."""
+ORIGINAL, TO_EXCLUDE = "qtk_original", "qtk_to_exclude"
+"""Keys of ``meta``: the model behind a trace that is still to be captured, and what to exclude from it then."""
 
 
 @public
@@ -92,7 +92,7 @@ def prepare_model(
             has inputs, finishes it.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
             ``torch.export``, and then one graph or an error.
-        modules_to_exclude: submodules, or their names, that stay in float.
+        modules_to_exclude: submodules, or their names, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
     Raises: CaptureError if the model does not run, changes its inputs, or cannot have the given dynamic shapes;
@@ -108,11 +108,12 @@ def prepare_model(
     if isinstance(model, PreparedModel):
         if model.report.complete:
             return _as_it_is(model, modules_to_exclude)
+        modules_to_exclude = [*model.meta[TO_EXCLUDE], *modules_to_exclude]
         model = model.meta[ORIGINAL]
     excluded = [module_names(model, module) for module in modules_to_exclude]
     with TRACING:
         if example_inputs is None:
-            return _traced(model)
+            return _traced(model, modules_to_exclude)
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
 
 
@@ -145,7 +146,7 @@ def _as_it_is(prepared: PreparedModel, modules_to_exclude: Collection[nn.Module 
     return prepared
 
 
-def _traced(model: nn.Module) -> PreparedModel:
+def _traced(model: nn.Module, modules_to_exclude: Collection[nn.Module | str]) -> PreparedModel:
     started = time.perf_counter()
     try:
         with untouched(model):
@@ -158,7 +159,7 @@ def _traced(model: nn.Module) -> PreparedModel:
     prepared = PreparedGraph(traced, traced.graph)
     notes = ("traced without inputs: QuantSim captures and verifies it when it has them",)
     prepared.meta[REPORT] = PrepareReport("fx", False, True, notes=notes, elapsed_s=time.perf_counter() - started)
-    prepared.meta[ORIGINAL] = model
+    prepared.meta[ORIGINAL], prepared.meta[TO_EXCLUDE] = model, tuple(modules_to_exclude)
     return prepared
 
 

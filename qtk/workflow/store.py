@@ -3,8 +3,8 @@
 ``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
 buffers that are not persistent, and tensors that the model's code holds without registering them.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
-``transforms.safetensors``), name, dtype and shape of every tensor, which encodings are frozen and which weights were
-rounded, digests of the files, and that of the model's arithmetic.
+``transforms.safetensors``), name, dtype and shape of every tensor, which encodings are frozen, which weights were
+rounded and which quantizers are switched off, digests of the files, and that of the model's arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
-from qtk.quantizers.quantizer import Quantizer
+from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
@@ -40,6 +40,9 @@ FORMAT, VERSION = "qtk.sim", 4
 STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
 FLAGS = ("frozen", "rewrote_weight")
 """Flags of quantizers that are stored."""
+
+BYPASSED = "bypassed"
+"""Key beside the flags: the quantizers in BYPASS; all others come back in SIMULATE, for observers are not stored."""
 
 LISTED = 10
 """Findings that an error lists."""
@@ -55,7 +58,7 @@ class Stored:
         state: its tensors, on the CPU.
         steps: of the transforms made on its float model.
         arithmetic: digest of its model's ops; ``None`` if another version of torch captured them.
-        flags: flag of a quantizer → the sites whose quantizers have it.
+        flags: flag of a quantizer, or ``bypassed`` → the sites whose quantizers have it.
     """
 
     arguments: Mapping[str, object]
@@ -107,7 +110,7 @@ def save(
         "flags": {
             flag: [site.name for site, quantizer in simulation.quantizers.items() if getattr(quantizer, flag)]
             for flag in FLAGS
-        },
+        } | {BYPASSED: [site.name for site, q in simulation.quantizers.items() if q.mode is Mode.BYPASS]},
     }
     with staged_directory(directory, force=force) as folder:
         try:
@@ -222,6 +225,8 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
     for site, quantizer in simulation.quantizers.items():
         for flag in FLAGS:
             setattr(quantizer, flag, site.name in stored.flags.get(flag, ()))
+        if site.name in stored.flags.get(BYPASSED, ()):
+            quantizer.mode = Mode.BYPASS
     return simulation
 
 

@@ -1,5 +1,7 @@
 """Data that a recipe names."""
 
+import importlib
+
 import pytest
 
 from qtk.cli.batches import Batches
@@ -34,3 +36,34 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
 def test_what_is_no_data_is_answered_with_its_key(project, name, said):
     with pytest.raises(ConfigError, match=said):
         list(Batches(f"{project.module}:{name}", "data.x").open()[0])
+
+
+COUNTED = """
+import torch
+taken = []
+
+def batches():
+    while True:
+        taken.append(len(taken))
+        yield torch.zeros(2, 6), torch.zeros(2)
+"""
+
+
+def test_so_many_batches_are_taken_and_not_one_more(project):
+    (project.folder / f"{project.module}_counted.py").write_text(COUNTED)
+    pairs, count = Batches(f"{project.module}_counted:batches", "data.calibration", 3).open()
+    assert (count, len(list(pairs))) == (3, 3)
+    assert importlib.import_module(f"{project.module}_counted").taken == [0, 1, 2]
+
+
+def test_a_length_below_the_number_wanted_is_the_number(project):
+    assert Batches(f"{project.module}:calibration", "data.calibration", 5).open()[1] == 3
+    assert Batches(f"{project.module}:calibration", "data.calibration", 2).open()[1] == 2
+
+
+def test_an_endless_source_is_an_error_that_names_the_key(project, monkeypatch):
+    monkeypatch.setattr("qtk.cli.batches.MOST_BATCHES", 20)
+    pairs, count = Batches(f"{project.module}:endless", "data.calibration").open()
+    assert count is None
+    with pytest.raises(ConfigError, match=r"endless has no length and gave more than 20 batches; .*num_batches"):
+        list(pairs)

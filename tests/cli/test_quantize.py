@@ -179,6 +179,23 @@ def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
     assert not (tmp_path / "results").exists()
 
 
+def test_endless_data_is_cut_at_the_number_of_batches(project, tmp_path):
+    data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:endless",
+            "num_batches": 2, "num_evaluation_batches": 3}
+    setting = {"name": "w8a8", "transforms": ["smooth_quant"], "layerwise": ["bias_correction"]}
+    assert run(project, tmp_path, data=data, settings=[setting]).models["net"]["w8a8"].value > 0.5
+
+
+def test_a_model_entry_excludes_modules(project, tmp_path):
+    models = [{"name": "net", "model": f"{project.module}:net", "exclude": ["second"]}]
+    run(project, tmp_path, models=models)
+    sites = json.loads((tmp_path / "results" / "net" / "w8a8" / "encodings.json").read_text())["encodings"]
+    assert [name for name in sites if name.startswith("first")]
+    assert not [name for name in sites if name.startswith(("second", "act"))]
+    with pytest.raises(ConfigError, match="exclude: no op runs in a module at path 'third'"):
+        run(project, tmp_path / "again", models=[{**models[0], "exclude": "third"}])
+
+
 def test_nan_in_the_calibration_data_names_site_and_batch(project, tmp_path):
     (project.folder / f"{project.module}_nan.py").write_text(
         "import torch\ndef batches():\n    return [(torch.zeros(2, 6), None), (torch.full((2, 6), torch.nan), None)]\n"

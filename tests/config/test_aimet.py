@@ -9,6 +9,7 @@ from qtk.config.aimet import is_aimet
 from qtk.config.load import load_config
 from qtk.config.tensor_setting import TensorSetting
 from qtk.errors import ConfigError
+from tests.config.test_load import chains
 
 AIMET = Path(__file__).parent / "data" / "aimet_npu.json"
 ON = {"defaults": {"ops": {"is_output_quantized": "True"}, "params": {"is_quantized": "True", "is_symmetric": "True"}}}
@@ -46,14 +47,14 @@ def test_a_file_with_every_section_is_read():
 
 
 def test_supergroups_hold_through_batch_norm_and_for_each_kind():
-    groups = silent({**ON, "supergroups": [{"op_list": ["Conv", "Clip"]}, {"op_list": ["Add", "Relu"]}]}).supergroups
+    groups = chains(silent({**ON, "supergroups": [{"op_list": ["Conv", "Clip"]}, {"op_list": ["Add", "Relu"]}]}))
     assert {("conv", "relu6"), ("conv", "clamp"), ("conv", "hardtanh"), ("add", "relu")} <= set(groups)
     assert {("conv", "batch_norm"), ("linear", "batch_norm"), ("conv", "batch_norm", "relu6")} <= set(groups)
     assert ("add", "batch_norm", "relu") not in groups
 
 
 def test_a_pattern_with_its_own_batch_norm_gets_no_second_one():
-    groups = silent({**ON, "supergroups": [{"op_list": ["Conv", "BatchNormalization", "Relu"]}]}).supergroups
+    groups = chains(silent({**ON, "supergroups": [{"op_list": ["Conv", "BatchNormalization", "Relu"]}]}))
     assert ("conv", "batch_norm", "relu") in groups
     assert all(group.count("batch_norm") < 2 for group in groups)
 
@@ -126,6 +127,7 @@ def test_a_single_bound_is_a_bound_unless_the_op_keeps_it_anyway():
     [
         (with_op("Convv", {"is_output_quantized": "True"}), r"op_type\.Convv \(an op type not known.*'Conv'"),
         ({**ON, "supergroup_pass_list": ["MatmulAdd"]}, "supergroup_pass_list"),
+        (with_op("Conv", {}, hw_version="v9"), r"defaults\.hw_version \(it names a version of the hardware"),
         (with_op("Conv", {"supported_kernels": []}), r"op_type\.Conv\.supported_kernels"),
         ({**ON, "params": {"weight_ih": {"is_quantized": "False"}}}, r"params\.weight_ih"),
         (with_op("Conv", {}, unsigned_symmetric="True"), r"defaults\.unsigned_symmetric"),

@@ -66,3 +66,40 @@ def test_json_of_any_kind_is_read_or_refused(tmp_path, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_file(path)
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{index}: &a{index} [{', '.join([f'*a{index - 1}'] * 9)}]\n" for index in range(1, 12)
+)
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{index}: &a{index}\n  <<: [{', '.join([f'*a{index - 1}'] * 9)}]\n" for index in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.yaml", LAUGHS, r"c\.yaml: its aliases spell out more than 100000 values"),
+        ("c.yaml", MERGES, r"c\.yaml: its aliases spell out more than 100000 values"),
+        ("c.yaml", "a: &a [*a]\n", r"c\.yaml, line 1: an alias refers to what it is inside of"),
+        ("c.yaml", "a: &a\n  b: {c: *a}\n", r"c\.yaml, line 1: an alias refers to what it is inside of"),
+        ("c.yaml", "[" * 100_000, r"c\.yaml: nested too deeply"),
+        ("c.yaml", "a: " + "[" * 150 + "]" * 150, r"c\.yaml: nested too deeply"),
+        ("c.json", "[" * 100_000, r"c\.json: nested too deeply"),
+        ("c.json", '{"a":' * 150 + "1" + "}" * 150, r"c\.json: nested too deeply"),
+        ("c.json", '{"a": 1' + "0" * 5000 + "}", r"c\.json: .*digits"),
+        ("c.yaml", "a: 1" + "0" * 5000 + "\n", r"c\.yaml, line 1: .*digits"),
+        ("c.yaml", "a: 2026-13-45\n", r"c\.yaml, line 1: .*month"),
+        ("c.yaml", "#" + "x" * (1 << 18), r"c\.yaml: larger than 262144 bytes"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else None,
+)
+def test_what_would_take_for_ever_is_refused(tmp_path, name, text, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_file(written(tmp_path, text, name))
+    assert len(str(caught.value)) < 500
+
+
+def test_an_anchor_that_is_used_often_is_no_bomb(tmp_path):
+    text = "base: &base {match: {op: conv}, weight: {bits: 4}}\nrules: [" + ", ".join(["*base"] * 1000) + "]\n"
+    assert len(read_file(written(tmp_path, text))["rules"]) == 1000

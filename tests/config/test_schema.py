@@ -26,7 +26,8 @@ DESIGN_EXAMPLE = {
 
 
 def with_setting(setting, key="weight"):
-    return {"version": 1, "rules": [{"match": {"op": "conv"}}, {"match": {"op": "conv"}, key: setting}]}
+    rules = [{"match": {"op": "conv"}, "weight": "float"}, {"match": {"op": "conv"}, key: setting}]
+    return {"version": 1, "rules": rules}
 
 
 def test_the_example_of_the_design_is_taken_as_it_stands():
@@ -69,7 +70,11 @@ def test_all_but_the_version_may_be_left_out():
         ({"version": 1, "rules": [{"weight": {"bits": 4}}]}, "rules[0].match: missing"),
         ({"version": 1, "rules": [{"match": {}}]}, "rules[0].match: a match needs op, path, feeds or has_weight"),
         ({"version": 1, "rules": [{"match": {"op": 5}}]}, "rules[0].match.op: got 5; must be a list"),
-        ({"version": 1, "supergroups": [["conv"]]}, "supergroups[0]: got ('conv',); needs at least 2"),
+        ({"version": 1, "rules": [{"match": {"op": "conv"}}]}, "rules[0]: a rule sets weight, bias, input"),
+        (with_setting({}), "rules[1].weight: sets nothing; give it a width, a range or the like, or leave it out"),
+        ({"version": 1, "exclude": [""]}, "exclude[0]: got ''; must not be empty"),
+        ({"version": 1, "exclude": 3}, "exclude: got 3; must be a list"),
+        ({"version": 1, "supergroups": [["conv"]]}, "supergroups[0]: got ['conv']; needs at least 2"),
         ({"version": 1, "supergroups": ["conv"]}, "supergroups[0]: got 'conv'; must be a list"),
         (with_setting({"bits": 99}), "rules[1].weight.bits: got 99; must be at most 16"),
         (with_setting({"bits": 1}), "rules[1].weight.bits: got 1; must be at least 2"),
@@ -114,25 +119,34 @@ def test_a_bias_takes_its_width_from_the_defaults():
     assert load_config({"version": 1, "defaults": {"bias": {"bits": 16}}, "rules": [rule]}).rules[0].bias == "quantized"
 
 
-def test_alternatives_in_a_supergroup_are_spelled_out_once_each():
+def test_alternatives_in_a_supergroup_are_kept():
     config = load_config({
         "version": 1,
         "supergroups": [[["conv", "linear"], "batch_norm", ["relu", "gelu"]], ["conv", "batch_norm", "relu"]],
     })
     assert config.supergroups == (
-        ("conv", "batch_norm", "relu"), ("conv", "batch_norm", "gelu"),
-        ("linear", "batch_norm", "relu"), ("linear", "batch_norm", "gelu"),
+        (("conv", "linear"), "batch_norm", ("relu", "gelu")), ("conv", "batch_norm", "relu"),
     )
+    assert QuantConfig.model_validate(config.model_dump(mode="json")) == config
+    assert load_config({"version": 1, "supergroups": [[["conv"], "relu"]]}).supergroups == (("conv", "relu"),)
+
+
+def test_many_alternatives_are_not_multiplied_out_and_have_a_bound():
+    chain = [["conv", "relu", "gelu", "linear"]] * 2000
+    assert len(load_config({"version": 1, "supergroups": [chain]}).supergroups[0]) == 2000
+    with pytest.raises(ConfigError, match="supergroups: more than 10000 op names; use fewer or shorter chains"):
+        load_config({"version": 1, "supergroups": [chain, chain]})
 
 
 def test_unknown_op_names_are_listed_with_path_and_nearest():
     config = QuantConfig(
-        version=1, rules=[{"match": {"op": ["conv", "sotfmax"]}}], supergroups=[["conv", "rleu"], ["conv", "relu"]]
+        version=1, rules=[{"match": {"op": ["conv", "sotfmax"]}, "output": "float"}],
+        supergroups=[["conv", "rleu"], ["conv", "relu"]],
     )
     with pytest.raises(ConfigError) as caught:
         check_op_names(config, {"conv", "relu", "softmax"})
     assert "rules[0].match.op: unknown op 'sotfmax'; did you mean 'softmax'?" in str(caught.value)
-    assert "supergroups [conv, rleu]: unknown op 'rleu'; did you mean 'relu'?" in str(caught.value)
+    assert "supergroups[0][1]: unknown op 'rleu'; did you mean 'relu'?" in str(caught.value)
     check_op_names(config, {"conv", "rleu", "sotfmax", "relu"})
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from qtk.config.schema import QuantConfig
 from qtk.config.validate import validate
 from qtk.errors import ConfigError
 
@@ -50,3 +51,12 @@ def test_a_list_is_not_called_too_short_for_the_mistakes_inside_it():
         validate(Filled, {"sizes": ["x"]}, source="file")
     with pytest.raises(ConfigError, match=r"^file: sizes: got \[\]; needs at least 1 elements"):
         validate(Filled, {"sizes": []}, source="file")
+
+
+def test_a_value_that_holds_itself_many_times_over_is_shown_in_part():
+    value = ["x"] * 9
+    for _ in range(30):
+        value = [value] * 9
+    with pytest.raises(ConfigError) as caught:
+        validate(QuantConfig, {"version": value, "rules": value, "io": {"inputs": value}}, source="config")
+    assert len(str(caught.value)) < 10_000

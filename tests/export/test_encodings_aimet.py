@@ -87,6 +87,12 @@ def test_schema_1_0_0_as_aimet_writes_it(encodings, tmp_path):
     assert parameters["head.weight"]["block_size"] == 3
 
 
+def test_excluded_layers_are_named(encodings, tmp_path):
+    encodings_aimet.export_1_0_0(by_site(encodings), tmp_path / "e.json", excluded=["head", "blocks.0"])
+    assert json.loads((tmp_path / "e.json").read_text())["excluded_layers"] == ["head", "blocks.0"]
+    assert set(read(tmp_path / "e.json", specs(encodings), shapes=SHAPES)) == set(encodings)
+
+
 def test_a_parameter_is_told_by_its_site_not_by_its_name(encodings, tmp_path):
     odd = {Site.parameter("odd:weight"): encodings["conv.weight"], Site("relu", "", "out"): encodings["relu:out"]}
     encodings_aimet.export_1_0_0(odd, tmp_path / "e.json")

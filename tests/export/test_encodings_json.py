@@ -66,6 +66,9 @@ def test_no_encodings_is_a_file_too(tmp_path):
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON: nested too deeply"),
+        ('{"a":' * 200 + "1" + "}" * 200, "is not JSON: nested too deeply"),
+        ('{"a": 1' + "0" * 5000 + "}", "is not JSON: .*digits"),
         ("[]", "expected an object"),
         ("{}", "is not a qtk.encodings file"),
         ('{"format": "qtk.encodings", "version": 9, "encodings": {}}', "version 9 is not known"),

@@ -1,7 +1,9 @@
+import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.errors import ConfigError
 from tests.planning.plans import BARE, by_name, leaders, plan_of
 
 
@@ -59,8 +61,8 @@ def test_a_later_rule_quantizes_the_inside_again():
 
 def test_a_rule_for_the_inside_of_no_composite_has_no_effect():
     rules = [{"match": {"op": "tanh"}, "inside": "float"}]
-    plan = plan_of(Tagger(bidirectional=False), X, {**BARE, "rules": rules})
-    assert plan.unmatched_rules == ("rules[0] (op tanh)",)
+    with pytest.raises(ConfigError, match=r"rules\[0\] \(op tanh\): .* has no inside"):
+        plan_of(Tagger(bidirectional=False), X, {**BARE, "rules": rules})
 
 
 def test_an_excluded_composite_is_not_opened():

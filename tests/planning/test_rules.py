@@ -50,20 +50,29 @@ def test_a_reduced_range_is_that_of_int8_alone():
 
 
 @pytest.mark.parametrize(
-    ("enabled", "value", "expected"),
+    ("enabled", "value", "expected", "reason"),
     [
-        (True, "float", False),
-        (False, "quantized", True),
-        (True, TensorSetting(narrow_range=True), True),
-        (False, TensorSetting(narrow_range=True), False),  # a detail does not switch on what is off
-        (False, TensorSetting(bits=4), True),  # a width does
-        (False, None, False),
+        (True, "float", False, "after"),
+        (False, "quantized", True, "after"),
+        (True, TensorSetting(narrow_range=True), True, "after"),
+        (False, TensorSetting(narrow_range=True), False, "before"),  # a detail does not switch on what is off
+        (False, TensorSetting(bits=4), True, "after"),  # a width does
+        (False, None, False, "before"),
     ],
 )
-def test_only_a_width_or_the_word_switches_a_float_back_on(enabled, value, expected):
+def test_only_a_width_or_the_word_switches_a_float_back_on(enabled, value, expected, reason):
     decision = Decision(FULL, enabled, "before").overlaid(value, "after")
-    assert decision.enabled is expected
-    assert decision.reason == ("before" if value is None else "after")
+    assert (decision.enabled, decision.reason) == (expected, reason)
+
+
+def test_a_decision_knows_the_rules_that_it_follows():
+    decision = Decision(FULL, True, "defaults").overlaid(TensorSetting(bits=4, symmetric=False), "rules[0]", 0)
+    assert decision.rules == {0}
+    assert decision.overlaid(TensorSetting(dtype="int8"), "rules[1]", 1).rules == {0, 1}
+    assert decision.overlaid(TensorSetting(dtype="int8", symmetric=True), "rules[1]", 1).rules == {1}
+    off = decision.overlaid("float", "rules[2]", 2)
+    assert off.rules == {2}
+    assert off.overlaid("quantized", "rules[3]", 3).rules == {0, 3}
 
 
 def test_widths_come_from_the_constructor():

@@ -28,6 +28,20 @@ def test_a_finer_kind_matches_itself_alone():
     assert matches(net, torch.randn(2, 3, 4, 4), ("conv1d", "relu")) == []
 
 
+def test_alternatives_match_without_being_multiplied_out():
+    relus = nn.Sequential(nn.Linear(4, 4), *(nn.ReLU() if index % 2 else nn.GELU() for index in range(40)))
+    chain = ("linear", *[("gelu", "relu", "silu", "tanh")] * 40)
+    assert matches(relus, torch.randn(2, 4), chain) == [["0:out", *(f"{index}:out" for index in range(1, 41))]]
+    other = nn.Sequential(nn.Linear(4, 4), *(nn.ReLU() for _ in range(39)), nn.Sigmoid())
+    assert matches(other, torch.randn(2, 4), chain) == []
+
+
+def test_a_match_is_named_by_the_first_alternative_that_fits():
+    graph = prepare_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval(), torch.randn(2, 3, 4, 4)).graph
+    (group,) = match_supergroups(graph, Flow(graph), [(("linear", "conv2d", "conv"), ("gelu", "relu"))], {})
+    assert str(group) == "conv2d → relu"
+
+
 class Reads(nn.Module):
     def __init__(self, how):
         super().__init__()

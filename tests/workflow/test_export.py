@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import re
 import sys
@@ -42,6 +43,17 @@ def fit() -> None:
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir() if path.name != MARKER)
+
+
+def test_excluded_modules_are_the_excluded_layers_of_aimet(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    prepared = qtk.prepare_model(model.eval(), x, modules_to_exclude=["1"])
+    sim = qtk.QuantSim(prepared, x, config={"version": 1, "exclude": ["2"]})
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats="encodings_aimet_1.0.0")
+    data = json.loads((tmp_path / "out" / "encodings_aimet_1.0.0.json").read_text())
+    assert data["excluded_layers"] == ["1", "2"]
 
 
 def test_all_formats_hold_the_same_encodings(sim, tmp_path):

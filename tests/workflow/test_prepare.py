@@ -142,7 +142,7 @@ def test_excluded_modules_are_marked_under_every_name():
         prepared = prepare_model(block, ZOO["reused_block"].inputs(), modules_to_exclude=[name], verify=False)
         marks = {str(node.target): label(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op}
         assert marks.pop("aten.add.Tensor") is None
-        assert set(marks.values()) == {"1"}
+        assert set(marks.values()) == {"modules_to_exclude"}
 
 
 def test_an_excluded_block_takes_what_is_inside():
@@ -150,7 +150,7 @@ def test_an_excluded_block_takes_what_is_inside():
     for node in prepared.graph.nodes:
         if node.op.startswith("call"):
             inside = value_site(node).owner.startswith("blocks.1")
-            assert (label(node, EXCLUDED) == "1") == inside, node
+            assert (label(node, EXCLUDED) == "modules_to_exclude") == inside, node
 
 
 def test_an_excluded_block_is_found_in_a_symbolic_trace():
@@ -167,7 +167,14 @@ def test_an_excluded_block_is_found_in_a_symbolic_trace():
     prepared = prepare_model(Traced(), X, modules_to_exclude=["body"])
     assert prepared.report.rung == "fx + export"
     marks = [label(node, EXCLUDED) for node in prepared.graph.nodes if "call" in node.op]
-    assert marks == ["1", "1", None]
+    assert marks == ["modules_to_exclude", "modules_to_exclude", None]
+
+
+def test_exclusions_without_inputs_are_kept_until_there_are_some():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).eval()
+    traced = prepare_model(net, modules_to_exclude=["1"])
+    assert prepare_model(traced, X).report.excluded == ("1",)
+    assert prepare_model(traced, X, modules_to_exclude=["0"]).report.excluded == ("0", "1")
 
 
 def test_an_unknown_exclusion_names_the_nearest():

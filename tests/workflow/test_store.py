@@ -331,3 +331,24 @@ def test_an_edited_file_with_a_right_digest_is_refused_in_words(change, tmp_path
     with pytest.raises(qtk.QtkError) as caught:
         qtk.QuantSim.load(tmp_path / "saved", torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
     assert not isinstance(caught.value, InternalError)
+
+
+def test_modes_are_stored(tmp_path):
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.quantizers["0.weight"].mode = Mode.BYPASS
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", model, x)
+    modes = {name: quantizer.mode for name, quantizer in again.quantizers.items()}
+    assert modes == {"input:input": Mode.SIMULATE, "0.weight": Mode.BYPASS, "1:out": Mode.SIMULATE}
+    assert torch.equal(again.model(x), sim.model(x))
+
+
+def test_the_mode_of_an_observer_is_not_stored_with_it(tmp_path):
+    x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, x)
+    sim.quantizers["1:out"].mode = Mode.OBSERVE
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", model, x)
+    assert {quantizer.mode for quantizer in again.quantizers.values()} == {Mode.SIMULATE}

@@ -36,13 +36,18 @@ class NodeWriter:
         """Inserts a node with one result."""
         result = value_of(dtype, self.shape if shape is None else shape)
         node = ir.node(op, inputs, dict(attributes or {}), outputs=[result])
-        name = base = f"{self.name}/{op}.{dtype.name.lower()}"
-        while name in self._names:
-            name = f"{base}.{len(self._names)}"
-        self._names.add(name)
-        node.name = node.outputs[0].name = name
+        node.name = self._free(f"{self.name}/{op}")
+        result.name = self._free(f"{self.name}/{dtype.name.lower()}")
         insert_before(self.before, node)
         return node
+
+    def _free(self, name: str) -> str:
+        """``name``, with an ordinal behind it if this writer has given it already."""
+        free = name
+        while free in self._names:
+            free = f"{name}.{len(self._names)}"
+        self._names.add(free)
+        return free
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         if value.dtype == dtype:

@@ -20,6 +20,7 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
+from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
@@ -80,6 +81,7 @@ def export(
         graph.metadata_props[OPSET_REASON] = reason
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
     drop_inferred_types(graph.graph)
+    drop_default_attributes(graph.graph, opset=opset)
     _write(graph, path, embedded_limit_bytes)
 
 

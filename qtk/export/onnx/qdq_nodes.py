@@ -90,8 +90,8 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
 
 
 def qparam_name(site: str, kind: str) -> str:
-    """Name of the initializer with the scale or zero point of a site: its key in the simulation's state_dict."""
-    return f"qtk_quantizers.{site}.{kind}"
+    """Name of the initializer with the scale or zero point of a site."""
+    return f"{site}.{kind}"
 
 
 def _list_sites(model: ir.Model) -> None:
@@ -159,7 +159,9 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
     if site.encoding is None:
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:
-        entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
+        convolved = all(use.node.op_type == "Conv" for use in marker.outputs[0].uses())
+        calibrated = _Calibrated(writer, site.name, site.encoding, value.shape, kind)
+        entry, result = calibrated.qdq(value, site.constant, keeps_zeros=not convolved)
     result.name = name
     result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
     same_kind = writer.cast(result.outputs[0], value.dtype)
@@ -177,14 +179,23 @@ class _Calibrated:
     ) -> None:
         self.writer, self.site, self.encoding, self.shape, self.kind = writer, site, encoding, shape, kind
 
-    def qdq(self, value: ir.Value, constant: Tensor | None) -> tuple[ir.Node, ir.Node]:
-        """Returns: the node that reads the value, or its stored codes, and the DequantizeLinear."""
+    def qdq(self, value: ir.Value, constant: Tensor | None, *, keeps_zeros: bool) -> tuple[ir.Node, ir.Node]:
+        """Writes the nodes.
+
+        Args:
+            value: what is quantized.
+            constant: its numbers, if they are known.
+            keeps_zeros: whether zero points of 0 of int8 codes are stored. ONNX Runtime's matrix products are integer
+                only if they are, convolutions in any case.
+
+        Returns: the node that reads the value, or its stored codes, and the DequantizeLinear.
+        """
         attributes = self._axis_and_block_size()
         scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
             without_offset = self.encoding.zero_point is None and not self.encoding.spec.middle_code
-            if without_offset and ("block_size" in attributes or self.kind == ir.DataType.INT32):
-                del scale_and_zero_point[1:]  # products with int8 weights are integer only if zero points are stored
+            if without_offset and (not keeps_zeros or "block_size" in attributes or self.kind == ir.DataType.INT32):
+                del scale_and_zero_point[1:]
             stored = self.writer.node(
                 "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes
             )

@@ -14,7 +14,7 @@ from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import CaptureError, ExportError
 from qtk.export.onnx.qdq import export, read
-from qtk.export.onnx.session import open_session
+from qtk.export.onnx.session import Optimizations, open_session, session_with
 from qtk.graph.insert import quantizer_nodes
 from qtk.quantizers.quantizer import Mode
 from tests.export.onnx.simulated import (
@@ -279,10 +279,10 @@ def test_weights_are_the_integers_of_the_simulation(conv_file):
 def test_only_the_float_tensors_that_are_used_remain(conv_file):
     sim, path = conv_file
     floats = {name for name, tensor in initializers(path).items() if tensor.data_type == onnx.TensorProto.FLOAT}
-    scales = {f"qtk_quantizers.{site}.scale" for site in read(path)}
+    scales = {f"{site}.scale" for site in read(path)}
     own = {"conv1.bias", "conv2.bias", "head.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"}
     assert floats == own | scales
-    assert own | scales <= set(sim.state_dict())
+    assert own <= set(sim.state_dict())
 
 
 def test_nothing_of_the_fake_quantizer_remains(conv_file):
@@ -456,7 +456,7 @@ def test_a_weight_made_from_parameters_is_stored_as_its_codes(tmp_path):
 
     sim, path = exported(tmp_path, Standardised(), torch.randn(2, 8), weight=only_divided)
     assert set(initializers(path)) == {
-        "div:out", *(f"qtk_quantizers.{s}.{k}" for s in encodings_of(sim) for k in ("scale", "zero_point"))
+        "div:out", *(f"{s}.{k}" for s in encodings_of(sim) for k in ("scale", "zero_point"))
     }
     x = torch.randn(16, 8)
     assert_agrees(run_onnx(path, x)[0], run_simulation(sim, x)[0], float(encodings_of(sim)["linear:out"].scale))
@@ -743,11 +743,11 @@ def test_reduced_and_unsigned_symmetric_weights(setting, zero, codes, tmp_path):
     sim.export(tmp_path / "out")  # reads all formats back, AIMET's too
     file = tmp_path / "out" / "model.onnx"
     stored = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(file).graph.initializer}
-    scale = stored["qtk_quantizers.0.weight.scale"].astype(np.float64).reshape(-1, 1, 1, 1)
+    scale = stored["0.weight.scale"].astype(np.float64).reshape(-1, 1, 1, 1)
     weight = model[0].weight.detach().numpy().astype(np.float64)
     expected = np.clip(np.rint((weight / scale).astype(np.float32)) + zero, codes[0], codes[-1])
     assert np.array_equal(stored["0.weight"].astype(np.int64), expected)
-    assert set(stored["qtk_quantizers.0.weight.zero_point"].astype(int)) == {zero}
+    assert set(stored.get("0.weight.zero_point", np.zeros(1)).astype(int)) == {zero}  # left out where it is 0
     session, _ = open_session(file, sim.model, optimized=False)
     with torch.no_grad():
         simulated = sim.model(x)
@@ -757,3 +757,19 @@ def test_reduced_and_unsigned_symmetric_weights(setting, zero, codes, tmp_path):
     assert (np.abs(result - simulated.numpy()) < 0.01 * step).mean() > 0.99
     record = json.loads((tmp_path / "out" / "encodings_aimet_1.0.0.json").read_text())["param_encodings"][0]
     assert set(record["offset"]) == {-(1 << (record["bw"] - 1))}  # as of int8 and int4
+
+
+def test_weights_of_convolutions_are_stored_without_their_zero_points_of_zero(tmp_path):
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
+    sim = qtk.QuantSim(model, x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    stored = initializers(tmp_path / "out" / "model.onnx")
+    assert "0.weight.zero_point" not in stored
+    assert not onnx.numpy_helper.to_array(stored["2.weight.zero_point"]).any()  # its product is integer only with it
+    optimized = tmp_path / "optimized.onnx"
+    exact, _ = session_with(tmp_path / "out" / "model.onnx", Optimizations.EXACT, optimized_file=optimized)
+    assert {"QLinearConv", "QGemm"} <= {node.op_type for node in onnx.load(optimized).graph.node}
+    found = exact.run(None, {exact.get_inputs()[0].name: x.numpy()})[0]
+    np.testing.assert_allclose(found, sim.model(x).detach(), atol=1e-6)
