@@ -20,8 +20,8 @@ def test_nodes_stand_in_order_before_the_place_with_names_of_their_own():
     second = write.node("Neg", [first], FLOAT, shape=ir.Shape([1])).outputs[0]
     other = write.node("Neg", [second], ir.DataType.DOUBLE)
     assert [node.op_type for node in write.graph] == ["Neg", "Neg", "Neg", "Relu"]
-    assert len({node.name for node in (first.producer(), second.producer(), other)}) == 3
-    assert first.name == "site/Neg.float"
+    assert [node.name for node in (first.producer(), second.producer(), other)] == ["site/Neg", "site/Neg.2", "site/Neg.4"]
+    assert [value.name for value in (first, second, other.outputs[0])] == ["site/float", "site/float.3", "site/double"]
     assert (list(first.shape), list(second.shape)) == ([2, 3], [1])
     assert other.outputs[0].dtype is ir.DataType.DOUBLE
 
