@@ -5,6 +5,14 @@ class QtkError(Exception):
     """Root of all qtk errors."""
 
 
+class ArgumentError(QtkError, TypeError, ValueError):
+    """An argument has another type than its function takes, or is none of its choices."""
+
+
+class InternalError(QtkError, RuntimeError):
+    """A defect of qtk: its own code raised something else than a ``QtkError``, which is the cause of this one."""
+
+
 class SpecError(QtkError, ValueError):
     """A quantization spec is malformed, or does not fit the tensor it was given for."""
 

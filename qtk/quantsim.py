@@ -23,10 +23,10 @@ from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan
 from qtk.core.settled import Settled
 from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
-from qtk.errors import CaptureError
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
+from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
 from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
@@ -45,6 +45,7 @@ from qtk.workflow.store import load, restore, save
 from qtk.workflow.verify_export import verify_export
 
 
+@public
 class QuantSim(Settled):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
@@ -98,16 +99,15 @@ class QuantSim(Settled):
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
     ) -> None:
-        if example_inputs is None:
-            raise CaptureError("QuantSim needs example_inputs: a tensor, tuple or dict that the model runs on")
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config, self.example_inputs = load_config(config), example_inputs
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
+        example = Call(*split_inputs(example_inputs), None)
         prepared = prepare_own(model, example_inputs, in_place=in_place)
         exclude_paths(prepared, self.config.exclude)
         if self.config.fold_batch_norms and not is_transformed(prepared):
-            fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
+            fold_batch_norms(prepared, example)
         if self.config.split_gates:
             split_gates(prepared)
         decided = self.plan_of(prepared)

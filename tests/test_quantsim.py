@@ -132,7 +132,7 @@ def test_only_modules_are_simulated(model, batches):
 
 
 def test_example_inputs_are_needed(net):
-    with pytest.raises(CaptureError, match="needs example_inputs"):
+    with pytest.raises(CaptureError, match="example_inputs must be a tensor, a tuple or a dict, got NoneType"):
         qtk.QuantSim(net, None)
 
 

@@ -27,6 +27,7 @@ from qtk.numerics.ranges import choose_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.weighted_samples import WeightedSamples
+from qtk.public import public
 
 ELEMENTS_A_BIN = 16
 MOST_STEPS = 10_000
@@ -36,6 +37,7 @@ AT_ONCE = 1 << 18
 """Boundaries of codes looked up together, at most."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Entropy:
     """Minimises the divergence over ``i/steps`` times the observed range, i = 1…steps.

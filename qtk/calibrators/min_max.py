@@ -14,8 +14,10 @@ from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers import min_max, moving_average
 from qtk.observers.observer import Observer
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class MinMax:
     """Takes the smallest and the largest value seen as the range."""

@@ -11,8 +11,10 @@ from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.observers import moving_average
 from qtk.observers.observer import Observer
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
     """Takes the exponential averages of each batch's minimum and maximum as the range.

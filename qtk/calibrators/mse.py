@@ -16,11 +16,13 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
+from qtk.public import public
 
 MOST_NORM = 100
 MOST_STEPS = 10_000
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Mse:
     """Minimises ``Σ |x - x̂|^norm`` over ``i/steps`` times the observed range, i = 1…steps.

@@ -17,8 +17,10 @@ from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers.observer import Observer
 from qtk.observers.weighted_samples import WeightedSamples
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Percentile:
     """The upper end is the smallest value with at least ``quantile`` of all values at or below it, the lower end alike.

@@ -29,10 +29,12 @@ from qtk.errors import CalibrationError
 from qtk.numerics.ranges import held_scale
 from qtk.observers.first_batch_histogram import FirstBatchHistogram
 from qtk.observers.observer import Observer
+from qtk.public import public
 
 STEPS, STEPS_SYMMETRIC, PLACES = 16, 100, 20
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class TfEnhanced:
     """Minimises the squared error over scale and zero point, errors of clipped values weighted by ``gamma``.
@@ -56,8 +58,6 @@ class TfEnhanced:
     variant: Literal["v1", "v2"] = "v2"
 
     def __post_init__(self) -> None:
-        if self.variant not in ("v1", "v2"):
-            raise CalibrationError(f"variant must be 'v1' or 'v2', got {self.variant!r}")
         if not 0 < self.gamma < math.inf:
             raise CalibrationError(f"gamma must be more than 0 and finite, got {self.gamma}")
         if self.variant == "v1" and (self.bins, self.growth) != (512, None):

@@ -56,20 +56,45 @@ def as_captured(
         return args, dict(kwargs)
     names = [name for name in info.orig_args if name != "self"]
     positional = info.in_spec.child(0).num_children
-    plain = all(parameter.kind not in VARIADIC for parameter in signature.parameters.values())
-    if not plain or (len(args) == positional and kwargs.keys() == {*names[positional:]}):
+    if len(args) == positional and kwargs.keys() == {*names[positional:]}:
         return args, dict(kwargs)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    for name, value in bound.arguments.items():
+    arguments = _by_name(bound)
+    if arguments is None:
+        return args, dict(kwargs)
+    for name, value in arguments.items():
+        if name not in signature.parameters:
+            if name not in names:
+                raise CaptureError(f"input {name} was not given when the model was captured; leave it out, or prepare "
+                                   "the model again with that argument")
+            continue
         default = signature.parameters[name].default
         if name not in names and value is not default and not (_plain(value) and value == default):
             raise CaptureError(
                 f"input {name} was not given when the model was captured, and its default {default!r} is written into "
                 "the graph; prepare the model again with that argument"
             )
-    values = [bound.arguments[name] for name in names]
+    missing = [name for name in names if name not in arguments]
+    if missing:
+        raise CaptureError(f"input {missing[0]} was given when the model was captured, and is left out; pass it, or "
+                           "prepare the model again without")
+    values = [arguments[name] for name in names]
     return tuple(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True))
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, object] | None:
+    """All arguments by name, also what ``**kwargs`` holds; ``None`` if some have none, being of ``*args``."""
+    arguments: dict[str, object] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL and value:
+            return None
+        if kind not in VARIADIC:
+            arguments[name] = value
+        elif isinstance(value, Mapping):
+            arguments |= value
+    return arguments
 
 
 def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -88,6 +113,7 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
         captured = node.meta.get("val", value)
         if isinstance(captured, Tensor) and isinstance(value, Tensor):
             _check_shape(node.target, value.shape, captured.shape)
+            _check_kind(node.target, value.dtype, captured.dtype)
         elif isinstance(captured, Tensor):
             raise CaptureError(
                 f"input {node.target} is {value!r}, the model was captured with a tensor; prepare it again with that "
@@ -187,6 +213,15 @@ def _check_shape(name: object, shape: torch.Size, captured: torch.Size) -> None:
         f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); prepare it again with such an "
         "input, or name the axes that vary in dynamic_shapes"
     )
+
+
+def _check_kind(name: object, dtype: torch.dtype, captured: torch.dtype) -> None:
+    """Floats stay floats, whatever their width, and integers, which may be indices or images, stay integers."""
+    if dtype.is_floating_point == captured.is_floating_point and dtype.is_complex == captured.is_complex:
+        return
+    given, wanted = (str(each).removeprefix("torch.") for each in (dtype, captured))
+    advice = "or scale to [0, 1]" if dtype == torch.uint8 else "or prepare it again with such an input"
+    raise CaptureError(f"input {name} is {given}, the model was captured for {wanted}: convert, {advice}")
 
 
 def _plain(value: object) -> bool:

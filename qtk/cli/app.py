@@ -19,6 +19,7 @@ from qtk.cli.recipe import Recipe, load_recipe
 from qtk.config.shipped import shipped
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import QtkError
+from qtk.report.summary import Summary
 
 EMBEDDED = "digits"
 LEFT_OUT = "Left out: what the config says, else 8."
@@ -56,7 +57,7 @@ def quantize(
         console.print(summary.table().rich())
         if runtimes := summary.runtimes():
             console.print(runtimes, markup=False, highlight=False)
-        console.print(f"written to {directory}", markup=False, highlight=False)
+        _end(summary, directory, console)
 
 
 @app.command()
@@ -66,8 +67,8 @@ def export(
     """Run a recipe without measuring anything: calibrate and write the files."""
     with _session(recipe, show_traceback=show_traceback) as (loaded, console):
         directory = output or Path(loaded.output)
-        running.export(loaded, directory, force=force, console=Console(stderr=True))
-        console.print(f"written to {directory}", markup=False, highlight=False)
+        summary = running.export(loaded, directory, force=force, console=Console(stderr=True))
+        _end(summary, directory, console)
 
 
 @app.command()
@@ -149,6 +150,14 @@ def _errors(*, show_traceback: bool) -> Iterator[None]:
             typer.echo(traceback.format_exc(), err=True)
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _end(summary: Summary, directory: Path, console: Console) -> None:
+    """Says where the results are, and what failed, which is exit code 1."""
+    console.print(f"written to {directory}", markup=False, highlight=False)
+    if failed := summary.failed():
+        typer.echo(f"error: {failed}", err=True)
+        raise typer.Exit(1)
 
 
 def _console() -> Console:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 
-from qtk.cli.imported import called
+from qtk.cli.imported import RAISED, called, what_it_did
 from qtk.errors import ConfigError
 from qtk.workflow.forward_pass import Batch
 
@@ -43,9 +43,20 @@ class Batches:
         count = min(known, default=None)
         return self._pairs(islice(source, self.num_batches), is_finite=bool(known)), count
 
+    def _read(self, source: Iterable[object]) -> Iterator[object]:
+        """The elements of ``source``. Raises: ConfigError if it does."""
+        try:
+            yield from source
+        except GeneratorExit:
+            raise
+        except ConfigError:
+            raise
+        except RAISED as error:
+            raise ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}") from error
+
     def _pairs(self, source: Iterable[object], *, is_finite: bool) -> Iterator[tuple[Batch, object]]:
         count = 0
-        for count, batch in enumerate(source, start=1):
+        for count, batch in enumerate(self._read(source), start=1):
             if count > MOST_BATCHES and not is_finite:
                 raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {MOST_BATCHES} "
                                   "batches; if it never ends, say how many to take (data.num_batches, "

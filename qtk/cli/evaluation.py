@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.cli.imported import imported
+from qtk.cli.imported import RAISED, imported, what_it_did
 from qtk.errors import ConfigError
 from qtk.numerics.error import sqnr_db
 from qtk.numerics.top1 import Top1
@@ -32,8 +32,8 @@ class Evaluation:
             value = self.function(list(zip(outputs, labels, strict=True)))
         except ConfigError:
             raise
-        except Exception as error:
-            raise ConfigError(f"evaluation {self.name}: {type(error).__name__}: {error}") from error
+        except RAISED as error:
+            raise ConfigError(f"evaluation {self.name}: {what_it_did(error)}") from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -71,18 +71,36 @@ def top1(pairs: Pairs) -> float:
     return counted.share or 0.0
 
 
-def agreement(outputs: Iterable[object], others: Iterable[object]) -> float:
-    """Share of equal top-1 predictions, 0…1. Raises: ConfigError if an output has no scores."""
-    counted = Top1()
+def agreement(outputs: Iterable[object], others: Iterable[object]) -> float | None:
+    """Share of equal predictions, 0…1; ``None`` if no output has any.
+
+    The prediction is the class of the largest score, or the output itself if it is integer.
+
+    >>> agreement([torch.eye(4)], [torch.eye(4)]), agreement([torch.tensor([1, 2])], [torch.tensor([1, 3])])
+    (1.0, 0.5)
+    """
+    equal = total = 0
     for output, other in zip(outputs, others, strict=True):
-        counted.add(_scores(output), _scores(other).argmax(-1))
-    return 1.0 if counted.share is None else counted.share
+        predicted, predicted_by_other = _predictions(output), _predictions(other)
+        if predicted is not None and predicted_by_other is not None:
+            equal += int((predicted == predicted_by_other).sum())
+            total += predicted.numel()
+    return equal / total if total else None
 
 
-def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float:
-    """SQNR in dB of all floating-point outputs over all batches."""
+def _predictions(output: object) -> Tensor | None:
+    leaf = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if leaf is None or not leaf.is_floating_point():
+        return leaf
+    return leaf.argmax(-1) if leaf.ndim > 1 and leaf.shape[-1] else None
+
+
+def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float | None:
+    """SQNR in dB of all floating-point outputs over all batches; ``None`` if there are none."""
     pairs = zip(references, outputs, strict=True)
     leaves = [pair for both in pairs for pair in zip(*map(_reals, both), strict=True)]
+    if not leaves:
+        return None
     reference, value = (torch.cat([leaf.flatten().double() for leaf in side]) for side in zip(*leaves, strict=True))
     return sqnr_db(reference, value)
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from qtk.errors import ConfigError
 from qtk.registry import nearest
 
+RAISED = (Exception, SystemExit)
+"""What a user's code may raise; sys.exit would end the command without a word."""
+
 
 def imported(locator: str, *, where: str) -> Callable[..., object]:
     """Imports the callable that ``locator`` names.
@@ -32,6 +35,8 @@ def imported(locator: str, *, where: str) -> Callable[..., object]:
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name!r}: {error}; the current directory and that of the "
                           "recipe are searched besides the installed packages") from error
+    except RAISED as error:
+        raise ConfigError(f"{where}: importing {module_name!r} {what_it_did(error)}") from error
     for part in name.split("."):
         if not hasattr(value, part):
             raise ConfigError(f"{where}: {module_name} has no {name!r}; {nearest(part, vars(value))}")
@@ -51,8 +56,19 @@ def called(locator: str, *, where: str) -> object:
         return function()
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {locator}() raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise ConfigError(f"{where}: {locator}() {what_it_did(error)}") from error
+
+
+def what_it_did(error: BaseException) -> str:
+    """What a user's code did instead of returning, for messages.
+
+    >>> what_it_did(SystemExit(0))
+    'called sys.exit(0), which ends the program; put that under `if __name__ == "__main__":`'
+    """
+    if isinstance(error, SystemExit):
+        return f'called sys.exit({error.code!r}), which ends the program; put that under `if __name__ == "__main__":`'
+    return f"raised {type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -14,8 +15,12 @@ from qtk.core.dtypes import integer
 from qtk.core.width import FROM_CONFIG, Width
 from qtk.errors import ConfigError
 from qtk.graph.footprint import footprint
+from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
+
+MOST_ELEMENTS = 1 << 31
+"""Elements of an example input: a batch of this size is a mistake in its shape."""
 
 DTYPES = {
     name: getattr(torch, name)
@@ -23,6 +28,7 @@ DTYPES = {
 }
 
 
+@public
 def inspect(
     model: str,
     console: Console,
@@ -93,5 +99,20 @@ def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
 
 
 def example_input(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Normally distributed values for a floating dtype, else zeros."""
-    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+    """Normally distributed values for a floating dtype, else zeros.
+
+    Raises: ConfigError if there are more than 2³¹, or there is no memory for them.
+
+    >>> example_input((1, 2**40), torch.bool)
+    Traceback (most recent call last):
+    qtk.errors.ConfigError: input_shape (1, 1099511627776) has 1,099,511,627,776 elements, more than 2³¹ or than there \
+is memory for; give the shape of one batch
+    """
+    elements, cause = math.prod(shape), None
+    if elements <= MOST_ELEMENTS:
+        try:
+            return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+        except RuntimeError as error:
+            cause = error
+    raise ConfigError(f"input_shape {shape} has {elements:,} elements, more than 2³¹ or than there is memory for; give "
+                      "the shape of one batch") from cause

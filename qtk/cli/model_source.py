@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from qtk.capture.torch_export import first_line
 from qtk.cli.imported import called
 from qtk.errors import ConfigError
 from qtk.registry import nearest
@@ -104,7 +105,7 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
         raise ConfigError(f"{path}: not a safetensors file: {error}") from None
     except Exception as error:  # unpickling may raise any error
         raise ConfigError(f"{path}: holds more than tensors, or is broken; save model.state_dict(), best as "
-                          f"safetensors: {str(error).splitlines()[0]}") from None
+                          f"safetensors: {first_line(error)}") from None
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
+from qtk.cli.inspect import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
+from qtk.cli.results import Results
 from qtk.core.plan import QuantPlan
 from qtk.errors import ConfigError
-from qtk.export.atomic import staged_directory
 from qtk.export.onnx.session import require_onnxruntime
 from qtk.graph.simulation import Simulation
+from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.torch_private import pytree
@@ -34,11 +36,10 @@ from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.transforms import transform
 
-SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
 
-
+@public
 def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> Summary:
-    """Runs ``recipe`` and writes exports and summary into ``directory``: all of it, or nothing.
+    """Runs ``recipe`` and writes exports and summary into ``directory``, setting by setting, each whole or not at all.
 
     Args:
         recipe: what to run.
@@ -46,7 +47,9 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
         force: replace an existing directory.
         console: where progress is printed.
 
-    Raises: QtkError if any step fails; the directory is then unchanged.
+    Returns: the scores, and what failed.
+
+    Raises: QtkError if every setting fails; the directory is then unchanged.
     """
     if recipe.data.evaluation is None:
         raise ConfigError("data.evaluation: missing; add module:callable, or run `qtk export`, which measures nothing")
@@ -54,27 +57,36 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
     if any(ONNX in recipe.formats_of(setting) for setting in recipe.settings):
         require_onnxruntime()
     held_out = Batches(recipe.data.evaluation, "data.evaluation", recipe.data.num_evaluation_batches)
-    with staged_directory(directory, force=force) as folder:
-        models = {}
+    with Results(directory, force=force, metric=measure.name) as results:
         for entry in recipe.models:
-            run = _Run(recipe, entry, console)
-            models[entry.name] = run.measured(folder / entry.name, measure, held_out)
-        summary = Summary(measure.name, models)
-        record = json.dumps(summary.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / SUMMARY_JSON).write_text(record + "\n", encoding="utf-8")
-        (folder / SUMMARY_TXT).write_text(summary.text() + "\n", encoding="utf-8")
-    return summary
+            with _model_of(results, recipe, entry):
+                _Run(recipe, entry, console).measure(results, measure, held_out)
+    return results.summary
 
 
-def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> None:
+@public
+def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, console: Console) -> Summary:
     """Calibrates and exports every model in every setting, without measuring. Arguments and errors: ``quantize``."""
     if not any(recipe.formats_of(setting) for setting in recipe.settings):
         raise ConfigError("exports: is empty, so there is nothing to write; add encodings or onnx")
-    with staged_directory(directory, force=force) as folder:
+    with Results(directory, force=force, metric=None) as results:
         for entry in recipe.models:
-            run = _Run(recipe, entry, console)
-            for setting in recipe.settings:
-                run.exported(run.calibrated(setting), setting, folder / entry.name / setting.name)
+            with _model_of(results, recipe, entry):
+                run = _Run(recipe, entry, console)
+                for setting in recipe.settings:
+                    with results.setting(entry.name, setting.name) as folder:
+                        run.exported(run.calibrated(setting), setting, folder)
+    return results.summary
+
+
+@contextmanager
+def _model_of(results: Results, recipe: Recipe, entry: ModelEntry) -> Iterator[None]:
+    """Notes an error that concerns a whole model as the failure of all its settings."""
+    try:
+        yield
+    except Exception as error:
+        for setting in recipe.settings:
+            results.fail(entry.name, setting.name, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +111,42 @@ class _Run:
         with self._step("capturing"):
             self.prepared = prepare_model(self.model, self.example)
 
-    def measured(self, folder: Path, measure: Evaluation, held_out: Batches) -> dict[str, Score]:
-        """Scores in float and in every setting. Writes the exports into ``folder``."""
+    def measure(self, results: Results, measure: Evaluation, held_out: Batches) -> None:
+        """Adds the scores and exports in float and in every setting to ``results``."""
         reference = self._pass(self.model, held_out, FLOAT)
         value = measure(reference.outputs, reference.labels)
-        self._export_float(folder / FLOAT)
-        scores = {FLOAT: Score(value, None, _onnx_size_bytes(folder / FLOAT))}
+        with results.setting(self.entry.name, FLOAT) as folder:
+            results.add(self.entry.name, FLOAT, Score(value, None))
+            self._export_float(folder)
+            results.add(self.entry.name, FLOAT, Score(value, None, _onnx_size_bytes(folder)))
         for setting in self.recipe.settings:
-            sim = self.calibrated(setting)
-            self.exported(sim, setting, folder / setting.name)
-            simulated = self._pass(sim.model, held_out, setting.name, like=reference)
-            score = Score(
-                measure(simulated.outputs, reference.labels),
-                outputs_sqnr_db(reference.outputs, simulated.outputs),
-                _onnx_size_bytes(folder / setting.name),
-            )
-            file = folder / setting.name / onnx_name("")
-            if isinstance(sim.model, PreparedGraph) and file.is_file():
-                runner = OnnxFile(file, sim.model)
-                run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)
-                exported = [nested_like(*pair) for pair in zip(simulated.outputs, run.outputs, strict=True)]
-                score = replace(
-                    score,
-                    onnxruntime_value=measure(exported, reference.labels),
-                    onnxruntime_agreement=agreement(simulated.outputs, exported),
-                    runtime=runner.runtime,
-                )
-            scores[setting.name] = score
-        return scores
+            with results.setting(self.entry.name, setting.name) as folder:
+                score = self._score(setting, folder, reference, measure, held_out)
+                results.add(self.entry.name, setting.name, score)
+
+    def _score(
+        self, setting: Setting, folder: Path, reference: _Pass, measure: Evaluation, held_out: Batches
+    ) -> Score:
+        sim = self.calibrated(setting)
+        self.exported(sim, setting, folder)
+        simulated = self._pass(sim.model, held_out, setting.name, like=reference)
+        score = Score(
+            measure(simulated.outputs, reference.labels),
+            outputs_sqnr_db(reference.outputs, simulated.outputs),
+            _onnx_size_bytes(folder),
+        )
+        file = folder / onnx_name("")
+        if not isinstance(sim.model, PreparedGraph) or not file.is_file():
+            return score
+        runner = OnnxFile(file, sim.model)
+        run = self._pass(runner, held_out, f"{setting.name} in ONNX Runtime", like=reference)
+        exported = [nested_like(*pair) for pair in zip(simulated.outputs, run.outputs, strict=True)]
+        return replace(
+            score,
+            onnxruntime_value=measure(exported, reference.labels),
+            onnxruntime_agreement=agreement(simulated.outputs, exported),
+            runtime=runner.runtime,
+        )
 
     def calibrated(self, setting: Setting) -> QuantSim:
         """The calibrated simulation of a setting, after its transforms and layer-wise methods."""
@@ -167,7 +187,7 @@ class _Run:
 
     def _example(self) -> ExampleInputs:
         if self.entry.input_shape:
-            return torch.randn(self.entry.input_shape)
+            return example_input(self.entry.input_shape, torch.float32)
         pairs, _ = self.calibration.open()
         inputs, _ = next(pairs)
         if not isinstance(inputs, (Tensor, tuple, dict)):
@@ -207,7 +227,8 @@ class _Run:
 
 def _equal(labels: Sequence[object], others: Sequence[object]) -> bool:
     return len(labels) == len(others) and all(
-        torch.equal(label, other) if isinstance(label, Tensor) and isinstance(other, Tensor) else label == other
+        torch.equal(label, other) if isinstance(label, Tensor) and isinstance(other, Tensor)
+        else bool(numpy.all(label == other))
         for label, other in zip(labels, others, strict=True)
     )
 

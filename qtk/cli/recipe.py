@@ -19,13 +19,16 @@ from qtk.errors import ConfigError
 from qtk.layerwise.methods import method
 from qtk.planning.planner import RULE_NAMES
 from qtk.planning.rules import Rules
+from qtk.public import public
 from qtk.registry import nearest
-from qtk.report.summary import FLOAT
+from qtk.report.summary import FLOAT, SUMMARY_JSON, SUMMARY_TXT
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.transforms import transform
 
-Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=80)]
 """A name that is used for folders and keys."""
+
+Size = Annotated[int, Field(ge=1, strict=True)]
 
 RecipeWidth = Annotated[
     Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
@@ -53,7 +56,7 @@ class ModelEntry(_Part):
     name: Name
     model: str
     weights: str | None = None
-    input_shape: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    input_shape: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
     exclude: Names = ()
 
 
@@ -125,6 +128,9 @@ class Recipe(_Part):
             duplicate = next((name for name in names if names.count(name) > 1), None)
             if duplicate is not None:
                 raise ValueError(f"{key}: the name {duplicate!r} appears twice; results are told apart by it")
+        for name in models:
+            if name.lower() in (SUMMARY_JSON, SUMMARY_TXT):
+                raise ValueError(f"models: {name!r} is a file of the results; choose another name")
         if FLOAT in settings:
             raise ValueError(f"settings: {FLOAT!r} is the model in float, always measured; choose another name")
         for name in self.onnx_for or ():
@@ -162,6 +168,7 @@ class Recipe(_Part):
             Rules(config, weight_bits=setting.weight_bits, activation_bits=setting.activation_bits)
 
 
+@public
 def load_recipe(path: Path) -> Recipe:
     """Reads and checks a recipe; relative paths in it are resolved against its folder first.
 

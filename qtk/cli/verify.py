@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from qtk.cli.batches import Batches
+from qtk.errors import ConfigError
+from qtk.public import public
 from qtk.report.summary import FLOAT
 from qtk.report.verdict import Level, Verdict
 from qtk.workflow.verify_files import verify_files
@@ -15,6 +17,7 @@ from qtk.workflow.verify_files import verify_files
 COLORS = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "red"}
 
 
+@public
 def verify(
     directory: Path,
     console: Console,
@@ -46,6 +49,8 @@ def verify(
     if float_export is None and beside.is_dir() and beside != directory.resolve():
         float_export = beside
     batches = None
+    if num_batches is not None and num_batches < 1:
+        raise ConfigError(f"--num-batches: got {num_batches}; must be at least 1, or left out for all")
     if data is not None:
         pairs, _ = Batches(data, "--data", num_batches).open()
         batches = (inputs for inputs, _ in pairs)

@@ -71,7 +71,7 @@ def check_levels(value: object, level: int = 0) -> None:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, refusing repeated keys and bombs of aliases."""
+    """The safe loader, refusing repeated keys, bombs of aliases, and scalars that are none of their tag."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -79,9 +79,19 @@ class _UniqueKeys(yaml.SafeLoader):
             _count(node, {}, 0)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # each type of scalar raises its own
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            problem = f"{node.value!r:.80} does not parse as {tag} ({error}); put a text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[object] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # `!!set 0` is none
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)

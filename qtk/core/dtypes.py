@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qtk.errors import SpecError
+from qtk.public import public
 from qtk.registry import nearest
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class QDtype:
     """A number format: ``bits`` wide. Integers are two's complement if ``signed``; floats are signed.
@@ -87,6 +89,7 @@ DTYPES: dict[str, QDtype] = {
 }
 
 
+@public
 def dtype(name: str) -> QDtype:
     """The format called ``name``. Raises: SpecError if there is none."""
     if name == INT32.name:
@@ -96,6 +99,7 @@ def dtype(name: str) -> QDtype:
     return DTYPES[name]
 
 
+@public
 def integer(bits: int, *, signed: bool) -> QDtype:
     """The integer format of this width. Raises: SpecError outside 2…16 bits."""
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoding:
     """Scale and zero point of a quantized tensor: ``x ≈ (code - zero_point) * scale``.

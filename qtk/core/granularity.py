@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qtk.errors import SpecError
+from qtk.public import public
 
 Shape = tuple[int, ...]
 
@@ -12,6 +13,7 @@ WHOLE = -1
 """In a block size: the block spans the whole axis."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PerTensor:
     """One scale for the whole tensor.
@@ -32,6 +34,7 @@ class PerTensor:
         return "per_tensor"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PerChannel:
     """One scale for every index along ``axis`` (the axis kept); negative axes count from the end.
@@ -61,6 +64,7 @@ class PerChannel:
         return f"per_channel(axis={self.axis})"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PerBlock:
     """One scale for every block; ``sizes`` has one entry an axis, -1 for the whole axis.
@@ -98,6 +102,7 @@ class PerBlock:
         return f"per_block{self.sizes}"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PerToken:
     """One scale for every row of the last axis, however many there are; for dynamic quantization.

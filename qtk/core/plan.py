@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SitePlan:
     """The decision for one site.
@@ -50,6 +52,7 @@ class SitePlan:
         return self.scheme if self.range is None else f"range {self.range}"
 
 
+@public
 @dataclass(frozen=True)
 class QuantPlan(Mapping[Site, SitePlan]):
     """The plan of a whole model: a mapping from site to its decision, in graph order.

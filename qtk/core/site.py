@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qtk.public import public
 
+
+@public
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
     """A value, named by the module that makes it, the op inside that module, and the port of the op.

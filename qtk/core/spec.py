@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from qtk.core.dtypes import FloatDtype, QDtype, dtype
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import SpecError
+from qtk.public import public
 
 PER_TENSOR = PerTensor()
 
@@ -26,6 +27,7 @@ class ScaleFormat(enum.Enum):
     """Integers 1…16 times one float32 scale per output channel, as in LPBQ."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
     """How a tensor is quantized; scale and zero point come later, in an ``Encoding``.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from qtk.errors import ExportError
 
 MARKER = ".written-by-qtk"
 """An empty file in every directory created here; a directory that holds it may be replaced."""
+
+PART, OLD = "part", "old"
+"""Suffixes of directories beside a target: what is being written, and the old target while it is replaced."""
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of writes, which name no file."""
@@ -24,7 +30,7 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
     """An empty directory to write into; it is renamed to ``target`` when the block ends without an error.
 
     The files are written beside the target and flushed to disk first. If the block raises, they are removed and an
-    older target is unchanged.
+    older target is unchanged. What a killed process left beside the target is removed, or put back, at the next call.
 
     Args:
         target: the directory to create; missing parents are created too.
@@ -38,26 +44,28 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
     >>> with tempfile.TemporaryDirectory() as parent, staged_directory(f"{parent}/out") as folder:
     ...     _ = (folder / "model.txt").write_text("whole")
     """
-    target = Path(target).absolute()
+    target = _absolute(Path(target))
     made: list[Path] = []
-    stage = _beside(target, "part")
+    stage = _beside(target, PART)
     try:
         with _errors_of_disk(target):
+            _recover(target)
             _refuse_unless_free(target, force=force)
             _make_parents(target, made)
             target.is_symlink()  # raises now, not at the end, if the name is too long
             stage.mkdir()
-        try:
-            yield stage
-        except OSError as error:
-            if not _is_of_disk(error, stage):
-                raise
-            raise _unwritable(target, error) from error
-        with _errors_of_disk(target):
-            (stage / MARKER).touch()
-            _flush(stage)
-            _refuse_unless_free(target, force=force)
-            _swap(stage, target)
+        with locked(stage):
+            try:
+                yield stage
+            except OSError as error:
+                if not _is_of_disk(error, stage):
+                    raise
+                raise _unwritable(target, error) from error
+            with _errors_of_disk(target):
+                (stage / MARKER).touch()
+                _flush(stage)
+                _refuse_unless_free(target, force=force)
+                _swap(stage, target)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         for parent in reversed(made):
@@ -67,6 +75,7 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
 
 
 def _refuse_unless_free(target: Path, *, force: bool) -> None:
+    cwd: Path | None = None
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ExportError(f"{target} exists and is not a directory; choose another place")
     if target.exists() and not force:
@@ -75,16 +84,18 @@ def _refuse_unless_free(target: Path, *, force: bool) -> None:
     if target.exists() and not (target / MARKER).is_file() and any(target.iterdir()):
         raise ExportError(f"{target} holds files that qtk did not write (it has no {MARKER}), and force replaces only "
                           "what qtk wrote; choose another directory, or empty this one")
-    if Path.cwd().is_relative_to(target):
+    with contextlib.suppress(FileNotFoundError):  # deleted: then it is in no target
+        cwd = Path.cwd()
+    if cwd is not None and cwd.is_relative_to(target):
         raise ExportError(f"{target} is or holds the working directory; choose another directory")
 
 
 @contextlib.contextmanager
 def _errors_of_disk(target: Path) -> Iterator[None]:
-    """Raises: ExportError for an OSError."""
+    """Raises: ExportError for an OSError, or the ValueError of a name that no file can have."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _unwritable(target, error) from error
 
 
@@ -95,15 +106,75 @@ def _is_of_disk(error: OSError, stage: Path) -> bool:
     return error.errno in _DISK_ERRORS
 
 
-def _unwritable(target: Path, error: OSError) -> ExportError:
-    place = f"cannot write into {target.parent}" if len(os.fsencode(target.name)) < 256 else f"cannot create {target}"
-    return ExportError(f"{place}: {error.strerror or error}; choose a directory you may write to, with enough space "
-                       "and a name of at most 255 bytes; nothing was written")
+def _unwritable(target: Path, error: OSError | ValueError) -> ExportError:
+    is_name = isinstance(error, ValueError) or len(_bytes(target)) > 255
+    place = f"cannot create {str(target)!r}" if is_name else f"cannot write into {target.parent}"
+    reason = (isinstance(error, OSError) and error.strerror) or error
+    return ExportError(f"{place}: {reason}; choose a directory you may write to, with enough space and a name of at "
+                       "most 255 bytes without NUL; nothing was written")
+
+
+def _absolute(target: Path) -> Path:
+    try:
+        return target.absolute()
+    except FileNotFoundError:
+        raise ExportError(f"cannot write {target}: the working directory was deleted; give an absolute path, or change "
+                          "to another directory") from None
+
+
+def _bytes(target: Path) -> bytes:
+    return target.name.encode("utf-8", "surrogatepass")
 
 
 def _beside(target: Path, suffix: str) -> Path:
-    """A free path beside ``target``; its name does not grow with that of ``target``."""
-    return target.with_name(f".{target.name[:32]}.{secrets.token_hex(4)}.{suffix}")
+    """A free path beside ``target``."""
+    return target.parent / f"{_stem(target)}{secrets.token_hex(4)}.{suffix}"
+
+
+def _stem(target: Path) -> str:
+    """How names of what stands beside ``target`` begin; no other target has it, and it does not grow with the name."""
+    return f".{target.name[:32]}.{hashlib.blake2b(_bytes(target), digest_size=4).hexdigest()}-"
+
+
+def _recover(target: Path) -> None:
+    """Removes what killed processes left beside ``target``; puts the target back if one moved it aside."""
+    with contextlib.suppress(OSError):  # what cannot be looked at cannot be cleaned
+        left = [path for path in target.parent.iterdir() if path.name.startswith(_stem(target))]
+        for path in sorted(left, key=lambda path: path.suffix):  # .old first
+            if path.suffix == f".{OLD}" and not target.exists():
+                path.rename(target)
+                warnings.warn(f"{target} was being replaced when the process was killed: it is back", stacklevel=4)
+            elif _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds a lock on ``directory``, which ends with the process, however that ends."""
+    import fcntl  # loaded here: it is of Unix alone
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is taken for abandoned
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    """Whether no process holds a lock on ``directory``."""
+    import fcntl  # loaded here: it is of Unix alone
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _make_parents(target: Path, made: list[Path]) -> None:
@@ -124,15 +195,30 @@ def _flush(directory: Path) -> None:
 
 
 def _swap(stage: Path, target: Path) -> None:
-    """Renames ``stage`` to ``target``; an old target is moved aside first, and back if that fails."""
-    old = _beside(target, "old")
-    replaced = target.exists()
-    if replaced:
-        target.rename(old)
+    """Renames ``stage`` to ``target``; an old target is exchanged with it, where the system can, else moved aside."""
+    if target.exists() and _exchange(stage, target):
+        shutil.rmtree(stage, ignore_errors=True)
+        return
+    old = _beside(target, OLD)
     try:
+        if target.exists():
+            target.rename(old)
         stage.rename(target)
-    except OSError:
-        if replaced:
+    except BaseException:
+        if old.exists() and not target.exists():
             old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two directories at once, so that neither name is ever missing; false where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    at_cwd, exchange = -100, 2
+    done: int = rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange)
+    return done == 0

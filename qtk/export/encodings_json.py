@@ -130,5 +130,5 @@ def numbers(values: object, dtype: torch.dtype) -> Tensor:
     """A tensor from nested lists. Raises: EncodingError if they are ragged or hold other values than numbers."""
     try:
         return torch.tensor(values, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise EncodingError(f"not a tensor of {dtype}: {error}") from error

@@ -36,9 +36,16 @@ def plan_from_json(data: Mapping[str, object]) -> QuantPlan:
     match data:
         case {"sites": list(sites), "unquantized": list(unquantized)}:
             return QuantPlan(
-                dict(map(_site_plan, sites)), {_site(site): str(reason) for site, reason in unquantized}
+                dict(map(_site_plan, sites)), dict(map(_unquantized, unquantized))
             )
     raise EncodingError(f"not a plan: {data!r:.120}")
+
+
+def _unquantized(record: object) -> tuple[Site, str]:
+    match record:
+        case [site, str(reason)]:
+            return _site(site), reason
+    raise EncodingError(f"not a site and the reason why it is not quantized: {record!r:.120}")
 
 
 def _site_plan(record: object) -> tuple[Site, SitePlan]:
@@ -58,7 +65,7 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
             bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
             leader=None if leader is None else _site(leader), factors=_factors(factors), reason=reason,
         )
-    except (SpecError, TypeError, ValueError, IndexError) as error:
+    except (SpecError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise EncodingError(f"not a plan for a site: {error}") from error
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from qtk.public import public
+
 DISABLE = "QTK_DISABLE_NATIVE"
 """Environment variable: set to 1, the reference runs instead of the C++ kernels."""
 
@@ -19,6 +21,7 @@ LIBRARY = Path(__file__).parents[1] / "_native_3.so"
 """The number is the one in ``setup.py``, so that a library built from an older interface is not loaded."""
 
 
+@public
 def backends() -> dict[str, str]:
     """The backend of each device type, and why the faster one is not in use.
 

@@ -14,12 +14,14 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.public import public
 
 MOST_ITERATIONS = 1_000_000
 SAMPLE_ROWS = 2048
 """Rows of input on which the error after the activation function is measured."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class AdaRound:
     """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.

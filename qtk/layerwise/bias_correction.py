@@ -11,8 +11,10 @@ from qtk.algorithms.bias_correction import bias_correction
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class BiasCorrection:
     """Adds the mean error of each output to the bias (arXiv 1906.04721, section 4.2), if the layer has one."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from qtk.core.encoding import Encoding
@@ -28,6 +29,8 @@ from qtk.torch_private import pytree
 
 FORMAT, VERSION = "qtk.layerwise", 2
 RUN_FILE = "run.json"
+PART = ".part"
+"""Suffix of a file that is being written; what was killed meanwhile is deleted by the next run."""
 NUMBERS, TENSORS = ("before", "after"), ("scale", "zero_point", "weight", "bias")
 
 
@@ -65,9 +68,12 @@ class Checkpoint:
             if path.exists():
                 self._check(path, run)
             else:
-                _replace(path, json.dumps(run, indent=1).encode())
-        except OSError as error:
-            raise CalibrationError(f"checkpoint_dir {directory}: {error}") from error
+                _write(path, json.dumps(run, indent=1).encode())
+            for stem in ("run", *(Path(file).stem for file in self._files.values())):
+                for stale in self._folder.glob(f"{stem}.*{PART}"):
+                    stale.unlink()
+        except (OSError, ValueError) as error:  # a name with NUL is a ValueError
+            raise CalibrationError(f"checkpoint_dir {directory!r}: {error}") from error
 
     @property
     def finished(self) -> frozenset[str]:
@@ -75,17 +81,19 @@ class Checkpoint:
         return frozenset(name for name, file in self._files.items() if (self._folder / file).exists())
 
     def save(self, layer: WeightedLayer, update: LayerUpdate) -> None:
-        """Saves the update of a layer, atomically."""
+        """Saves the update of a layer, atomically. Raises: CalibrationError if it cannot be written."""
         tensors = dict(zip(
             TENSORS, (update.encoding.scale, update.encoding.zero_point, update.weight, update.bias), strict=True
         ))
         numbers = {name: float(getattr(update, name)).hex() for name in NUMBERS}
         path = self._folder / self._files[layer.name]
-        staged = path.with_suffix(".part")
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
         metadata = {"layer": layer.name, **numbers}
-        save_file(contents, staged, metadata={**metadata, "digest": _digest([metadata, contents])})
-        os.replace(staged, path)
+        try:
+            _write(path, to_bytes(contents, metadata={**metadata, "digest": _digest([metadata, contents])}))
+        except OSError as error:
+            raise CalibrationError(f"cannot write {path}: {error.strerror or error}; the layers before it are "
+                                   "saved, and the same call goes on from there") from error
 
     def load(self, layer: WeightedLayer) -> LayerUpdate:
         """The update that ``save`` wrote. Raises: CalibrationError if the file is damaged or of another layer."""
@@ -139,7 +147,15 @@ def _digest(values: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    staged = path.with_suffix(".part")
-    staged.write_bytes(content)
-    os.replace(staged, path)
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file, whole or not at all, through a new one beside it that nobody can have put a link in place of."""
+    staged = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PART}")
+    try:
+        with staged.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise

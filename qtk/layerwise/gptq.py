@@ -13,8 +13,10 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Gptq:
     """GPTQ (arXiv 2210.17323) with the present encoding.

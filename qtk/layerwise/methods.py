@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.adaround import AdaRound
@@ -14,6 +14,7 @@ from qtk.layerwise.seq_mse import SeqMse
 from qtk.registry import Registry, configured
 
 
+@runtime_checkable
 class LayerwiseMethod(Protocol):
     """A layer-wise method: a frozen dataclass of plain numbers that calls the math of ``qtk.algorithms``."""
 

@@ -18,6 +18,7 @@ from qtk.layerwise.layer_state import LayerState, columns_per_scale
 from qtk.layerwise.second_moments import RequiredStatistics
 from qtk.numerics.ranges import choose_range
 from qtk.numerics.scale_formats import candidates
+from qtk.public import public
 
 MOST_CANDIDATES = 10_000
 LOSSES = ("mse", "sqnr", "l1")
@@ -25,6 +26,7 @@ SAMPLE_ROWS = 1024
 """Rows of input on which absolute errors are measured."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SeqMse:
     """Minimises the output error of a layer over ``i / num_candidates`` times the present range of each scale.

@@ -23,6 +23,7 @@ from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import called_module
@@ -168,8 +169,9 @@ class _GraphWalk:
                     self._outputs[stop] = layer_input.output
                     yield layer_input
             if stops and len(self._paths.quantized) > 1:
-                for batch in range(len(self._calls)):
-                    self._advance(batch, begin, begin + 1)
+                for batch, call in enumerate(self._calls):
+                    with _naming(batch, call):
+                        self._advance(batch, begin, begin + 1)
         finally:
             self._live.close()
 
@@ -283,6 +285,8 @@ def _naming(batch: int, call: Call) -> Iterator[None]:
         yield
     except QtkError as error:
         raise type(error)(f"batch {batch}: {error}") from None
-    except (TypeError, ValueError, RuntimeError) as error:
-        inputs = leaves_text((call.args, call.kwargs))
-        raise CalibrationError(f"batch {batch} ({inputs}) does not run: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever a model raises
+        inputs, op = leaves_text((call.args, call.kwargs)), failed_op(error)
+        where = f" at {op}" if op else ""
+        message = f"batch {batch} ({inputs}) does not run{where}: {type(error).__name__}: {error}"
+        raise CalibrationError(message) from error

@@ -24,6 +24,8 @@ def leaders(plan: QuantPlan, names: Iterable[str] | str | None = None) -> dict[S
         )
     wanted: set[Site] = set()
     for name in [names] if isinstance(names, str) else names:
+        if not isinstance(name, str):  # of an iterator, whose elements nobody could look at before
+            raise CalibrationError(f"a site is given by name, got {name!r}; print(sim.plan) shows all")
         glob = name.replace("[", "[[]")  # ports are numbered in brackets
         matching = [site for site in plan if site.name == name or fnmatch.fnmatchcase(site.name, glob)]
         if not matching:

@@ -18,6 +18,7 @@ from qtk.numerics.effective import effective_scale, effective_zero_point
 from qtk.observers.observer import Observer
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
+from qtk.public import public
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting
 
@@ -37,6 +38,7 @@ ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "rewrote_weight",
 """Those that may be set at any time."""
 
 
+@public
 class Quantizer(Tap):
     """Returns a tensor unchanged (BYPASS), after its observer has seen it (OBSERVE), or fake-quantized (SIMULATE).
 

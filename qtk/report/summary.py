@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qtk.report.table import Column, Table
 
@@ -13,6 +13,9 @@ FLOAT = "fp32"
 
 NOTHING = "–"
 
+SUMMARY_JSON, SUMMARY_TXT = "summary.json", "summary.txt"
+"""Files of a run's results, beside the folders of its models."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -20,10 +23,12 @@ class Score:
 
     Args:
         value: value of the metric; top-1 as a share, 0…1.
-        sqnr_db: SQNR of the outputs against the float model's; ``None`` for float itself.
+        sqnr_db: SQNR of the outputs against the float model's; ``None`` for float itself, and for outputs that are no
+            floats.
         size_bytes: size of the exported ONNX file with its external data; ``None`` if there is none.
         onnxruntime_value: value of the metric for the exported file; ``None`` if there is none.
-        onnxruntime_agreement: share of predictions, 0…1, where the file agrees with the simulation.
+        onnxruntime_agreement: share of predictions, 0…1, where the file agrees with the simulation; ``None`` where
+            the outputs are no predictions.
         runtime: how the exported file ran, in words; ``None`` if there is none.
     """
 
@@ -42,18 +47,23 @@ class Summary:
     Args:
         metric: name of the metric in ``Score.value``: ``top1`` or a user's.
         models: model → setting → score, in the order of the run.
+        failures: model → setting → why it has no score.
     """
 
     metric: str
     models: Mapping[str, Mapping[str, Score]]
+    failures: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """``models.<model>.<setting>`` with a key for each number measured; an infinite SQNR is null, as in JSON."""
+        """``models.<model>.<setting>`` with a key for each number measured, or ``error``.
+
+        Numbers that are not finite are null, for JSON has none.
+        """
+        names = dict.fromkeys((*self.models, *self.failures))
         return {
             "metric": self.metric,
             "models": {
-                model: {setting: self._record(score) for setting, score in scores.items()}
-                for model, scores in self.models.items()
+                model: self._records(self.models.get(model, {}), self.failures.get(model, {})) for model in names
             },
         }
 
@@ -88,17 +98,29 @@ class Summary:
             return next(iter(files))
         return "\n".join(f"{', '.join(names)}: {runtime}" for runtime, names in files.items())
 
+    def failed(self) -> str:
+        """One line for each setting without a score."""
+        return "\n".join(f"{model} {self._setting(setting)} failed: {error}"
+                         for model, errors in self.failures.items() for setting, error in errors.items())
+
     def text(self) -> str:
-        """The table, and below it how the exported files ran."""
-        return "\n\n".join(part for part in (self.table().text(), self.runtimes()) if part)
+        """The table, and below it how the exported files ran, and what failed."""
+        return "\n\n".join(part for part in (self.table().text(), self.runtimes(), self.failed()) if part)
+
+    def _records(self, scores: Mapping[str, Score], failures: Mapping[str, str]) -> dict[str, object]:
+        records = {setting: self._record(score) for setting, score in scores.items()}
+        return {
+            setting: {**records.get(setting, {}), **({"error": failures[setting]} if setting in failures else {})}
+            for setting in dict.fromkeys((*records, *failures))
+        }
 
     def _record(self, score: Score) -> dict[str, float | str | None]:
         record: dict[str, float | str | None] = {
-            self.metric: score.value, "sqnr_db": _finite(score.sqnr_db), "size_bytes": score.size_bytes
+            self.metric: _finite(score.value), "sqnr_db": _finite(score.sqnr_db), "size_bytes": score.size_bytes
         }
         if score.onnxruntime_value is not None:
-            record[f"onnxruntime_{self.metric}"] = score.onnxruntime_value
-            record["onnxruntime_agreement"] = score.onnxruntime_agreement
+            record[f"onnxruntime_{self.metric}"] = _finite(score.onnxruntime_value)
+            record["onnxruntime_agreement"] = _finite(score.onnxruntime_agreement)
             record["runtime"] = score.runtime
         return record
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from qtk.capture.prepared_model import PreparedModel
 from qtk.errors import CaptureError
+from qtk.public import public
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import TransformResult
 from qtk.workflow.rewrite import Rewritable, rewrite_simulation
 
 
+@public
 def equalize_model(prepared_or_sim: PreparedModel | Rewritable) -> TransformResult:
     """Gives the weights before and behind every channel the same range, so that one scale per tensor serves all rows.
 

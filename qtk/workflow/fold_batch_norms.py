@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from qtk.capture.prepared_model import PreparedModel
 from qtk.errors import CaptureError
+from qtk.public import public
 from qtk.transforms import fold_batch_norms as transform
 from qtk.transforms.result import TransformResult
 from qtk.workflow.rewrite import Rewritable, rewrite_simulation
 
 
+@public
 def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformResult:
     """Folds every batch norm into the layer before or behind it, else into a scale and a shift; proves each.
 

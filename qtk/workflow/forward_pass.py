@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from qtk.capture.calls import leaves_text
 from qtk.capture.inputs import split_inputs
 from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
+from qtk.graph.failed_op import failed_op
 from qtk.nn.eval_mode import evaluating
 from qtk.quantizers.modes import caching
 
@@ -56,17 +58,19 @@ def outputs(
 
     ``ended_by``: exceptions that end a batch normally, with the output ``None``.
 
-    Raises: CalibrationError if there is no batch, or naming the batch that the model does not run on.
+    Raises: CalibrationError if there is no batch, or naming the batch that cannot be read, or that the model does not
+        run on.
     """
     if num_batches is not None and num_batches < 1:
         raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    num_batches = None if num_batches is None else min(num_batches, sys.maxsize)
     if not isinstance(data, Iterable):
         raise CalibrationError(
             f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"
         )
     run = forward or run_batch
     total = min((len(data) if isinstance(data, Sized) else num_batches) or 0, num_batches or 2**62) or None
-    batches = itertools.islice(data, num_batches)
+    batches = _read(itertools.islice(data, num_batches))
     seen = 0
     with caching(model):
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
@@ -77,7 +81,7 @@ def outputs(
                     output = None
                 except QtkError as error:
                     raise type(error)(f"batch {index}: {error}") from None
-                except (TypeError, ValueError, RuntimeError) as error:
+                except Exception as error:  # whatever a model or a user's forward raises
                     raise CalibrationError(_refused(index, batch, error, forward)) from error
             seen += 1
             yield output
@@ -103,13 +107,37 @@ def run_all(
     """
     if callable(data) and not isinstance(data, Iterable):
         with TRACING, caching(model), evaluating(model), torch.no_grad():
-            data(model)
+            try:
+                data(model)
+            except QtkError:
+                raise
+            except Exception as error:
+                op = failed_op(error)
+                at = f", at {op}" if op else ""
+                raise CalibrationError(f"data(model) raised {type(error).__name__}{at}: {error}") from error
         return
     batches = outputs(
         model, data, forward=forward, num_batches=num_batches, label=label, progress=progress, ended_by=ended_by
     )
     for _ in batches:
         pass
+
+
+def _read(data: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches of ``data``. Raises: CalibrationError naming the batch whose loader fails."""
+    source, index = iter(data), 0
+    while True:
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except QtkError:
+            raise
+        except Exception as error:
+            message = f"batch {index} of the data cannot be read: {type(error).__name__}: {error}"
+            raise CalibrationError(message) from error
+        yield batch
+        index += 1
 
 
 def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
@@ -119,7 +147,8 @@ def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None
     passed = f"model({stars}batch)"
     how = "your forward(model, batch)" if forward else passed
     advice = "" if forward else "; for (image, label) loaders pass forward=lambda model, batch: model(batch[0])"
+    op = failed_op(error)
     return (
-        f"batch {index} ({type(batch).__name__} of {shown}) does not run as {how}: "
+        f"batch {index} ({type(batch).__name__} of {shown}) does not run as {how}{f', at {op}' if op else ''}: "
         f"{type(error).__name__}: {error}{advice}"
     )

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import get_args
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from qtk.layerwise.walk import Inputs
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.eval_mode import evaluating
 from qtk.observers.ranks import agree
+from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.calibrate import parameter_encodings
@@ -37,6 +37,7 @@ from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.scale_floor import raise_scales
 
 
+@public
 def apply_seq_mse(
     sim: HasSimulation, data: Data, *,
     num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
@@ -93,6 +94,7 @@ def apply_seq_mse(
     )
 
 
+@public
 def apply_gptq(
     sim: HasSimulation, data: Data, *,
     damping: float = 0.01, act_order: bool = True,
@@ -148,6 +150,7 @@ def apply_gptq(
     )
 
 
+@public
 def apply_adaround(
     sim: HasSimulation, data: Data, *,
     iterations: int = 1000, through_activation: bool = False,
@@ -203,6 +206,7 @@ def apply_adaround(
     )
 
 
+@public
 def correct_bias(
     sim: HasSimulation, data: Data, *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
@@ -255,6 +259,7 @@ def correct_bias(
     )
 
 
+@public
 def apply_layerwise(
     sim: HasSimulation, data: Data, methods: str | Sequence[str | LayerwiseMethod], *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
@@ -318,9 +323,9 @@ def apply_layerwise(
         reason; printable.
 
     Raises: ConfigError for an unknown method or setting; CalibrationError if ``sim`` is no ``QuantSim``, for data that
-        reach no layer, do not run or hold NaN or infinity, for a name of no site, a checkpoint of another run, or an
-        unknown ``inputs`` or ``offload``. After an exception, Ctrl-C included, the simulation is as it was; for that,
-        what is overwritten is kept on the CPU. Finished layers stay in ``checkpoint_dir`` alone.
+        reach no layer, do not run or hold NaN or infinity, for a name of no site, or a checkpoint of another run.
+        After an exception, Ctrl-C included, the simulation is as it was; for that, what is overwritten is kept on the
+        CPU. Finished layers stay in ``checkpoint_dir`` alone.
     """
     names = [methods] if isinstance(methods, str) else methods
     resolved = [method(each) if isinstance(each, str) else each for each in names]
@@ -328,9 +333,6 @@ def apply_layerwise(
         raise CalibrationError("no methods to apply; name at least one, e.g. 'seq_mse'")
     if not hasattr(sim, "simulation"):
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
-    for name, value, known in (("inputs", inputs, get_args(Inputs)), ("offload", offload, get_args(Offload))):
-        if value not in known:
-            raise CalibrationError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     simulation = sim.simulation
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
     with ExitStack() as stack:

@@ -26,6 +26,7 @@ from qtk.errors import CaptureError, VerificationError
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
 from qtk.nn.fast_path import fast_path_off
+from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import HigherOrderOperator, pytree
 
@@ -35,6 +36,7 @@ ORIGINAL, TO_EXCLUDE = "qtk_original", "qtk_to_exclude"
 """Keys of ``meta``: the model behind a trace that is still to be captured, and what to exclude from it then."""
 
 
+@public
 @fast_path_off()
 def prepare_model(
     model: nn.Module,

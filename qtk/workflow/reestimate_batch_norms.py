@@ -19,6 +19,7 @@ from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.batch_norm import BatchNorm
+from qtk.public import public
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.workflow.forward_pass import Data, Forward, run_all
 
@@ -35,6 +36,7 @@ class _Norm:
     var: Tensor
 
 
+@public
 def reestimate_batch_norms(
     sim: HasSimulation,
     data: Data,

@@ -10,6 +10,7 @@ from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.errors import CalibrationError, ConfigError
 from qtk.observers.ranks import several_ranks
+from qtk.public import public
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
@@ -21,6 +22,7 @@ Alpha: TypeAlias = float | Literal["auto"]
 """How much of the range of activations goes into the weights: from 0 to 1, or the best for each group."""
 
 
+@public
 def apply_smooth_quant(
     sim: Rewritable, data: Data, *,
     alpha: Alpha = "auto", forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,

@@ -144,9 +144,14 @@ def load(directory: str | os.PathLike[str]) -> Stored:
             "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
             "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic),
         }:
-            pass
+            is_known = all(isinstance(sites, list) for sites in flags.values()) and (
+                all(isinstance(original, str) for original in tied.values())
+                and arguments.keys().isdisjoint(("model", "example_inputs", "in_place"))
+            )
         case _:
-            raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
+            is_known = False
+    if not is_known:
+        raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
     for name, digest in digests.items():
         if _digest(Path(directory) / name) != digest:
             raise EncodingError(f"{Path(directory) / name} is damaged, or the files are of two simulations; copy the "

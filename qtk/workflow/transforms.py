@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from qtk.public import public
 from qtk.registry import Registry, configured
 from qtk.transforms.result import TransformResult
 from qtk.workflow.equalize import equalize_model
@@ -22,6 +23,7 @@ class Transform(Protocol):
         ...
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class FoldBatchNorms:
     """``qtk.fold_batch_norms``."""
@@ -30,6 +32,7 @@ class FoldBatchNorms:
         return fold_batch_norms(sim)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Equalize:
     """``qtk.equalize_model``."""
@@ -38,6 +41,7 @@ class Equalize:
         return equalize_model(sim)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SmoothQuant:
     """``qtk.apply_smooth_quant``; without ``alpha``, the best for each group."""

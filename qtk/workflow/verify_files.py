@@ -20,6 +20,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.session import integer_sums_saturate, require_onnxruntime
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics.affine import expand
+from qtk.public import public
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.torch_private import pytree
@@ -31,6 +32,7 @@ REFERENCE = "ONNX Runtime, optimizations off"
 RANDOM_BATCHES, RANDOM_ROWS, FREE_LENGTH = 4, 8, 8
 
 
+@public
 def verify_files(
     directory: str | os.PathLike[str],
     data: Iterable[object] | None = None,

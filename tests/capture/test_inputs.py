@@ -145,3 +145,43 @@ def test_other_arguments_are_refused_with_the_names(count):
     for args, kwargs in (((x,) * count, {}), (([x] * count,), {}), ((), {"image": x, "picture": x})):
         with pytest.raises(CaptureError, match=r"\(image, vector\)"):
             input_leaves(model.graph, args, kwargs)
+
+
+class Open(nn.Module):
+    """As models of Hugging Face: named inputs, and ``**kwargs`` for whatever else."""
+
+    def forward(self, ids, mask=None, *, scale=1.0, **kwargs):
+        return ids * scale + kwargs.get("shift", 0.0) if mask is None else ids * mask * scale
+
+
+@pytest.mark.parametrize(("captured", "call", "expected"), [
+    ({"ids": X, "mask": X}, ((X, X), {}), X * X),
+    ({"ids": X, "mask": X}, ((X,), {"mask": X, "scale": 1.0}), X * X),
+    ({"ids": X, "mask": None}, ((X,), {}), X),
+    ({"ids": X}, ((X,), {"mask": None}), X),
+    ({"ids": X, "shift": X}, ((X,), {"shift": X}), X + X),
+])
+def test_defaults_may_be_given_or_left_out_beside_open_keywords(captured, call, expected):
+    args, kwargs = call
+    assert torch.equal(prepare_model(Open(), captured)(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize(("captured", "call", "said"), [
+    ({"ids": X, "mask": X}, {"ids": X, "mask": X, "scale": 2.0}, r"input scale was not given .* default 1\.0"),
+    ({"ids": X, "mask": X}, {"ids": X}, "input mask is None, the model was captured with a tensor"),
+    ({"ids": X}, {"ids": X, "shift": X}, "input shift was not given when the model was captured; leave it out"),
+    ({"ids": X, "shift": X}, {"ids": X}, "input shift was given when the model was captured, and is left out"),
+])
+def test_another_call_is_named_beside_open_keywords(captured, call, said):
+    with pytest.raises(CaptureError, match=said):
+        prepare_model(Open(), captured)(**call)
+
+
+def test_kinds_of_numbers_are_checked_and_widths_are_not():
+    floats, ids = prepare_model(nn.Linear(8, 4), X), prepare_model(nn.Embedding(9, 4), torch.zeros(2, 3).long())
+    with pytest.raises(CaptureError, match=r"uint8, the model was captured for float32: convert, or scale to \[0, 1\]"):
+        floats((X * 9).byte())
+    with pytest.raises(CaptureError, match="is float32, the model was captured for int64: convert"):
+        ids(torch.zeros(2, 3))
+    assert ids(torch.zeros(5, 3).int()).shape == (5, 3, 4)
+    assert floats.half()(X.half()).dtype == torch.float16

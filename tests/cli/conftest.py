@@ -73,6 +73,38 @@ def bare():
 def triples():
     return [(torch.zeros(2, 6), torch.zeros(2), "extra")]
 
+def nan(pairs):
+    return float("nan")
+
+def infinite(pairs):
+    return float("inf")
+
+def one(pairs):
+    return 1.0
+
+def class_net():
+    class ClassNet(Net):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+    return ClassNet()
+
+def partial_net():
+    class PartialNet(Net):
+        def forward(self, x):
+            return None, super().forward(x)
+    return PartialNet()
+
+def bad_net():
+    raise ValueError("no such weights")
+
+def stops():
+    yield torch.zeros(2, 6), torch.zeros(2)
+    raise SystemExit(0)
+
+def breaks():
+    yield torch.zeros(2, 6), torch.zeros(2)
+    raise OSError("disk")
+
 def number():
     return 3
 

@@ -28,6 +28,8 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
         ("triples", r"batch 0 of user_.*:triples has 3 elements; must be a pair"),
         ("number", r"number\(\) returned a int; it must return an iterable"),
         ("broken", "raised KeyError"),
+        ("stops", r"data.x: user_.*:stops, while batches are read, called sys.exit\(0\), which ends"),
+        ("breaks", r"data.x: user_.*:breaks, while batches are read, raised OSError: disk"),
         ("VALUE", "is a int; it must be callable"),
     ],
 )

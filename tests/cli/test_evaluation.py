@@ -1,6 +1,7 @@
 """Measures of outputs."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -53,8 +54,9 @@ def test_a_users_measure_goes_by_its_name(project):
     ("function", "said"),
     [
         (lambda pairs: "good", "evaluation m: returned a str; it must return a number"),
-        (lambda pairs: pairs[5], "evaluation m: IndexError"),
+        (lambda pairs: pairs[5], "evaluation m: raised IndexError"),
         (lambda pairs: True, "returned a bool"),
+        (lambda pairs: sys.exit(), r"evaluation m: called sys\.exit\(None\)"),
     ],
 )
 def test_a_measure_that_gives_no_number(function, said):

@@ -34,6 +34,19 @@ def test_an_error_in_the_users_function_is_told(project):
         called(f"{project.module}:broken", where="data")
 
 
+@pytest.mark.parametrize(("source", "said"), [
+    ("import sys\nsys.exit()", r"x: importing 'failing_module' called sys\.exit\(None\), which ends the program"),
+    ("1 / 0", "x: importing 'failing_module' raised ZeroDivisionError"),
+    ("def f(:", "x: importing 'failing_module' raised SyntaxError"),
+    ("import sys\ndef f():\n    sys.exit(0)", r"x: failing_module:f\(\) called sys\.exit\(0\)"),
+])
+def test_a_module_that_fails_or_ends_the_program_is_told(source, said, tmp_path):
+    (tmp_path / "failing_module.py").write_text(source)
+    with search_path(tmp_path), pytest.raises(ConfigError, match=said):
+        called("failing_module:f", where="x")
+    sys.modules.pop("failing_module", None)
+
+
 def test_the_search_path_is_as_before_afterwards(tmp_path):
     (tmp_path / "only_here_module.py").write_text("def f():\n    return 7\n")
     before = list(sys.path)

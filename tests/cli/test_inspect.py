@@ -83,3 +83,9 @@ def test_a_dry_run_shows_the_same_without_values(model, project):
 def test_a_dry_run_has_no_weights(project):
     with pytest.raises(ConfigError, match="--meta makes a model without values, and --weights names some: pretrained"):
         shown(f"{project.module}:net", input_shapes=["1,6"], weights="pretrained", meta=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 40), (10**400,), (1 << 20, 1 << 20)])
+def test_a_shape_of_no_batch_is_refused_before_memory_is_asked_for(shape):
+    with pytest.raises(ConfigError, match="elements, more than 2³¹ or than there is memory for; give the shape of one"):
+        example_input(shape, torch.float32)

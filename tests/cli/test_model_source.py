@@ -98,6 +98,7 @@ def test_nothing_but_tensors_is_unpickled(tmp_path):
         ("w.safetensors", b"abc", "not a safetensors file"),
         ("w.safetensors", None, "cannot be read: No such file"),
         ("w.pth", None, "cannot be read: No such file"),
+        ("w.pt", b"", "holds more than tensors, or is broken; .*: EOFError"),
     ],
 )
 def test_files_that_hold_no_weights(tmp_path, name, content, said):

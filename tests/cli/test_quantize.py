@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from qtk.cli import quantize as module
+from qtk.cli.app import app
 from qtk.cli.model_source import build_model
 from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
@@ -214,3 +216,68 @@ def test_export_writes_the_same_files_without_measuring(project, tmp_path):
 def test_an_export_of_nothing_is_an_error(project, tmp_path):
     with pytest.raises(ConfigError, match="exports: is empty"):
         export(load_recipe(project.recipe(exports=[])), tmp_path / "results", force=False, console=silent())
+
+
+def record(tmp_path):
+    return json.loads((tmp_path / "results" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("metric", ["nan", "infinite"])
+def test_a_metric_that_is_not_finite_is_null(project, tmp_path, metric):
+    run(project, tmp_path, evaluation=f"{project.module}:{metric}")
+    assert record(tmp_path)["models"]["net"]["w8a8"][metric] is None
+    assert record(tmp_path)["models"]["net"]["w8a8"]["sqnr_db"] > 25
+
+
+@pytest.mark.parametrize(("net", "sqnr"), [("class_net", False), ("partial_net", True)])
+@pytest.mark.parametrize("exports", [["encodings_json"], ["onnx"]])
+def test_outputs_that_are_integers_or_none_are_measured_as_far_as_they_can_be(project, tmp_path, net, sqnr, exports):
+    models = [{"name": "net", "model": f"{project.module}:{net}"}]
+    run(project, tmp_path, models=models, evaluation=f"{project.module}:one", exports=exports)
+    score = record(tmp_path)["models"]["net"]["w8a8"]
+    assert score["one"] == 1.0
+    assert (score["sqnr_db"] is not None) is sqnr
+    assert exports == ["encodings_json"] or score["onnxruntime_agreement"] == 1.0
+
+
+def test_a_failed_setting_does_not_take_the_others_with_it(project, tmp_path):
+    bad = {**W4, "name": "bad", "layerwise": ["gptq"], "config": {"version": 1, "rules": [
+        {"match": {"path": "no_such_layer"}, "weight": {"bits": 4}}]}}
+    models = [{"name": name, "model": f"{project.module}:{of}"} for name, of in (("net", "net"), ("broken", "bad_net"))]
+    summary = run(project, tmp_path, models=models, settings=[bad, W8A8, W4])
+    assert list(summary.models["net"]) == ["fp32", "w8a8", "w4"]
+    assert "no_such_layer" in summary.failures["net"]["bad"]
+    found = record(tmp_path)["models"]
+    assert "no_such_layer" in found["net"]["bad"]["error"]
+    assert all("raised ValueError: no such weights" in found["broken"][name]["error"] for name in ("bad", "w8a8", "w4"))
+    assert files_of(tmp_path / "results") == [
+        "net/w4/encodings.json", "net/w8a8/encodings.json", "summary.json", "summary.txt"]
+    assert "net bad failed: " in (tmp_path / "results" / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_finished_is_there_when_the_run_is_stopped(project, tmp_path, force, monkeypatch):
+    if force:
+        with staged_directory(tmp_path / "results") as folder:
+            (folder / "old.txt").write_text("old")
+    real = module.outputs_sqnr_db
+    calls = iter([real])
+
+    def stopped(*outputs):
+        return next(calls, lambda *args: pytest.fail("stop"))(*outputs)
+
+    monkeypatch.setattr(module, "outputs_sqnr_db", stopped)
+    with pytest.raises(pytest.fail.Exception):
+        run(project, tmp_path, force=force, settings=[W8A8, W4])
+    assert files_of(tmp_path / "results") == ["net/w8a8/encodings.json", "summary.json", "summary.txt"]
+    assert list(record(tmp_path)["models"]["net"]) == ["fp32", "w8a8"]
+    assert [path for path in tmp_path.iterdir() if path.name.endswith((".part", ".old"))] == []
+
+
+def test_an_exit_code_tells_of_a_failed_setting(project, tmp_path):
+    rule = {"match": {"path": "nowhere"}, "weight": {"bits": 4}}
+    bad = {**W4, "name": "bad", "config": {"version": 1, "rules": [rule]}}
+    result = CliRunner().invoke(app, ["quantize", str(project.recipe(settings=[W8A8, bad]))])
+    assert result.exit_code == 1
+    assert "error: net bad failed: " in result.stderr
+    assert "written to" in result.stdout

@@ -109,3 +109,23 @@ def test_a_mistake_is_answered_before_anything_runs(project, changes, said):
 def test_a_recipe_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"recipe .*absent\.yaml does not exist"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("shape", [[-1, 6], [0, 6], [2.5, 6], [True, 6], ["2", 6], []])
+def test_an_input_shape_has_positive_sizes(project, shape):
+    models = [{"name": "net", "model": f"{project.module}:net", "input_shape": shape}]
+    with pytest.raises(ConfigError, match=r"models\[0\]\.input_shape"):
+        load_recipe(project.recipe(models=models))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "Summary.TXT"])
+def test_a_model_is_not_called_as_a_file_of_the_results(project, name):
+    with pytest.raises(ConfigError, match=f"'{name}' is a file of the results; choose another name"):
+        load_recipe(project.recipe(models=[{"name": name, "model": f"{project.module}:net"}]))
+
+
+@pytest.mark.parametrize("name", ["a" * 81, "a\n", "../a", "", ".a", "a/b", "a\0"])
+def test_a_name_is_one_of_a_folder(project, name):
+    for key, entry in (("models", {"name": name, "model": f"{project.module}:net"}), ("settings", {"name": name})):
+        with pytest.raises(ConfigError, match=rf"{key}\[0\]\.name"):
+            load_recipe(project.recipe(**{key: [entry]}))

@@ -47,6 +47,27 @@ def test_a_file_that_cannot_be_read(tmp_path):
         read_file(tmp_path / "latin.yaml")
 
 
+@pytest.mark.parametrize("value", ["2026-99-99", "2026-02-30", "!!int abc", "!!timestamp x", "!!bool x", "!!float x",
+                                   "!!set 0", "9" * 5000, "0b", "190:20:99.x"])
+def test_a_scalar_that_does_not_parse_is_named_with_its_line(tmp_path, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"version: 1\nname: {value}\n", encoding="utf-8")
+    if value in ("0b", "190:20:99.x"):
+        assert read_file(path) == {"version": 1, "name": value}
+    else:
+        said = "does not parse as .*; put a text in quotes|expected a mapping"
+        with pytest.raises(ConfigError, match=rf"config\.yaml, line 2: .*({said})"):
+            read_file(path)
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", "[" * 100_000, '{"a": 1' ])
+def test_json_of_any_kind_is_read_or_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_file(path)
+
+
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{index}: &a{index} [{', '.join([f'*a{index - 1}'] * 9)}]\n" for index in range(1, 12)
 )
@@ -67,8 +88,8 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         ("c.json", "[" * 100_000, r"c\.json: nested too deeply"),
         ("c.json", '{"a":' * 150 + "1" + "}" * 150, r"c\.json: nested too deeply"),
         ("c.json", '{"a": 1' + "0" * 5000 + "}", r"c\.json: .*digits"),
-        ("c.yaml", "a: 1" + "0" * 5000 + "\n", r"c\.yaml: .*digits"),
-        ("c.yaml", "a: 2026-13-45\n", r"c\.yaml: .*month"),
+        ("c.yaml", "a: 1" + "0" * 5000 + "\n", r"c\.yaml, line 1: .*digits"),
+        ("c.yaml", "a: 2026-13-45\n", r"c\.yaml, line 1: .*month"),
         ("c.yaml", "#" + "x" * (1 << 18), r"c\.yaml: larger than 262144 bytes"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else None,

@@ -1,10 +1,13 @@
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from qtk.errors import ExportError
+from qtk.export import atomic
 from qtk.export.atomic import MARKER, staged_directory
 
 
@@ -95,6 +98,7 @@ def test_old_target_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch)
             raise OSError("disk gone")
         return rename(self, target)
 
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(ExportError, match="disk gone"), staged_directory(tmp_path / "out", force=True) as folder:
         (folder / "new").write_text("new")
@@ -153,6 +157,7 @@ def full(*args: object, **options: object) -> None:
 @pytest.mark.parametrize("target", ["os.fsync", "pathlib.Path.touch", "pathlib.Path.rename", "pathlib.Path.mkdir"])
 def test_a_disk_that_is_full_at_the_end_leaves_the_old_directory(target, tmp_path, monkeypatch):
     made_before(tmp_path / "out")
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     monkeypatch.setattr(target, full)
     with pytest.raises(ExportError, match="No space left on device"), \
             staged_directory(tmp_path / "out", force=True) as folder:
@@ -182,3 +187,102 @@ def test_an_error_in_reading_something_else_is_raised_as_it_is(tmp_path):
     with pytest.raises(FileNotFoundError), staged_directory(tmp_path / "out"):
         (tmp_path / "data").read_text()
     assert listing(tmp_path) == set()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("interrupted", [1, 2])
+def test_an_interrupt_between_the_renames_leaves_one_whole_directory(exchanges, interrupted, tmp_path, monkeypatch):
+    made_before(tmp_path / "out")
+    rename, exchange, calls = Path.rename, atomic._exchange, []
+
+    def then_interrupted(move):
+        def moved(*paths):
+            result = move(*paths)
+            calls.append(paths)
+            if len(calls) == interrupted:
+                raise KeyboardInterrupt
+            return result
+
+        return moved
+
+    monkeypatch.setattr(Path, "rename", then_interrupted(rename))
+    monkeypatch.setattr(atomic, "_exchange", then_interrupted(exchange) if exchanges else lambda one, other: False)
+
+    def replace():
+        with staged_directory(tmp_path / "out", force=True) as folder:
+            (folder / "new").write_text("new")
+
+    if exchanges and interrupted == 2:
+        replace()  # there is only one step
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            replace()
+    monkeypatch.undo()
+    assert listing(tmp_path) == ({"out", "out/new"} if exchanges or interrupted == 2 else {"out", "out/old"})
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from qtk.export import atomic
+
+def killed(*paths):
+    os.kill(os.getpid(), 9)
+
+step, target = sys.argv[1:]
+if step == "swap":
+    atomic._exchange = lambda one, other: False
+    rename = Path.rename
+    Path.rename = lambda self, other: killed() if self.suffix == ".part" else rename(self, other)
+with atomic.staged_directory(target, force=True) as folder:
+    (folder / "half").write_text("half")
+    if step == "write":
+        killed()
+"""
+
+
+@pytest.mark.parametrize("step", ["write", "swap"])
+def test_what_a_killed_process_left_is_gone_after_the_next_call(step, tmp_path):
+    made_before(tmp_path / "out")
+    made_before(tmp_path / "other")
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", KILLED, step, str(tmp_path / "out")], cwd=root, check=False)
+    assert any(path.name.startswith(".out.") for path in tmp_path.iterdir())
+    with staged_directory(tmp_path / "other", force=True):
+        pass
+    assert any(path.name.startswith(".out.") for path in tmp_path.iterdir()), "another target cleaned it"
+    if step == "swap":
+        with pytest.warns(UserWarning, match="was being replaced when the process was killed: it is back"), \
+                pytest.raises(ExportError, match="exists already"), staged_directory(tmp_path / "out"):
+            pytest.fail("the block must not run")
+        assert (tmp_path / "out" / "old").read_text() == "old"
+    with staged_directory(tmp_path / "out", force=True) as folder:
+        (folder / "new").write_text("new")
+    assert listing(tmp_path) == {"other", "out", "out/new"}
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path):
+    with staged_directory(tmp_path / "out") as first:
+        (first / "file").write_text("first")
+        with pytest.raises(RuntimeError), staged_directory(tmp_path / "out"):
+            raise RuntimeError
+        assert (first / "file").exists()
+    assert listing(tmp_path) == {"out", "out/file"}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(name, tmp_path):
+    with pytest.raises(ExportError, match=r"cannot create .*without NUL"), staged_directory(tmp_path / name):
+        pytest.fail("the block must not run")
+
+
+def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ExportError, match="the working directory was deleted; give an absolute path"), \
+            staged_directory("out"):
+        pytest.fail("the block must not run")
+    with staged_directory(tmp_path / "out") as folder:
+        (folder / "file").touch()
+    assert listing(tmp_path) == {"out", "out/file"}

@@ -1,5 +1,6 @@
 """A run that was killed goes on, and ends where it would have ended."""
 
+import errno
 import json
 import os
 import signal
@@ -143,6 +144,43 @@ def test_the_same_names_and_weights_in_another_model_are_another_run(tmp_path):
                 qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
         else:
             qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("ten years", encoding="utf-8")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("run.part", "0000.part"):
+        (folder / name).symlink_to(precious)
+    sim, data = problem()
+    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=folder, progress=False)
+    assert precious.read_text(encoding="utf-8") == "ten years"
+    assert not any((folder / name).is_symlink() for name in ("run.json", "0000.safetensors"))
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
+    sim, data = problem()
+    before, replace = state(sim), os.replace
+
+    def full(source, target):
+        if str(target).endswith("0001.safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CalibrationError, match=r"cannot write .*0001\.safetensors: No space left on device"):
+        qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["0000.safetensors", "run.json"]
+    assert all(torch.equal(before[name], value) for name, value in state(sim).items())
+
+
+def test_half_files_of_a_killed_run_are_deleted(tmp_path):
+    sim, data = problem()
+    (tmp_path / "0001.c0ffee00.part").write_bytes(b"half")
+    (tmp_path / "other.part").write_bytes(b"not ours")
+    qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
+    assert [name for name in sorted(os.listdir(tmp_path)) if name.endswith(".part")] == ["other.part"]
 
 
 if __name__ == "__main__":

@@ -99,3 +99,29 @@ def test_a_calibration_error_names_its_batch():
 
     with pytest.raises(CalibrationError, match="batch 2: somewhere"):
         run_all(Add(), [ONE, ONE, TWO], forward=forward)
+
+
+def test_a_loader_that_fails_names_its_batch():
+    def loader():
+        yield torch.zeros(2, 4)
+        raise KeyError("no such image")
+
+    with pytest.raises(CalibrationError, match="batch 1 of the data cannot be read: KeyError: 'no such image'"):
+        list(outputs(nn.Linear(4, 2), loader()))
+
+
+def test_a_model_that_raises_anything_names_its_batch():
+    def forward(model, batch):
+        raise KeyError("cache")
+
+    with pytest.raises(CalibrationError, match=r"batch 0 .* does not run as your forward\(model, batch\): KeyError"):
+        list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], forward=forward))
+
+
+def test_a_function_of_data_that_raises_is_named():
+    with pytest.raises(CalibrationError, match=r"data\(model\) raised TypeError: int\(\) argument must be"):
+        run_all(nn.Linear(4, 2), int)
+
+
+def test_more_batches_than_there_can_be_are_all():
+    assert len(list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], num_batches=10**400))) == 1

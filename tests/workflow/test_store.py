@@ -14,11 +14,12 @@ from qtk.core.dtypes import dtype
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
-from qtk.errors import EncodingError, ExportError
+from qtk.errors import EncodingError, ExportError, InternalError
 from qtk.export.atomic import MARKER
 from qtk.graph.insert import drop_sites, insert
 from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode
+from qtk.workflow import store
 from qtk.workflow.store import load, restore, save
 from tests.export.onnx.simulated import activations, planned, symmetric
 
@@ -314,6 +315,22 @@ def test_flags_are_stored(tmp_path):
     again = qtk.QuantSim.load(tmp_path / "sim", model, x)
     assert [name for name, quantizer in again.quantizers.items() if quantizer.frozen] == ["0.weight", "1:out"]
     assert [name for name, quantizer in again.quantizers.items() if quantizer.rewrote_weight] == ["0.weight"]
+
+
+@pytest.mark.parametrize("change", [
+    {"tied": {"0.weight": {}}}, {"flags": {"frozen": None}}, {"arguments": {"in_place": True}},
+    {"arguments": {"nonsense": 3}}, {"plan": {}}, {"steps": [3]},
+])
+def test_an_edited_file_with_a_right_digest_is_refused_in_words(change, tmp_path):
+    made = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    made.save(tmp_path / "saved")
+    path = tmp_path / "saved" / "sim.json"
+    record = {**json.loads(path.read_text(encoding="utf-8")), **change}
+    record["digest"] = store._record_digest(record)
+    path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(qtk.QtkError) as caught:
+        qtk.QuantSim.load(tmp_path / "saved", torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
+    assert not isinstance(caught.value, InternalError)
 
 
 def test_modes_are_stored(tmp_path):

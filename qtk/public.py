@@ -1,0 +1,217 @@
+"""The edge of the package: public functions check their arguments, and nothing raw leaves qtk's own code.
+
+Arguments are compared with the annotations of the function, without converting them: the annotation is the rule.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import numbers
+import os
+import reprlib
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from qtk.errors import ArgumentError, InternalError, QtkError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+SUBJECTS = frozenset({"model", "example_inputs", "data", "batches", "config", "scheme", "sim",
+                      "dynamic_shapes"})
+"""Parameters that functions judge themselves, for they can say more about them than that the type is another."""
+
+MARK = "__qtk_public__"
+"""Attribute of a public function: a function that returns the annotations it checks."""
+
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydantic", "pydantic_core", "yaml", "tqdm",
+             "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer"}
+"""Packages that qtk calls; an error in them is of who called them."""
+
+NOT_OURS = (QtkError, MemoryError, torch.OutOfMemoryError, Warning)
+
+ABSTRACT = {int: numbers.Integral, float: numbers.Real}
+"""Numbers of NumPy are numbers too."""
+
+
+def public(entry: T) -> T:
+    """Marks a function, or the constructor and the methods of a class, as an entry that users call.
+
+    Of a dataclass these are what makes one: the constructor and class methods.
+
+    Before it runs, its arguments are checked. What it raises is a ``QtkError``, or the error of code that is not qtk's:
+    of a model, of a loader of data.
+
+    Raises: ArgumentError if an argument is not of the type its annotation says; InternalError if qtk's own code raises
+        anything but a QtkError.
+
+    >>> @public
+    ... def twice(count: int, *, names: list[str] | None = None) -> int:
+    ...     return 2 * count
+    >>> twice(1.5)
+    Traceback (most recent call last):
+    qtk.errors.ArgumentError: twice: count must be an int, got 1.5
+    >>> twice(2, names=["a", 3])
+    Traceback (most recent call last):
+    qtk.errors.ArgumentError: twice: names must be a list of str or None, got ['a', 3]
+    """
+    if not isinstance(entry, type):
+        return typing.cast(T, _checked(entry, entry.__qualname__))
+    for name, member in list(vars(entry).items()):
+        inherited = any(name in vars(base) for base in typing.cast(type, entry).__mro__[1:])
+        if name != "__init__" and (name.startswith("_") or inherited):
+            continue
+        if dataclasses.is_dataclass(entry) and name != "__init__" and not isinstance(member, classmethod):
+            continue  # what a value is asked, it is asked at every step of a model
+        shown = entry.__qualname__ if name == "__init__" else f"{entry.__qualname__}.{name}"
+        if isinstance(member, types.FunctionType):
+            setattr(entry, name, _checked(member, shown))
+        elif isinstance(member, classmethod):
+            setattr(entry, name, classmethod(_checked(member.__func__, shown)))
+    return entry
+
+
+def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.cache
+    def annotations() -> dict[str, Any]:
+        judged = {parameter: text for parameter, text in function.__annotations__.items()
+                  if parameter not in SUBJECTS and parameter != "return"}
+        scope = inspect.unwrap(function).__globals__
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__=judged), scope)
+
+    @functools.wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{name}: {error}; its signature is {name}{_shown(signature)}") from None
+        for parameter, annotation in annotations().items():
+            if parameter in arguments and not fits(arguments[parameter], annotation):
+                raise ArgumentError(f"{name}: {parameter} must be {_text(annotation)}, got "
+                                    f"{_repr(arguments[parameter])}")
+        try:
+            return function(*args, **kwargs)
+        except NOT_OURS:
+            raise
+        except Exception as error:
+            if (place := _raised_by_us(error)) is None:
+                raise
+            raise InternalError(f"{name} failed in {place}: {type(error).__name__}: {error}; this is a defect of qtk, "
+                                "please report it with this traceback; nothing is known of the state of what it was "
+                                "given") from error
+
+    setattr(entered, MARK, annotations)
+    return entered
+
+
+def fits(value: object, annotation: Any) -> bool:
+    """Whether a value is of the type that an annotation says, and the elements of a list, tuple, set or mapping too.
+
+    A ``bool`` is no number, for it seldom is meant as one.
+
+    >>> fits([1, "a"], list[int | str]), fits(True, int), fits(3, float), fits("gptq", tuple[str, ...])
+    (True, False, True, False)
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is None or annotation is type(None):
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    if origin is typing.Annotated:
+        return fits(value, arguments[0])
+    if annotation in ABSTRACT:
+        return isinstance(value, ABSTRACT[annotation]) and not isinstance(value, bool)
+    kind = origin or annotation
+    if not isinstance(kind, type):
+        return True  # Any, a type variable
+    try:
+        if not isinstance(value, kind):
+            return False
+    except TypeError:
+        return True  # a protocol that cannot be checked while running
+    if not arguments or origin is collections.abc.Callable:
+        return True
+    if isinstance(value, Mapping):
+        return all(fits(key, arguments[0]) for key in value) and (
+            len(arguments) < 2 or all(fits(item, arguments[1]) for item in value.values())
+        )
+    if kind is tuple and isinstance(value, tuple) and arguments[-1] is not ...:
+        return len(value) == len(arguments) and all(map(fits, value, arguments))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(fits(item, arguments[0]) for item in value)
+    return True
+
+
+def _text(annotation: Any) -> str:
+    """An annotation in words, with the article of the first."""
+    words = _words(annotation)
+    return words if words.startswith(("one of", "None")) else f"{'an' if words[0] in 'aeioAEIO' else 'a'} {words}"
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (None, type(None)):
+        return "None"
+    if origin in (typing.Union, types.UnionType):
+        words = list(dict.fromkeys(map(_words, arguments)))
+        return f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin is typing.Annotated:
+        return _words(arguments[0])
+    if origin is collections.abc.Callable:
+        return "function"
+    if origin is os.PathLike or annotation is os.PathLike:
+        return "path"
+    if origin is not None:
+        elements = " to ".join(_words(each) for each in arguments if each not in (..., Any, object))
+        return f"{_name(origin)} of {elements}" if elements else _name(origin)
+    return _name(annotation)
+
+
+def _name(kind: Any) -> str:
+    name: str = getattr(kind, "__name__", str(kind))
+    return name.lower() if getattr(kind, "__module__", "") in ("typing", "collections.abc") else name
+
+
+def _repr(value: object) -> str:
+    """A short text of a value, however large or deeply nested it is."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return f"a {type(value).__name__}"
+    text = reprlib.Repr()
+    text.maxlevel = 2
+    try:
+        return text.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"a {type(value).__name__}"
+
+
+def _shown(signature: inspect.Signature) -> str:
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for name, parameter in signature.parameters.items()
+             if name not in ("self", "cls")]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def _raised_by_us(error: BaseException) -> str | None:
+    """File and line where qtk's own code raised an error, or called a library that did; ``None`` if other code did."""
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == "qtk":
+            file = frame.f_code.co_filename
+            place = f"{os.path.join('qtk', file.rpartition(f'{os.sep}qtk{os.sep}')[2])}:{line}"
+        elif package not in LIBRARIES and package:
+            place = None
+    return place

@@ -1,0 +1,147 @@
+"""Files that came back damaged, edited or from elsewhere: read as they were written, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import qtk
+from qtk.cli.model_source import load_weights
+from qtk.export import encodings_aimet, encodings_json
+from qtk.export.plan_json import plan_from_json, plan_to_json
+from qtk.workflow.store import SIM_FILE, _record_digest
+from tests.fuzz.fuzzing import JUNK, damaged, judged, mutated, share, silent
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+FOLDER = Path(tempfile.mkdtemp())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+def state(sim: qtk.QuantSim) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in sim.model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+SIM = qtk.QuantSim(net(), X)
+SIM.compute_encodings([X], progress=False)
+SIM.save(FOLDER / "saved")
+SIM.export(FOLDER / "exported", formats=["encodings"])
+IMPROVED = qtk.QuantSim(net(), X, weight_bits=4)
+qtk.apply_gptq(IMPROVED, [X], checkpoint_dir=FOLDER / "run", progress=False)
+SPECS = {name: encoding.spec for name, encoding in SIM.encodings().items()}
+RECORD = json.loads((FOLDER / "saved" / SIM_FILE).read_text(encoding="utf-8"))
+
+
+def written(path: Path, data: object) -> bool:
+    """Whether ``data`` can be JSON at all."""
+    try:
+        path.write_text(json.dumps(data), encoding="utf-8", errors="surrogatepass")
+    except (ValueError, UnicodeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"])
+@given(draws=st.data())
+def test_encodings_are_read_or_refused(name, draws):
+    original = FOLDER / "exported" / name
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        if draws.draw(st.booleans()):
+            path.write_bytes(draws.draw(damaged(original.read_bytes())))
+        elif not written(path, draws.draw(mutated(json.loads(original.read_text(encoding="utf-8"))))):
+            return
+        if name == "encodings.json":
+            judged("encodings", lambda: encodings_json.read_dynamic(path))
+            read = judged("encodings", lambda: encodings_json.read(path))
+        else:
+            read = judged("encodings", lambda: encodings_aimet.read(path, SPECS))
+        if read is not None:
+            again = Path(folder) / "again.json"
+            encodings_json.export(read, again)
+            if any(not encoding.equals(read[site]) for site, encoding in encodings_json.read(again).items()):
+                silent(f"{path.name} reads otherwise the second time")
+
+
+@given(mutated(plan_to_json(SIM.plan)) | st.dictionaries(st.text(max_size=6), JUNK))
+def test_plans_are_read_or_refused(data):
+    judged("plans", lambda: plan_from_json(data))
+
+
+@share(0.3)
+@given(st.sampled_from(["sim.json", "model.safetensors"]), st.data())
+def test_a_damaged_simulation_is_refused_or_the_same(name, draws):
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(shutil.copytree(FOLDER / "saved", Path(folder) / "saved"))
+        (saved / name).write_bytes(draws.draw(damaged((saved / name).read_bytes())))
+        loaded = judged("saved simulations", lambda: qtk.QuantSim.load(saved, net(), X))
+        if loaded is not None and not (same(state(loaded), state(SIM)) and loaded.plan == SIM.plan):
+            silent("a damaged simulation is loaded as another one")
+
+
+@share(0.3)
+@given(mutated(RECORD))
+def test_an_edited_simulation_is_read_or_refused(record):
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(shutil.copytree(FOLDER / "saved", Path(folder) / "saved"))
+        if isinstance(record, dict):
+            try:
+                record = {**record, "digest": _record_digest(record)}  # by someone who knows how
+            except (ValueError, TypeError, UnicodeError):
+                return
+        if written(saved / SIM_FILE, record):
+            judged("edited simulations", lambda: qtk.QuantSim.load(saved, net(), X))
+
+
+@share(0.2)
+@given(st.sampled_from(["run.json", "0000.safetensors", "0001.safetensors"]), st.data())
+def test_a_damaged_checkpoint_is_refused_or_the_same(name, draws):
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(shutil.copytree(FOLDER / "run", Path(folder) / "run"))
+        content = (run / name).read_bytes()
+        if name == "run.json" and draws.draw(st.booleans()):
+            record = draws.draw(mutated(json.loads(content)))
+            if not written(run / name, record):
+                return
+        else:
+            (run / name).write_bytes(draws.draw(damaged(content)))
+        sim = qtk.QuantSim(net(), X, weight_bits=4)
+        before = state(sim)
+        report = judged("checkpoints", lambda: qtk.apply_gptq(sim, [X], checkpoint_dir=run, progress=False))
+        if not same(state(sim), before if report is None else state(IMPROVED)):
+            silent(f"after {'a refused' if report is None else 'an accepted'} checkpoint the weights are others")
+
+
+@given(st.sampled_from([".pt", ".pth", ".safetensors"]), st.data())
+def test_files_of_weights_are_read_or_refused(suffix, draws):
+    with tempfile.TemporaryDirectory() as folder:
+        path, model = Path(folder) / f"weights{suffix}", net()
+        tensors = {name: value.clone() for name, value in model.state_dict().items()}
+        if draws.draw(st.booleans()):
+            content = copy.copy(tensors) if draws.draw(st.booleans()) else draws.draw(JUNK)
+            try:
+                torch.save(content, path)
+            except (OverflowError, ValueError, UnicodeError):
+                return
+        else:
+            save_file(tensors, path)
+        if draws.draw(st.booleans()):
+            path.write_bytes(draws.draw(damaged(path.read_bytes()) | st.binary(max_size=30)))
+        judged("weights", lambda: load_weights(model, path))

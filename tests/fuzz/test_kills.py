@@ -1,0 +1,183 @@
+"""kill -9 at random moments: nothing lost, nothing half-written, and nothing stale after the next run.
+
+Every moment is that of a process of its own, forked from this one, so that it begins with the work at once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import qtk
+from qtk.cli.quantize import quantize
+from qtk.cli.recipe import load_recipe
+from qtk.export import encodings_json
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+MOMENTS = [pytest.param(5, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)]
+OFFSET_S = 0.002
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU()))).eval()
+
+
+def sim(seed: int = 0, **options) -> qtk.QuantSim:
+    made = qtk.QuantSim(net(seed), X, **options)
+    made.compute_encodings([X], progress=False)
+    return made
+
+
+def state(made: qtk.QuantSim) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in made.model.state_dict().items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".written-by-qtk"] + [
+        str(path.relative_to(folder)) for path in folder.rglob("*.part")]
+
+
+def killed(work: Callable[[], object], after_s: float) -> bool:
+    """Runs ``work`` in a process that is killed ``after_s`` later. Returns: whether it was still at work."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the work itself failed"
+    return os.WIFSIGNALED(status)
+
+
+def at_random_moments(count: int, work: Callable[[int], object], check: Callable[[int], None]) -> None:
+    """Kills ``work(index)`` at ``count`` moments over its whole duration, and checks what is there after each."""
+    begin = time.perf_counter()
+    work(-1)
+    duration, moments, hits = time.perf_counter() - begin, random.Random(count), 0
+    for index in range(count):
+        hits += killed(lambda index=index: work(index), OFFSET_S + moments.uniform(0, duration))
+        check(index)
+    assert hits >= count // 4, f"only {hits} of {count} were killed at work, which takes {duration} s"
+
+
+@pytest.mark.parametrize("count", MOMENTS)
+def test_a_save_is_the_old_or_the_new_simulation(count, tmp_path):
+    sims = [sim(seed) for seed in (0, 1)]
+    states, target = [state(each) for each in sims], tmp_path / "saved"
+
+    def check(index: int) -> None:
+        loaded = state(qtk.QuantSim.load(target, net(), X))
+        assert any(same(loaded, each) for each in states)
+
+    at_random_moments(count, lambda index: sims[index % 2].save(target, force=True), check)
+    sims[0].save(target, force=True)
+    assert same(state(qtk.QuantSim.load(target, net(), X)), states[0])
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("count", MOMENTS)
+def test_an_export_is_the_old_or_the_new_one(count, tmp_path):
+    sims, target = [sim(seed) for seed in (0, 1)], tmp_path / "exported"
+    files = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
+
+    def write(index: int) -> None:
+        sims[index % 2].export(target, formats=["encodings"], force=True)
+
+    def check(index: int) -> None:
+        assert {path.name for path in target.iterdir()} == files
+        read = encodings_json.read(target / "encodings.json")
+        assert any(
+            read.keys() == each.keys() and all(read[name].equals(each[name]) for name in each)
+            for each in (one.encodings() for one in sims)
+        )
+
+    at_random_moments(count, write, check)
+    write(0)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("count", MOMENTS)
+def test_a_layer_wise_run_goes_on_and_ends_as_if_it_had_not_been_killed(count, tmp_path):
+    whole = sim(weight_bits=4)
+    qtk.apply_layerwise(whole, [X], ["seq_mse", "gptq"], progress=False)
+    before, folder = state(sim(weight_bits=4)), tmp_path / "run"
+
+    def work(index: int) -> None:
+        made = sim(weight_bits=4)
+        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"], checkpoint_dir=folder / str(index), progress=False)
+
+    def check(index: int) -> None:
+        made = sim(weight_bits=4)
+        assert same(state(made), before)
+        qtk.apply_layerwise(made, [X], ["seq_mse", "gptq"], checkpoint_dir=folder / str(index), progress=False)
+        assert same(state(made), state(whole))
+        assert leftovers(folder / str(index)) == []
+
+    at_random_moments(count, work, check)
+
+
+RECIPE_MODULE = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU()))).eval()
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 8, generator=generator), torch.arange(16) % 8) for _ in range(2)]
+"""
+
+
+@pytest.mark.parametrize("count", MOMENTS)
+def test_a_recipe_leaves_whole_settings(count, tmp_path, monkeypatch):
+    (tmp_path / "killed_recipe.py").write_text(RECIPE_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = [{"name": name, "weight_bits": bits} for name, bits in (("w8", 8), ("w4", 4))]
+    (tmp_path / "recipe.json").write_text(json.dumps({
+        "models": [{"name": "net", "model": "killed_recipe:net"}],
+        "data": {"calibration": "killed_recipe:batches", "evaluation": "killed_recipe:batches"},
+        "settings": settings, "exports": ["encodings"],
+    }))
+    recipe, target = load_recipe(tmp_path / "recipe.json"), tmp_path / "work" / "results"
+    files = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
+
+    def work(index: int) -> None:
+        quantize(recipe, target, force=True, console=Console(file=io.StringIO()))
+
+    def check(index: int) -> None:
+        scores = json.loads((target / "summary.json").read_text())["models"]["net"]
+        assert {"fp32", "w8"} <= scores.keys() <= {"fp32", "w8", "w4"}
+        assert (target / "summary.txt").read_text().endswith("\n")
+        folders = {path.name for path in (target / "net").iterdir() if not path.name.startswith(".")}
+        assert scores.keys() - {"fp32"} <= folders <= {"w8", "w4"}
+        for folder in folders:
+            assert {path.name for path in (target / "net" / folder).iterdir()} == files
+            encodings_json.read(target / "net" / folder / "encodings.json")
+
+    at_random_moments(count, work, check)
+    work(0)
+    assert leftovers(target.parent) == []

@@ -1,0 +1,40 @@
+"""The op of a captured graph that an error comes from."""
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError
+from qtk.graph.failed_op import failed_op
+
+IDS = torch.zeros(2, 3, dtype=torch.long)
+
+
+def lookup():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).eval()
+
+
+def test_the_op_and_its_inputs_are_named():
+    prepared = qtk.prepare_model(lookup(), IDS)
+    with pytest.raises(IndexError) as caught:
+        prepared(IDS + 30)
+    assert failed_op(caught.value) == "0:out (float32 [10, 8], int64 [2, 3] of 30…30)"
+
+
+def test_an_error_elsewhere_has_no_op():
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018
+    assert failed_op(caught.value) is None
+
+
+@pytest.mark.parametrize("run", [
+    lambda sim, data: sim.compute_encodings(data, progress=False),
+    lambda sim, data: qtk.apply_gptq(sim, data, progress=False),
+])
+def test_an_index_out_of_range_names_batch_and_site(run):
+    sim = qtk.QuantSim(lookup(), IDS)
+    words = r"batch 1 \(.*\) does not run.* at 0:out .*int64 \[2, 3\] of 30…30\): IndexError: index out of range"
+    with pytest.raises(CalibrationError, match=words):
+        run(sim, [IDS, IDS + 30])
