@@ -81,7 +81,9 @@ def _nodes(model: nn.Module) -> list[fx.Node]:
 
 
 def _running(prepared: PreparedModel, nodes: Collection[fx.Node]) -> set[str]:
-    return {path for node in nodes for path in _modules_around(node)} | {part.path for part in prepared.report.parts}
+    """Paths of the modules that run an op or hold a part of the report, an unreached one too."""
+    parts = {path for part in prepared.report.parts for path in prefixes(part.path)}
+    return parts.union(*(_modules_around(node) for node in nodes))
 
 
 def _label(nodes: Collection[fx.Node], by: str, is_excluded: Callable[[str], bool]) -> None:

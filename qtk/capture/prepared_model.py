@@ -17,6 +17,7 @@ from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
+from qtk.graph.sites import prefixes
 from qtk.nn.fast_path import fast_path_off
 from qtk.torch_private import MODULE_TABLES, pytree
 
@@ -82,10 +83,10 @@ def refuse_unreached(model: PreparedModel, exclude: Collection[str]) -> None:
 
     Args:
         model: the model.
-        exclude: paths or globs of modules that stay in float, reached or not.
+        exclude: paths or globs of modules that stay in float, reached or not, with all that is in them.
     """
     unreached = [part for part in model.report.parts if part.rung == UNCALLED and part.parameters
-                 and not any(fnmatchcase(part.path, glob) for glob in exclude)]
+                 and not any(fnmatchcase(path, glob) for path in prefixes(part.path) for glob in exclude)]
     if unreached:
         listed = [f"{part.path} ({part.type_name}, {part.parameters} parameters)" for part in unreached]
         names = [part.path for part in unreached]

@@ -205,3 +205,29 @@ def test_a_branch_that_is_not_reached_may_be_excluded_by_the_config():
         qtk.QuantSim(Branches(), x)
     sim = qtk.QuantSim(Branches(), x, config={"version": 1, "extends": "default", "exclude": ["minus"]})
     assert "plus.weight" in sim.quantizers
+
+
+class Experts(nn.Module):
+    """Only expert 0 and, for a negative sum, ``branch`` run."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.branch, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.experts[0](x) if float(x.sum()) > 0 else self.branch(self.experts[1](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("exclude", [["experts", "branch"], ["expert*", "branc?"]])
+def test_excluding_a_module_excludes_the_modules_in_it_that_the_example_inputs_do_not_reach(exclude):
+    made = qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": exclude})
+    assert "head.weight" in made.quantizers
+    assert not [name for name in made.quantizers if name.startswith("experts")]
+
+
+def test_modules_that_are_not_reached_beside_an_excluded_one_are_refused():
+    with pytest.raises(CaptureError, match=r"branch\.0 ") as raised:
+        qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": ["experts"]})
+    assert "experts." not in str(raised.value)
