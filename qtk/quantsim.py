@@ -110,7 +110,7 @@ class QuantSim(Settled):
             fold_batch_norms(prepared, example)
         if self.config.split_gates:
             split_gates(prepared)
-        decided = self.plan_of(prepared)
+        decided = self._plan(prepared, self.config)
         self._simulation = Simulation(prepared, decided, insert(prepared, decided))
         for quantizer in self._simulation.quantizers.values():
             quantizer.mode = Mode.SIMULATE
@@ -125,9 +125,12 @@ class QuantSim(Settled):
         self._simulation = simulation
 
     def plan_of(self, prepared: PreparedModel) -> QuantPlan:
-        """The plan that the settings of this simulation give a prepared model."""
+        """The plan that the settings give the model of this simulation, rewritten; rules are not checked again."""
+        return self._plan(prepared, self.config.with_rules_optional())
+
+    def _plan(self, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
         widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        return plan(prepared, self.config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
+        return plan(prepared, config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
 
     @property
     def model(self) -> PreparedModel:
@@ -385,12 +388,12 @@ class QuantSim(Settled):
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
         stored = load(directory)
-        arguments = {
-            name: width_from_json(value) if name in ("weight_bits", "activation_bits") else value
-            for name, value in stored.arguments.items()
-        }
+        widths = ("weight_bits", "activation_bits")
+        arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
+        config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]
+        arguments["config"] = config.with_rules_optional()
         prepared = prepare_own(model, example_inputs, in_place=in_place)
         make(prepared, stored.steps)
         sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
-        sim._simulation = restore(stored, sim._simulation)
+        vars(sim)["config"], sim._simulation = config, restore(stored, sim._simulation)
         return sim

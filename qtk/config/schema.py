@@ -192,6 +192,16 @@ class QuantConfig(_Frozen):
                                  "add bits or dtype here or to defaults.bias")
         return self
 
+    def with_rules_optional(self) -> QuantConfig:
+        """The config for a model rewritten since its rules were checked, which may have lost the ops that they set.
+
+        >>> rule = {"match": {"op": "conv"}, "weight": {"bits": 4}}
+        >>> QuantConfig(version=1, rules=[rule]).with_rules_optional().rules[0].optional
+        True
+        """
+        rules = tuple(rule.model_copy(update={"optional": True}) for rule in self.rules)
+        return self.model_copy(update={"rules": rules})
+
 
 def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
     """Checks that all ops named in rules and supergroups are among ``known``.

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from qtk.config.schema import Rule
+from qtk.core.dtypes import INT32
 from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.flow import maker
@@ -83,7 +84,7 @@ def _problems(
         )
         return
     for role in ROLES:
-        if getattr(rule, role) is None or (index, role) in effects or _is_final(rules, role):
+        if getattr(rule, role) is None or (index, role) in effects or _is_final(rules, role, index, matched):
             continue
         reasons = dict.fromkeys(reason for draft, op in matched for reason in _overruled(draft, op.node, role, index))
         more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
@@ -96,9 +97,17 @@ def _is_op(node: fx.Node) -> bool:
     return node.op in ("placeholder", "call_function", "call_module") and maker(node) is node
 
 
-def _is_final(rules: Rules, role: TensorRole) -> bool:
-    """Whether the caller's width of ``None`` leaves all tensors of the role in float, whatever rules say."""
-    return rules.weight.is_final if role == "weight" else role != "bias" and rules.activation.is_final
+def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tuple[Draft, Matchable]]) -> bool:
+    """Whether the caller's width of ``None`` leaves what a rule sets in float, whatever rules say.
+
+    An int32 bias has the scale of weight times input, so that it needs both.
+    """
+    if role == "bias":
+        biases = (draft.decisions(op.node).bias for draft, op in matched)
+        return (rules.weight.is_final or rules.activation.is_final) and any(
+            index in bias.rules and bias.setting.dtype == INT32.name for bias in biases
+        )
+    return rules.weight.is_final if role == "weight" else rules.activation.is_final
 
 
 def _unknown_path(glob: str, paths: set[str], gone: Mapping[Site, str]) -> str:

@@ -173,3 +173,12 @@ def test_an_input_rule_that_gives_a_scheme_acts_on_the_edge():
 def test_a_rule_without_a_width_and_a_width_of_none_agree():
     sim({"match": {"op": "relu"}, "output": {"range": [0.0, 1.0]}}, activation_bits=None)
     sim({"match": {"op": "linear"}, "weight": {"symmetric": False}}, weight_bits=None)
+
+
+@pytest.mark.parametrize("widths", [{"weight_bits": None}, {"activation_bits": None}])
+def test_an_int32_bias_and_a_width_of_none_agree(widths):
+    rule = {"match": {"op": "conv"}, "bias": {"dtype": "int32"}}
+    assert "conv3.bias" not in sim(rule, **widths).quantizers
+    with pytest.raises(ConfigError, match=r"rules\[1\]\.bias .*: conv3\.bias follows rules\[2\]"):
+        sim(rule, {"match": {"path": "conv3"}, "bias": {"bits": 8}}, {"match": {"path": "conv3"}, "bias": {"bits": 6}},
+            **widths)

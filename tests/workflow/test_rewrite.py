@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, ConfigError
 
 
 def unequal() -> nn.Module:
@@ -46,3 +46,24 @@ def test_a_converted_model_is_proved_in_its_own_dtype() -> None:
     assert result.applied
     assert result.difference is not None
     assert 0 < result.difference < 1e-14
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+
+
+@pytest.mark.parametrize("match", [{"path": "1"}, {"op": "batch_norm"}])
+def test_a_rule_whose_op_a_transform_removes_has_had_its_effect(match, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    rules = [{"match": match, "weight": {"bits": 8}, "output": {"bits": 16}}]
+    config = {"version": 1, "fold_batch_norms": False, "rules": rules}
+    images = torch.randn(2, 3, 6, 6)
+    sim = qtk.QuantSim(normed(), images, config=config)
+    assert qtk.fold_batch_norms(sim).applied
+    sim.compute_encodings([images], progress=False)
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", normed(), images)
+    assert torch.equal(again.model(images), sim.model(images))
+    assert again.config == sim.config
+    with pytest.raises(ConfigError, match=r"rules\[0\]"):
+        qtk.QuantSim(normed(), images, config={**config, "fold_batch_norms": True})
