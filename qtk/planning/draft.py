@@ -187,12 +187,17 @@ class Draft:
         return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
 
     def share_edge(self, port: Port, site: Site) -> None:
-        """Gives an edge the encoding of an earlier one at which the same value is read with the same spec."""
+        """Gives an edge the encoding of an earlier one at which the same value is read with the same spec.
+
+        What moves a value leaves the range observed on data; a parameter's scales belong to the axes that one op reads.
+        """
         if self.edges[site].spec.dynamic:
             return
         for reader in self.flow.readers(self.flow.root(port.value)):
+            if edge_site(reader) == site or (self.edges[site].static and reader.value is not port.value):
+                continue
             earlier = self.edges.get(edge_site(reader)) if reader.user.op != "output" else None
-            if edge_site(reader) != site and earlier is not None and earlier.spec == self.edges[site].spec:
+            if earlier is not None and earlier.spec == self.edges[site].spec:
                 leader = earlier.leader or edge_site(reader)
                 self.edges[site] = replace(self.edges[site], leader=leader, reason=f"the same value as {leader}")
                 return

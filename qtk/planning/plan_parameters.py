@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from qtk.core.dtypes import INT32
+from qtk.core.plan import SitePlan
 from qtk.errors import SpecError
 from qtk.graph.op_row import Role
 from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
@@ -94,8 +95,8 @@ def _plan_parameter(
         role: what it is to the op; ``None``: a constant operand.
         kind: of the op.
     """
-    node, axes = _quantized_node(draft, port, axes)
-    keys = (edge_site(port), node)
+    node, axes_at_node = _quantized_node(draft, port, axes)
+    edge, keys, why = edge_site(port), (edge_site(port), node), f"{role or 'constant operand'} of {kind}"
     if decision.enabled and decision.setting.dtype == INT32.name:
         return  # rule 13
     if not decision.enabled:
@@ -103,26 +104,43 @@ def _plan_parameter(
         if role is not None:
             draft.request(role, decision, keys, None)
         return
+    excluded, is_static = draft.excluded_reader(node), draft.flow.is_static(port.value)  # rule 14
+    at_edge = excluded is not None and is_static
+    wanted = _wanted(draft, port, port.value if at_edge else node, axes if at_edge else axes_at_node, decision, why)
+    if wanted is None:
+        return
+    row = draft.flow.row(port.user)
+    if at_edge:
+        draft.edges[edge] = wanted
+        draft.share_edge(port, edge)
+    elif excluded is not None:
+        draft.floats[port.value] = f"of {value_site(node)}, {excluded}; it has no value before a batch is there"
+    else:
+        draft.floats.pop(node, None)
+        present = draft.values.setdefault(node, wanted)
+        if present.spec != wanted.spec and is_static and row is not None and port.arg in row.weights:
+            wanted = _wanted(draft, port, port.value, axes, decision, why)  # a constant operand keeps its encoding
+            if wanted is None:
+                return
+            draft.edges[edge] = wanted
+    if excluded is not None:
+        draft.floats[node] = excluded
+    if role is not None:
+        draft.request(role, decision, keys, wanted)
+
+
+def _wanted(
+    draft: Draft, port: Port, node: fx.Node, axes: tuple[int, int] | None, decision: Decision, why: str
+) -> SitePlan | None:
+    """What the decision asks for the value of ``node``, with these channel axes; ``None`` if it does not fit."""
     shape = tuple(node.meta["val"].shape)
     try:
         spec = to_spec(decision.setting, axes, len(shape), batched=len(shape) > 2 and _is_product(draft, port))
         spec.granularity.qparam_shape(shape)
     except SpecError as error:
         draft.misfits.append(f"{value_site(node)}: {error}")
-        return
-    wanted = draft.site_plan(spec, decision, f"{role or 'constant operand'} of {kind}", static=True)
-    if role is not None:
-        draft.request(role, decision, keys, wanted)
-    excluded = draft.excluded_reader(node)  # rule 14
-    if excluded is not None:
-        draft.floats[node], draft.edges[edge_site(port)] = excluded, wanted
-        draft.share_edge(port, edge_site(port))
-        return
-    draft.floats.pop(node, None)
-    present = draft.values.setdefault(node, wanted)
-    row = draft.flow.row(port.user)
-    if present.spec != spec and row is not None and port.arg in row.weights:
-        draft.edges[edge_site(port)] = wanted  # a constant operand keeps the encoding it has
+        return None
+    return draft.site_plan(spec, decision, why, static=True)
 
 
 def _is_product(draft: Draft, port: Port) -> bool:

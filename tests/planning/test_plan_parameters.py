@@ -5,7 +5,7 @@ from torch import nn
 
 import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
-from qtk.errors import SpecError
+from qtk.errors import ConfigError, SpecError
 from tests.planning.plans import PER_CHANNEL, by_name, plan_of
 from tests.zoo.models import ZOO
 
@@ -209,3 +209,76 @@ def test_parameters_that_indices_select_from_or_that_are_expanded_are_quantized_
     sim = qtk.QuantSim(Selected(), inputs)
     sim.compute_encodings([inputs], progress=False)
     assert {"weights", "latent", "offset", "kernel"} <= sim.encodings().keys()
+
+
+class Tied(nn.Module):
+    """``left`` reads its weight [out, in], and so do other ops in ways of their own."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.left, self.others = nn.Linear(8, 6, bias=False), others
+
+    def forward(self, x):
+        return self.left(x), *self.others(self.left.weight, x)
+
+
+def tied(others, *, exclude=("left",), rules=(), **weight):
+    config = {"version": 1, "defaults": {"weight": weight}, "exclude": list(exclude), "rules": list(rules)}
+    return qtk.QuantSim(Tied(others).eval(), torch.randn(4, 8), config=config)
+
+
+def direct_and_transposed(weight, x):
+    return F.linear(x, weight), x @ weight.t()
+
+
+def test_on_its_edge_a_weight_that_reaches_its_op_transposed_has_scales_per_output_channel():
+    made = tied(direct_and_transposed, granularity="per_channel")
+    made.compute_encodings([torch.randn(4, 8)], progress=False)
+    found = made.encodings()
+    assert found["linear:in[1]"].spec.granularity == PerChannel(0)
+    assert found["matmul:in[1]"].spec.granularity == PerChannel(1)
+    assert torch.equal(found["linear:in[1]"].scale, found["matmul:in[1]"].scale)
+    assert found["matmul:in[1]"].scale.shape == (6,)
+
+
+def test_on_its_edge_blocks_of_a_transposed_weight_run_along_the_input_channels():
+    decided = by_name(tied(direct_and_transposed, granularity="per_block", block_size=4).plan)
+    assert decided["linear:in[1]"].spec.granularity == PerBlock((1, 4))
+    assert decided["matmul:in[1]"].spec.granularity == PerBlock((4, 1))
+
+
+def test_direct_and_transposed_readers_of_a_square_weight_share_no_scales():
+    class Square(Tied):
+        def __init__(self, others):
+            super().__init__(others)
+            self.left = nn.Linear(8, 8, bias=False)
+
+    config = {"version": 1, "defaults": {"weight": {"granularity": "per_channel"}}, "exclude": ["left"]}
+    readers = [lambda w, x: (F.linear(x, w), F.linear(x, w.t()), F.linear(x + 1, w))]
+    made = qtk.QuantSim(Square(*readers).eval(), torch.randn(4, 8), config=config)
+    first, turned, again = (made.quantizers[f"{name}:in[1]"] for name in ("linear", "linear_1", "linear_2"))
+    assert first is again
+    assert first is not turned
+    assert first.spec == turned.spec
+
+
+def test_a_second_reader_with_other_axes_has_the_spec_in_the_axes_that_it_reads():
+    made = tied(lambda weight, x: (F.linear(x[:, :6], weight.t()),), exclude=(), granularity="per_channel")
+    decided = by_name(made.plan)
+    assert decided["left.weight"].spec.granularity == decided["linear:in[1]"].spec.granularity == PerChannel(0)
+    made.compute_encodings([torch.randn(4, 8)], progress=False)
+    assert made.encodings()["linear:in[1]"].scale.shape == (8,)
+
+
+def test_what_a_batch_selects_from_a_weight_that_an_excluded_module_reads_stays_in_float():
+    def selected(weight, x):
+        return (F.linear(x, weight[(x[0, :4] > 0).long()]),)
+
+    made = tied(selected)
+    assert "linear:in[1]" not in made.quantizers
+    (reason,) = (why for site, why in made.plan.unquantized.items() if "before a batch" in why)
+    assert reason.startswith("of left.weight, read by left, excluded by exclude: left")
+    made.compute_encodings([torch.randn(4, 8)], progress=False)
+    assert not [why for why in made.plan.unquantized.values() if "mask" in why]
+    with pytest.raises(ConfigError, match=r"left\.weight stays in float: read by left, excluded"):
+        tied(selected, rules=[{"match": {"path": "linear"}, "weight": {"bits": 4}}])
