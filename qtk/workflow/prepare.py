@@ -81,6 +81,7 @@ def prepare_model(
     captured by export in ... s, dynamic batch
     max |prepared - original| in eval mode: 0
     max |prepared - original| in train mode: 0
+    excluded, in float with what they read: 1
 
     What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
     report has a line for each. No model that runs is refused. The fast path of torch's transformers is off meanwhile:
