@@ -127,8 +127,9 @@ def _refuse_other_numbers(draft: Draft) -> None:
                 way = "leave" if owner else "put it into a module of its own and leave"
                 raise CaptureError(
                     f"{value_site(node)}: {op_name(node)} reads {str(kind).removeprefix('torch.')} tensors "
-                    f"({value_site(port.value)}); only dense tensors of real numbers can be quantized; {way} its module in "
-                    f"float: qtk.prepare_model(model, example_inputs, modules_to_exclude=[{owner or 'its path'!r}])"
+                    f"({value_site(port.value)}); only dense tensors of real numbers can be quantized; {way} its "
+                    "module in float: qtk.prepare_model(model, example_inputs, "
+                    f"modules_to_exclude=[{owner or 'its path'!r}])"
                 )
 
 

@@ -188,5 +188,5 @@ def test_an_op_with_weights_on_a_sparse_input_is_named():
         def forward(self, x):
             return x @ self.weight
 
-    with pytest.raises(CaptureError, match=r"matmul:out: aten.matmul.* reads sparse_csr .*x:input.*a module of its own"):
+    with pytest.raises(CaptureError, match=r"matmul:out: aten.matmul.* reads sparse_csr .*x:input.* module of its own"):
         qtk.QuantSim(Sparse(4, 4), torch.randn(3, 4).to_sparse_csr())
