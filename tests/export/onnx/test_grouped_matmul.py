@@ -6,7 +6,10 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.session import create_session
+from tests.zoo.experts import TRACES_GROUPED_PRODUCTS
 from tests.zoo.models import ZOO
+
+pytestmark = pytest.mark.skipif(not TRACES_GROUPED_PRODUCTS, reason="torch traces grouped products of bfloat16 alone")
 
 
 class Grouped(nn.Module):
