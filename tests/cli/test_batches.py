@@ -30,6 +30,7 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
         ("broken", "raised KeyError"),
         ("stops", r"data.x: user_.*:stops, while batches are read, called sys.exit\(0\), which ends"),
         ("breaks", r"data.x: user_.*:breaks, while batches are read, raised OSError: disk"),
+        ("unstarted", r"data.x: user_.*:unstarted, while batches are read, raised OSError: no worker"),
         ("VALUE", "is a int; it must be callable"),
     ],
 )
@@ -47,6 +48,25 @@ def batches():
         taken.append(len(taken))
         yield torch.zeros(2, 6), torch.zeros(2)
 """
+
+
+STREAM = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(6), 0)] * 4)
+
+def batches():
+    return DataLoader(Stream(), batch_size=2)
+"""
+
+
+def test_a_loader_without_a_length_is_a_source_without_one(project):
+    (project.folder / f"{project.module}_stream.py").write_text(STREAM)
+    pairs, count = Batches(f"{project.module}_stream:batches", "data.calibration").open()
+    assert (count, len(list(pairs))) == (None, 2)
 
 
 def test_so_many_batches_are_taken_and_not_one_more(project):

@@ -3,10 +3,11 @@ from collections import UserDict
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.workflow.forward_pass import outputs, run_all, run_batch
+from qtk.workflow.forward_pass import length_of, outputs, run_all, run_batch
 
 
 class Add(nn.Module):
@@ -108,6 +109,55 @@ def test_a_loader_that_fails_names_its_batch():
 
     with pytest.raises(CalibrationError, match="batch 1 of the data cannot be read: KeyError: 'no such image'"):
         list(outputs(nn.Linear(4, 2), loader()))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(6, 4))
+
+
+class CountedStream(Stream):
+    def __len__(self):
+        return 6
+
+
+class Unstarted:
+    """As a loader whose workers cannot start."""
+
+    def __iter__(self):
+        raise OSError("too many open files")
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize(("dataset", "length"), [(Stream(), None), (CountedStream(), 3), (torch.ones(6, 4), 3)])
+def test_a_loader_calibrates_with_and_without_a_length(dataset, length):
+    data = DataLoader(dataset, batch_size=2)
+    assert length_of(data) == length
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    sim.compute_encodings(data, progress=False)
+    assert len(list(outputs(nn.Linear(4, 2), data, num_batches=2))) == 2
+    assert len(list(outputs(nn.Linear(4, 2), data, progress=True))) == 3
+
+
+class Lengthless(Dataset):
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_length_that_is_not_implemented_is_none():
+    assert length_of(Lengthless()) is None
+    assert length_of(iter([1])) is None
+
+
+def test_a_loader_that_cannot_start_is_no_defect_of_qtk():
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    with pytest.raises(CalibrationError, match="batch 0 of the data cannot be read: OSError: too many open files"):
+        sim.compute_encodings(Unstarted(), progress=False)
 
 
 def test_a_model_that_raises_anything_names_its_batch():
