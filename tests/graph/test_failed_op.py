@@ -41,13 +41,12 @@ def test_an_index_out_of_range_names_batch_and_site(run):
 
 
 @pytest.mark.parametrize(("tensor", "text"), [
-    (torch.ones(2, dtype=torch.uint16), "uint16 [2] of 1…1"),
-    (torch.ones(2, dtype=torch.uint64), "uint64 [2] of 1…1"),
+    (torch.ones(2, dtype=torch.uint16), "uint16 [2]"),
+    (torch.ones(2, dtype=torch.uint64), "uint64 [2]"),
     (torch.ones(2, dtype=torch.long, device="meta"), "int64 [2]"),
     (torch.ones(2).bool(), "bool [2]"),
-    (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "quint8 [2]"),
 ])
-def test_a_tensor_of_any_kind_has_a_text(tensor, text):
+def test_a_tensor_without_a_minimum_has_a_text(tensor, text):
     assert _tensor_text(tensor) == text
 
 
