@@ -86,7 +86,7 @@ def sim() -> QuantSim:
     (lambda: sim().compute_encodings([X], num_batches=1.5), "num_batches must be an int or None, got 1.5"),
     (lambda: sim().compute_encodings([X], forward=3), "forward must be .*function or None, got 3"),
     (lambda: sim().compute_encodings([X], progress="no"), "progress must be a bool, got 'no'"),
-    (lambda: sim().export("x", formats=3), "QuantSim.export: formats must be a sequence of str, got 3"),
+    (lambda: sim().export("x", formats=3), "QuantSim.export: formats must be an iterable of str or str, got 3"),
     (lambda: sim().export("x", force="no"), "QuantSim.export: force must be a bool, got 'no'"),
     (lambda: sim().export(3), "QuantSim.export: directory must be a str or path, got 3"),
     (lambda: sim().save(None), "QuantSim.save: directory must be a str or path, got None"),
@@ -113,6 +113,14 @@ def test_a_wrong_type_names_parameter_rule_and_value(call, said):
 
 def test_numbers_of_numpy_are_numbers():
     sim().compute_encodings([X, X], num_batches=numpy.int64(1), progress=False)
+
+
+@pytest.mark.parametrize("formats", [{"encodings"}, {"encodings": 1}.keys(), iter(["encodings"]), "encodings"])
+def test_formats_may_be_any_iterable_or_one_name(tmp_path, formats):
+    calibrated = sim()
+    calibrated.compute_encodings([X], progress=False)
+    calibrated.export(tmp_path / "out", formats=formats)
+    assert (tmp_path / "out" / "encodings.json").exists()
 
 
 @public

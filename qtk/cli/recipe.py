@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -169,11 +170,12 @@ class Recipe(_Part):
 
 
 @public
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Reads and checks a recipe; relative paths in it are resolved against its folder first.
 
     Raises: ConfigError with the file and the key path of each mistake.
     """
+    path = Path(path)
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; give the path of a YAML file, or none for the digits")
     recipe = validate(Recipe, read_file(path), source=str(path))
