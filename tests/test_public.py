@@ -15,7 +15,7 @@ from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import recipe, verify
 from qtk.errors import ArgumentError, InternalError, SpecError
-from qtk.public import MARK, fits, public
+from qtk.public import MARK, fits, public, runs_model
 from qtk.quantsim import QuantSim
 
 X = torch.randn(4, 8)
@@ -132,6 +132,35 @@ def test_what_qtk_raises_by_mistake_is_named_a_defect(monkeypatch):
     monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
     with pytest.raises(InternalError, match=r"fails failed in .*: KeyError: 'a'; .*a defect of qtk, please report"):
         fails(lambda: {}["a"])
+
+
+@public
+def evaluates(model: nn.Module) -> object:
+    return runs(model)
+
+
+@runs_model
+def runs(model):
+    return model(X)
+
+
+def test_what_a_model_that_qtk_runs_raises_keeps_its_own_error(monkeypatch):
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    graph = torch.fx.symbolic_trace(nn.Linear(5, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        evaluates(graph)
+    assert not isinstance(caught.value, InternalError)
+    with pytest.raises(InternalError, match="AttributeError"):
+        fails(lambda: X.nothing)
+
+
+@pytest.mark.parametrize("library", ["triton.runtime", "sympy.core", "torch.nn"])
+def test_an_error_in_a_library_is_of_who_called_it(monkeypatch, library):
+    scope = {"__name__": library}
+    exec("def compiles(): raise RuntimeError('out of resource')", scope)
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    with pytest.raises(InternalError, match="out of resource"):
+        fails(scope["compiles"])
 
 
 def test_what_other_code_raises_keeps_its_own_error():

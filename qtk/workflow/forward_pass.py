@@ -17,7 +17,7 @@ from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.graph.failed_op import failed_op
 from qtk.nn.eval_mode import evaluating
-from qtk.public import NOT_OURS
+from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 
 Batch: TypeAlias = object
@@ -30,6 +30,7 @@ Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 """Batches, or a function that runs the model over its own data."""
 
 
+@runs_model
 def run_batch(model: nn.Module, batch: Batch) -> object:
     """``model(batch)`` for a tensor, ``model(*batch)`` for a tuple or list, ``model(**batch)`` for a mapping.
 
@@ -77,12 +78,16 @@ def outputs(
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             with TRACING, evaluating(model), torch.no_grad():
                 try:
-                    output = run(model, batch)
+                    output = _called(run, model, batch)
                 except ended_by:
                     output = None
                 except QtkError as error:
                     raise type(error)(f"batch {index}: {error}") from None
+                except NOT_OURS:
+                    raise
                 except Exception as error:  # whatever a model or a user's forward raises
+                    if raised_by_us(error):
+                        raise
                     raise CalibrationError(_refused(index, batch, error, forward)) from error
             seen += 1
             yield output
@@ -109,10 +114,12 @@ def run_all(
     if callable(data) and not isinstance(data, Iterable):
         with TRACING, caching(model), evaluating(model), torch.no_grad():
             try:
-                data(model)
-            except QtkError:
+                _called(data, model)
+            except NOT_OURS:
                 raise
             except Exception as error:
+                if raised_by_us(error):
+                    raise
                 op = failed_op(error)
                 at = f", at {op}" if op else ""
                 raise CalibrationError(f"data(model) raised {type(error).__name__}{at}: {error}") from error
@@ -167,6 +174,11 @@ def read(
         raise
     except (Exception, SystemExit) as error:  # whatever a loader does; sys.exit would end the run without a word
         raise unreadable(index, error) from error
+
+
+@runs_model
+def _called(run: Callable[..., object], *arguments: object) -> object:
+    return run(*arguments)
 
 
 def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:

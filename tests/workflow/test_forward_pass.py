@@ -6,8 +6,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import qtk
-from qtk.errors import CalibrationError
+from qtk.errors import CalibrationError, CaptureError, InternalError
+from qtk.observers.min_max import MinMax
 from qtk.workflow.forward_pass import length_of, outputs, run_all, run_batch
+from tests.zoo.python import PYTHON
 
 
 class Add(nn.Module):
@@ -175,3 +177,54 @@ def test_a_function_of_data_that_raises_is_named():
 
 def test_more_batches_than_there_can_be_are_all():
     assert len(list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], num_batches=10**400))) == 1
+
+
+class Fails(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), torch.OutOfMemoryError("CUDA out of memory"), Warning("odd")])
+def test_what_is_nobodys_fault_keeps_its_own_error(error):
+    def loader():
+        raise error
+        yield
+
+    for run in (lambda: run_all(Fails(error), [ONE]), lambda: run_all(Fails(error), lambda model: model(ONE)),
+                lambda: run_all(Add(), loader())):
+        with pytest.raises(type(error)) as caught:
+            run()
+        assert caught.value is error
+
+
+class Own:
+    def __call__(self, model):
+        model(torch.ones(2, 4))
+
+
+def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
+    def observe(self, x):
+        raise KeyError("scale")
+
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    monkeypatch.setattr(MinMax, "observe", observe)
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    for data in ([torch.ones(2, 4)], Own()):
+        with pytest.raises(InternalError, match="KeyError: 'scale'; this is a defect of qtk"):
+            sim.compute_encodings(data, progress=False)
+
+
+@pytest.mark.parametrize(("data", "forward"), [
+    ([torch.ones(2, 5)], lambda model, batch: model.linear_(batch)), ([torch.ones(2, 4)], lambda model: model),
+    ([torch.ones(2, 4)], int), ([torch.ones(2, 4).double()], None), ([(torch.ones(2, 4), 0)], None), (int, None),
+])
+def test_a_mistake_in_the_data_is_not_blamed_on_qtk(data, forward):
+    for model in (nn.Linear(4, 2), PYTHON["deep"].model()):
+        inputs = torch.ones(2, 4) if isinstance(model, nn.Linear) else PYTHON["deep"].inputs()
+        sim = qtk.QuantSim(model, inputs)
+        with pytest.raises((CalibrationError, CaptureError), match=r"batch 0|raised TypeError"):
+            sim.compute_encodings(data, forward=forward, progress=False)
