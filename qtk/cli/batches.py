@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ from qtk.cli.imported import called, what_it_did
 from qtk.errors import ConfigError
 from qtk.workflow.forward_pass import Batch, length_of, read
 
-MOST_BATCHES = 10_000
-"""Batches taken of a source without a length, which may be endless."""
+MANY_BATCHES = 10_000
+"""Batches of a source without a length after which a warning says that it may be endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Batches:
     Args:
         locator: ``module:callable``.
         where: the key in the recipe, for messages.
-        num_batches: how many are taken; ``None``: all, and at most ``MOST_BATCHES`` of a source without a length.
+        num_batches: how many are taken; ``None``: all.
     """
 
     locator: str
@@ -31,7 +32,7 @@ class Batches:
         """The batches of one pass, and their number if the source has a length or ``num_batches`` says it.
 
         Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
-            pair, there are no batches, or there is no end of them.
+            pair, or there are no batches. Warns if a source without a length may have no end.
         """
         source = called(self.locator, where=self.where)
         if not isinstance(source, Iterable):
@@ -47,10 +48,10 @@ class Batches:
     def _pairs(self, batches: Iterable[object], *, is_finite: bool) -> Iterator[tuple[Batch, object]]:
         count = 0
         for count, batch in enumerate(batches, start=1):
-            if count > MOST_BATCHES and not is_finite:
-                raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {MOST_BATCHES} "
-                                  "batches; if it never ends, say how many to take (data.num_batches, "
-                                  "data.num_evaluation_batches)")
+            if count == MANY_BATCHES + 1 and not is_finite:
+                warnings.warn(f"{self.where}: {self.locator} has no length and gave {MANY_BATCHES} batches so far; if "
+                              "it never ends, stop, and say how many to take (data.num_batches, "
+                              "data.num_evaluation_batches)", stacklevel=2)
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
                 raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "

@@ -1,6 +1,7 @@
 """Data that a recipe names."""
 
 import importlib
+from itertools import islice
 
 import pytest
 
@@ -81,9 +82,18 @@ def test_a_length_below_the_number_wanted_is_the_number(project):
     assert Batches(f"{project.module}:calibration", "data.calibration", 2).open()[1] == 2
 
 
-def test_an_endless_source_is_an_error_that_names_the_key(project, monkeypatch):
-    monkeypatch.setattr("qtk.cli.batches.MOST_BATCHES", 20)
+def test_a_source_that_may_be_endless_is_warned_of_with_its_key(project, monkeypatch):
+    monkeypatch.setattr("qtk.cli.batches.MANY_BATCHES", 20)
     pairs, count = Batches(f"{project.module}:endless", "data.calibration").open()
     assert count is None
-    with pytest.raises(ConfigError, match=r"endless has no length and gave more than 20 batches; .*num_batches"):
-        list(pairs)
+    first = list(islice(pairs, 20))
+    with pytest.warns(UserWarning, match=r"data\.calibration: .*:endless has no length and gave 20 batches so far"):
+        next(pairs)
+    assert len([*first, *islice(pairs, 100)]) == 120  # and no second warning
+
+
+def test_a_long_source_is_taken_whole(project, monkeypatch):
+    monkeypatch.setattr("qtk.cli.batches.MANY_BATCHES", 1)
+    with pytest.warns(UserWarning, match="gave 1 batches so far"):
+        assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation").open()[0])) == 2
+    assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation", 2).open()[0])) == 2
