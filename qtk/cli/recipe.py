@@ -29,8 +29,6 @@ from qtk.workflow.transforms import transform
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=80)]
 """A name that is used for folders and keys."""
 
-Size = Annotated[int, Field(ge=1, strict=True)]
-
 RecipeWidth = Annotated[
     Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
     Discriminator(lambda value: UNION_TAGS[0] if isinstance(value, str | FromConfig) else UNION_TAGS[1]),
@@ -57,7 +55,7 @@ class ModelEntry(_Part):
     name: Name
     model: str
     weights: str | None = None
-    input_shape: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
+    input_shape: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     exclude: Names = ()
 
 
