@@ -87,7 +87,7 @@ def public(entry: T) -> T:
 
 def runs_model(function: T) -> T:
     """Marks a function that calls a model, or acts as one: what is raised in it is of the model or its inputs."""
-    MODEL_CODE.add(function.__code__)  # type: ignore[attr-defined]
+    MODEL_CODE.add(function.__code__)
     return function
 
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -317,3 +318,11 @@ def test_a_changed_weight_is_quantized_anew_in_eval(sim, batches):
         sim.model.head.weight.zero_()
         second = sim.model(batches[0])
     assert not torch.equal(first, second)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.randn(3, 4), weight_bits=np.int64(4))
+    assert str(sim.quantizers["weight"].spec.dtype) == "int4"
+    sim.compute_encodings([torch.randn(3, 4)], num_batches=np.int32(1), progress=False)
+    sim.save(tmp_path / "sim")
+    assert qtk.QuantSim.load(tmp_path / "sim", nn.Linear(4, 2), torch.randn(3, 4)).weight_bits == 4

@@ -28,6 +28,10 @@ class Call:
     kwargs: dict[str, Any]
     output: object
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Call:
+        """Clones the tensors: torch has deep copies of dense ones only."""
+        return replace(self, args=detached(self.args), kwargs=detached(self.kwargs))
+
     @property
     def structure(self) -> object:
         """Everything but the sizes and elements of tensors: calls of equal structure can share one graph."""

@@ -14,7 +14,8 @@ from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
-from qtk.torch_private import OpOverload
+from qtk.graph.targets import MEMBERS, path_of
+from qtk.torch_private import GRAPH_MODULE_NAMES, OpOverload
 
 Captured = TypeVar("Captured", bound=CapturedGraph)
 
@@ -41,17 +42,18 @@ def canonicalize(
         place: module path of ``original`` in the whole model.
 
     Returns: the graph, and the number of modules recovered of each kind.
-
-    Raises: CaptureError if a member of the model has a name that a prepared model reserves.
     """
     root = hold(original)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _rename_hidden(program)
         captured = program.module(check_guards=False)
     assert isinstance(captured, fx.GraphModule)
     hold_constants(root, captured)
     graph = captured.graph
     for node in list(graph.nodes):
+        if node.op == "get_attr":
+            node.target = path_of(node.target)
         if any(name in str(node.target) for name in CHECKS) or (node.op == "get_attr" and not node.users):
             graph.erase_node(node)
         elif node.target in VIEWS:
@@ -68,6 +70,20 @@ def canonicalize(
     captured_graph.meta[CONSTANTS] = constants_of(original)
     name_sites(captured_graph.graph, place)
     return captured_graph, swaps
+
+
+def _rename_hidden(program: ExportedProgram) -> None:
+    """Puts ``MEMBERS`` before the names of parameters, buffers and constants that a module of torch's cannot have."""
+    own = fx.GraphModule({}, fx.Graph())
+    signature = program.graph_signature
+    for spec in (*signature.input_specs, *signature.output_specs):
+        name = (spec.target or "").partition(".")[0]
+        if name and (hasattr(own, name) or name in GRAPH_MODULE_NAMES):
+            target = f"{MEMBERS}.{spec.target}"
+            for table in (program.state_dict, program.constants):
+                if spec.target in table:
+                    table[target] = table.pop(spec.target)
+            spec.target = target
 
 
 def _takes_all(node: fx.Node) -> bool:

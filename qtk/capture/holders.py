@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from qtk.errors import CaptureError
 from qtk.graph.captured_graph import without_effect
-from qtk.graph.targets import attribute
-from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES
-
-RESERVED = {*dir(fx.GraphModule), "meta", "report", *GRAPH_MODULE_NAMES} - {*dir(nn.Module)}
-"""Attributes of a prepared model, whose names no member of the original may have."""
+from qtk.graph.targets import attribute, path_of
+from qtk.torch_private import MODULE_TABLES
 
 
 class Holder(nn.Module):
@@ -43,16 +39,7 @@ def constants_of(module: nn.Module) -> frozenset[str]:
 
 
 def hold(original: nn.Module) -> nn.Module:
-    """Builds a tree with the names, order and tensor objects of ``original``; a shared module is one holder.
-
-    Raises: CaptureError if a member of ``original`` itself has a reserved name.
-    """
-    clash = sorted(RESERVED & {*original._modules, *original._parameters, *original._buffers})
-    if clash:
-        raise CaptureError(
-            f"{type(original).__name__} has members called {', '.join(clash)}, which a prepared model uses itself; "
-            "rename them, or wrap the model in a module of one child"
-        )
+    """Builds a tree with the names, order and tensor objects of ``original``; a shared module is one holder."""
     root = nn.Module()
     holders = {original: root}
     for path, module in original.named_modules():
@@ -88,8 +75,8 @@ def hold_constants(root: nn.Module, captured: fx.GraphModule) -> None:
 
 
 def holder(root: nn.Module, path: str) -> nn.Module:
-    """The module at ``path`` below ``root``; creates it, and the modules around it, if missing. Changes ``root``."""
-    for name in filter(None, path.split(".")):
+    """The module at a path or target below ``root``; creates it, and those around it, if missing. Changes ``root``."""
+    for name in filter(None, path_of(path).split(".")):
         child = root._modules.get(name)
         if child is None:
             child = nn.Module()

@@ -47,6 +47,12 @@ class PreparedModel(nn.Module):
         assert isinstance(report, PrepareReport)
         return replace(report, covered=coverage(self))
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The submodule at a path of the original, whatever attributes of a prepared model have names on it."""
+        name, _, rest = target.partition(".")
+        child = self._modules.get(name)
+        return super().get_submodule(target) if child is None else child.get_submodule(rest)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.example is not None:

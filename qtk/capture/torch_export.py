@@ -85,8 +85,9 @@ def capture(
     shapes; with ``"batch"`` from the second on. With ``owns_inputs`` the program leaves its inputs as they are, where
     the model writes to them; nobody reads them afterwards.
 
-    Raises: CaptureError with the reason of every rung.
+    Raises: CaptureError with the reason of every rung, or naming a tensor that cannot be traced.
     """
+    _refuse_quantized(model, args, kwargs)
     attempts = _attempts(model, args, kwargs, dynamic_shapes)
     reasons: list[str] = []
     for rung in rungs:
@@ -118,6 +119,15 @@ def capture(
                 ]
             return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
     raise CaptureError("\n  ".join(reasons))
+
+
+def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises: CaptureError naming the first input or buffer of a quantized dtype: torch has no fake tensors of them."""
+    inputs = {f"input {index}": leaf for index, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
+    for name, value in (inputs | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}).items():
+        if isinstance(value, Tensor) and value.is_quantized:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise CaptureError(f"{name} is {kind}, and torch cannot trace quantized tensors; give it dequantized")
 
 
 def _attempts(

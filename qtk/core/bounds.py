@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from qtk.errors import CalibrationError
 
 SHOWN_DIGITS = 20
@@ -22,7 +24,7 @@ def check_count(what: str, value: int, most: int) -> None:
     Traceback (most recent call last):
     qtk.errors.CalibrationError: steps of mse must be an integer from 1 to 10000, got 1000000000
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        is_long = isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= most:
+        is_long = isinstance(value, Integral) and abs(value) >= 10**SHOWN_DIGITS
         shown = f"a number of more than {SHOWN_DIGITS} digits" if is_long else repr(value)
         raise CalibrationError(f"{what} must be an integer from 1 to {most}, got {shown}")

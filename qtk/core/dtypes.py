@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from qtk.errors import SpecError
 from qtk.public import public
@@ -102,6 +103,6 @@ def dtype(name: str) -> QDtype:
 @public
 def integer(bits: int, *, signed: bool) -> QDtype:
     """The integer format of this width. Raises: SpecError outside 2…16 bits."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
+    if isinstance(bits, bool) or not isinstance(bits, Integral) or bits not in BITS:
         raise SpecError(f"bits must be an int from {BITS.start} to {BITS.stop - 1}, got {bits!r}")
     return DTYPES[f"{'int' if signed else 'uint'}{bits}"]

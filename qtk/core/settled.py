@@ -34,8 +34,10 @@ class Settled:
     def _why_not(self, name: str) -> str | None:
         """Why an attribute cannot be set; ``None`` if it can."""
         kind = type(self)
-        member, parameters = getattr(kind, name, None), inspect.signature(kind).parameters
-        if isinstance(member, property) or name in inspect.get_annotations(kind):
+        above = [each for each in kind.__mro__ if issubclass(each, Settled) and each is not Settled]
+        parameters = {each: None for base in above for each in inspect.signature(base).parameters}
+        member = getattr(kind, name, None)
+        if isinstance(member, property) or any(name in inspect.get_annotations(base) for base in above):
             return None
         if name in parameters:
             is_first = name not in self.__dict__

@@ -101,7 +101,7 @@ class QuantSpec:
             case PerToken():
                 granularity = "per_token"
             case PerChannel(axis):
-                granularity = {"per_channel": axis}
+                granularity = {"per_channel": int(axis)}
             case PerBlock(sizes):
                 granularity = {"per_block": list(sizes)}
         return {

@@ -29,7 +29,7 @@ def width_to_json(width: Width) -> int | str | None:
     >>> width_to_json(FROM_CONFIG), width_to_json(8)
     ('from_config', 8)
     """
-    return width.value if isinstance(width, FromConfig) else width
+    return width.value if isinstance(width, FromConfig) else None if width is None else int(width)
 
 
 def width_from_json(value: object) -> Width:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.errors import CaptureError
-from qtk.torch_private import MODULE_TABLES
+from qtk.graph.targets import MEMBERS
+from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES
 
 HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
@@ -44,16 +45,23 @@ class CapturedGraph(fx.GraphModule):
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(root, graph)
+        super().__init__(nn.Module(), fx.Graph())  # which would copy into itself what the graph reads
         self.adopt(root.__dict__)
+        self.training = root.training
+        for node in graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                node.target = self.target(str(node.target))
+        self.graph = graph
 
     def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, CapturedGraph)
-        copied.adopt({name: copy.deepcopy(self.__dict__[name], memo) for name in MODULE_TABLES})
         for name in self.meta.get(LENT, ()):
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
+
+    def _deepcopy_init(self) -> Callable[..., None]:
+        return CapturedGraph.__init__
 
     def __reduce__(self) -> NoReturn:
         raise CaptureError(
@@ -63,10 +71,14 @@ class CapturedGraph(fx.GraphModule):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
+        hides = self._hides(name)
+        if hides and not isinstance(value, (nn.Module, Tensor)):  # fx sets its own
+            object.__setattr__(self, name, value)
+            return
         is_new_module = isinstance(value, nn.Module) and name not in self.__dict__.get("_modules", ())
         if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
             raise without_effect(self, "", name)
-        super().__setattr__(name, value)  # type: ignore[arg-type]
+        nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:
@@ -88,7 +100,20 @@ class CapturedGraph(fx.GraphModule):
 
     def adopt(self, registries: Mapping[str, object]) -> None:
         """Uses the tables of another module; ``fx.GraphModule`` keeps only members that its graph reads."""
-        self.__dict__.update({name: registries[name] for name in MODULE_TABLES})
+        tables = {name: registries[name] for name in MODULE_TABLES}
+        members = nn.Module()
+        members.__dict__.update(tables)
+        self.__dict__.update({**tables, MEMBERS: members})
+
+    def target(self, path: str) -> str:
+        """The target of a node that reads or calls what is at ``path``, a name of the original."""
+        return f"{MEMBERS}.{path}" if self._hides(path.partition(".")[0]) else path
+
+    def _hides(self, name: str) -> bool:
+        """Whether a member called ``name`` is not the attribute of that name."""
+        return any(name in self.__dict__.get(table, ()) for table in MODULE_TABLES) and (
+            name in self.__dict__ or name in GRAPH_MODULE_NAMES or hasattr(type(self), name)
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         before = self._home()

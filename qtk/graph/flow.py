@@ -13,9 +13,15 @@ from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
 
 
 class Flow:
-    """The value flow of one captured graph, as it was at construction: make a new one after an edit."""
+    """The value flow of one captured graph, as it was at construction: make a new one after an edit.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Args:
+        graph: the graph.
+        is_nested: whether it is inside a composite, whose weights are inputs of the graph.
+    """
+
+    def __init__(self, graph: fx.Graph, *, is_nested: bool = False) -> None:
+        self._is_nested = is_nested
         self._static: dict[fx.Node, bool] = {}
         self._rows: dict[fx.Node, OpRow | None] = {}
         self._constant: dict[fx.Node, bool] = {}
@@ -56,17 +62,18 @@ class Flow:
     def data_ports(self, node: fx.Node) -> list[Port]:
         """The ports of an op at which it reads data: floats that are no weights, biases or numbers.
 
-        What an op multiplies with, and is not made of parameters alone, is data too.
+        What an op multiplies with, and is not made of parameters alone, is data too, but in a nested graph.
         """
         row = self._rows[node]
         if row is None or maker(node) is not node:
             return []
         weights = {port.index for port in self.weight_ports(node)}
+        multiplied = row.weights if row.multiplies and not self._is_nested else ()
         return [
             port
             for port in ports(node)
             if is_float(port.value)
-            and (row.inputs is None or port.arg in row.inputs or (row.multiplies and port.arg in row.weights))
+            and (row.inputs is None or port.arg in row.inputs or port.arg in multiplied)
             and port.index not in weights
             and not self.is_constant(port.value)
         ]

@@ -18,6 +18,7 @@ from torch import fx
 from qtk.core.site import Site
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
+from qtk.graph.targets import path_of
 
 OWNER, OP, SITE = "qtk_owner", "qtk_op", "qtk_site"
 """Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call."""
@@ -97,7 +98,7 @@ def prefixes(path: str) -> list[str]:
 def value_site(node: fx.Node) -> Site:
     """The site of the value that ``node`` produces."""
     if node.op == "get_attr":
-        return Site.parameter(join(label(node, GRAPH_PATH) or "", str(node.target)))
+        return Site.parameter(join(label(node, GRAPH_PATH) or "", path_of(node.target)))
     if node.op == "placeholder":
         return Site(label(node, GRAPH_PATH) or "", str(node.target), "input")
     if node.target is operator.getitem:

@@ -72,7 +72,7 @@ class Draft:
         self.scheme = scheme
         self.io = io
         self.float_outputs = float_outputs
-        self.flow = Flow(graph)
+        self.flow = Flow(graph, is_nested=io is None)
         matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
         self._natures = natures(graph, self.flow)

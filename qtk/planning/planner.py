@@ -84,7 +84,7 @@ def plan(
     Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule has no effect, or if nothing would be quantized though
         the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
-        excluded, or an op with weights reads complex, quantized or sparse tensors.
+        excluded, or an op with weights reads complex or sparse tensors.
     """
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
@@ -116,18 +116,20 @@ def plan(
 
 
 def _refuse_other_numbers(draft: Draft) -> None:
-    """Raises: CaptureError naming the first op with weights that reads complex, quantized or sparse tensors."""
+    """Raises: CaptureError naming the first op with weights that reads complex or sparse tensors."""
     for node in draft.graph.nodes:
         row = draft.flow.row(node)
         for port in ports(node) if row is not None and (row.weights or row.multiplies) else ():
             value = port.value.meta["val"]
-            kind = None if value.layout == torch.strided else str(value.layout).removeprefix("torch.")
-            kind = str(value.dtype).removeprefix("torch.") if value.is_complex() or value.is_quantized else kind
-            if kind is not None:
+            kind = value.dtype if value.is_complex() else value.layout
+            if kind is not torch.strided:
+                owner = label(node, OWNER)
+                way = "leave" if owner else "put it into a module of its own and leave"
                 raise CaptureError(
-                    f"{value_site(node)}: {op_name(node)} reads {kind} tensors ({value_site(port.value)}); only dense "
-                    "tensors of real numbers can be quantized; leave its module in float: qtk.prepare_model(model, "
-                    f"example_inputs, modules_to_exclude=[{label(node, OWNER)!r}])"
+                    f"{value_site(node)}: {op_name(node)} reads {str(kind).removeprefix('torch.')} tensors "
+                    f"({value_site(port.value)}); only dense tensors of real numbers can be quantized; {way} its "
+                    "module in float: qtk.prepare_model(model, example_inputs, "
+                    f"modules_to_exclude=[{owner or 'its path'!r}])"
                 )
 
 

@@ -34,8 +34,8 @@ class Mode(enum.Enum):
 SETTLED = ("spec", "site", "cache", "weight_cache", "factors")
 """Attributes of a quantizer that its constructor sets for good."""
 
-ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "rewrote_weight", "training")
-"""Those that may be set at any time."""
+ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "rewrote_weight", "training", "forward")
+"""Those that may be set at any time; libraries wrap ``forward``."""
 
 
 @public

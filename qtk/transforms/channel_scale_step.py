@@ -60,7 +60,7 @@ class InsertChannelScale:
             holder(graph, owner).register_buffer(leaf, ones)
         target = add_module(graph, beside(scale, CHANNEL_SCALE.kind), ChannelScale(self.axis))
         with graph.graph.inserting_before(first):
-            numbers = graph.graph.create_node("get_attr", scale)
+            numbers = graph.graph.create_node("get_attr", graph.target(scale))
             call = graph.graph.call_module(target, (value, numbers))
         for node in (numbers, call):
             node.meta = dict(first.meta)

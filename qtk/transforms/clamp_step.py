@@ -94,7 +94,7 @@ def _read(graph: CapturedGraph, name: str, like: fx.Node, new: Tensor) -> fx.Nod
         module.register_buffer(leaf, new)
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     with graph.graph.inserting_before(first):
-        node = graph.graph.create_node("get_attr", name)
+        node = graph.graph.create_node("get_attr", graph.target(name))
     node.meta = dict(like.meta)
     node.meta["val"] = like.meta["val"].fake_mode.from_tensor(attribute(graph, name))
     return node

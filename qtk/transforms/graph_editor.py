@@ -103,7 +103,7 @@ def read_parameter(graph: CapturedGraph, name: str, like: fx.Node, *, new: Tenso
 
 def add_module(graph: CapturedGraph, name: str, module: nn.Module) -> str:
     """Adds a submodule under ``name``, or the first free name with an ordinal behind it. Returns: its path."""
-    target = free_name(graph, name)
+    target = free_name(graph, graph.target(name))
     owner, _, leaf = target.rpartition(".")
     holder(graph, owner).add_module(leaf, module)
     return target

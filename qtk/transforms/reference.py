@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Reference:
         return difference, within or (math.isfinite(difference) and self._is_rounding(outputs, model))
 
     def _is_rounding(self, outputs: list[object], model: PreparedModel) -> bool:
-        exact = self._exact_outputs(())
+        exact = self._exact
         rewritten = self._exact_outputs(steps_of(model)[len(steps_of(self._original)) :])
         if exact is None or rewritten is None or not change(exact, rewritten)[1]:
             return False
@@ -58,6 +59,10 @@ class Reference:
             change([true], [after])[0] <= ROUNDING * change([true], [before])[0]
             for true, before, after in zip(exact, self._outputs, outputs, strict=True)
         )
+
+    @cached_property
+    def _exact(self) -> list[object] | None:
+        return self._exact_outputs(())
 
     def _exact_outputs(self, steps: Sequence[Step]) -> list[object] | None:
         """The outputs in float64 after ``steps``; ``None`` if the device, an op or the memory does not allow it."""

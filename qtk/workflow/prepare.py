@@ -81,6 +81,7 @@ def prepare_model(
     captured by export in ... s, dynamic batch
     max |prepared - original| in eval mode: 0
     max |prepared - original| in train mode: 0
+    excluded, in float with what they read: 1
 
     What cannot be one graph keeps its Python, and the modules it calls become graphs, islands, each by itself; the
     report has a line for each. No model that runs is refused. The fast path of torch's transformers is off meanwhile:
@@ -120,9 +121,20 @@ def prepare_model(
 
 
 def prepare_own(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
-    """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``."""
+    """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``.
+
+    Raises: CaptureError if it cannot be copied.
+    """
     prepared = prepare_model(model, example_inputs)
-    return prepared if in_place else copy.deepcopy(prepared)
+    if in_place:
+        return prepared
+    try:
+        return copy.deepcopy(prepared)
+    except Exception as error:  # of what the user's modules hold
+        raise CaptureError(
+            f"the model cannot be copied: {first_line(error)}; pass in_place=True, which shares its "
+            "parameters and overwrites them, or take out of the model what cannot be copied"
+        ) from error
 
 
 def _prepared(
@@ -230,6 +242,8 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
             f"{first_line(error)}; pass inputs that model(...) accepts{hint}"
         ) from error
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in pytree.tree_leaves((given, outcome[0]))):
+        raise CaptureError(f"{type(model).__name__} takes or returns nested tensors; pad them to dense ones")
     leaves = zip(pytree.tree_leaves(given), versions, strict=True)
     return outcome, [index for index, (leaf, version) in enumerate(leaves) if _version(leaf) != version]
 

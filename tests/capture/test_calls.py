@@ -1,5 +1,8 @@
 """Calls, what they have in common, and copies of their tensors."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
@@ -41,3 +44,12 @@ def test_a_call_without_rows_is_given_two_if_the_model_runs_on_them():
     assert with_rows(Picky(), refused) is refused
     other = Call((X[:0], X[:1]), {}, None)
     assert [len(arg) for arg in with_rows(Picky(), other).args] == [2, 1]
+
+
+@pytest.mark.parametrize("x", [X, torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), X.to_mkldnn()])
+def test_a_copy_has_tensors_of_its_own_of_any_layout(x):
+    call = Call((x,), {"x": x}, None)
+    copied = copy.deepcopy(call)
+    assert copied.args[0] is not x
+    assert copied.args[0].layout is copied.kwargs["x"].layout is x.layout
+    assert torch.equal(copied.args[0].to_dense(), x.to_dense())

@@ -32,20 +32,6 @@ def test_holds_the_very_tensors_under_the_same_names_in_the_same_order():
     assert not held.scale.requires_grad
 
 
-@pytest.mark.parametrize("name", ["graph", "report", "meta", "recompile"])
-def test_a_name_the_prepared_model_needs_is_refused(name):
-    net = nn.Module()
-    net.add_module(name, nn.Linear(1, 1)) if name != "recompile" else net.register_buffer(name, torch.ones(1))
-    with pytest.raises(CaptureError, match=f"members called {name}"):
-        hold(net)
-
-
-def test_such_a_name_deeper_down_is_fine():
-    net = nn.Sequential(nn.Module())
-    net[0].graph = nn.Linear(1, 1)
-    assert list(hold(net).state_dict()) == ["0.graph.weight", "0.graph.bias"]
-
-
 def test_constants_of_the_code_become_buffers_outside_the_state():
     root, graph = nn.Module(), fx.Graph()
     captured = nn.Module()
@@ -66,6 +52,7 @@ def test_names():
     assert free_name(root, "a.c") == "a.c"
     assert free_name(root, "new") == "new"
     assert holder(root, "") is root
+    assert holder(root, "qtk_members.a") is root.a
 
 
 class Outer(nn.Module):

@@ -5,9 +5,38 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
+from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CaptureError
+from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
+
+
+class Named(nn.Module):
+    """A net whose members have the given names; the branch on data keeps it from being one graph."""
+
+    def __init__(self, conv, drop, gain, shift, head, *, branches=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self._names, self._branches = (conv, drop, gain, shift, head), branches
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8)
+        self.add_module(conv, nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU6()))
+        self.add_module(drop, nn.Dropout(0.5))
+        self.register_parameter(gain, nn.Parameter(torch.randn(1)))
+        self.register_buffer(shift, torch.randn(8))
+        self.add_module(head, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)))
+
+    def forward(self, x):
+        conv, drop, gain, shift, head = self._names
+        y = self._modules[drop](self._modules[conv](x).mean((2, 3)))
+        if self._branches and y.sum() > 1e9:
+            y = -y
+        return self._modules[head](y * self._parameters[gain] + self._buffers[shift])
+
+
+PLAIN, HIDDEN = "abcde", ("graph", "code", "meta", "report", "leaves")
+"""Names for ``Named`` in the same order; the second are attributes of every ``PreparedGraph``."""
 
 
 def prepared(name):
@@ -96,3 +125,100 @@ def test_compiles_whole():
     for batch in (2, 5):
         assert torch.equal(compiled(entry.inputs(batch)), model(entry.inputs(batch)))
     torch.compiler.reset()
+
+
+def attributes_of_a_prepared_graph():
+    graph = prepare_model(nn.ReLU(), torch.randn(2, 2))
+    names = {*dir(graph), *GRAPH_MODULE_NAMES, "graph", "meta"} - {*dir(nn.Module()), "qtk_members"}
+    return sorted(name for name in names if not name.startswith("__"))
+
+
+class OneOfEach(nn.Module):
+    """One member of a kind for every name."""
+
+    def __init__(self, kind, names):
+        super().__init__()
+        torch.manual_seed(0)
+        self._own = names
+        for name in names:
+            if kind == "module":
+                self.add_module(name, nn.Linear(2, 2))
+            elif kind == "parameter":
+                self.register_parameter(name, nn.Parameter(torch.randn(2, 2)))
+            else:
+                self.register_buffer(name, torch.randn(2, 2), persistent=kind == "buffer")
+        self._kind = kind
+
+    def forward(self, x):
+        for name in self._own:
+            member = self.get_submodule(name) if self._kind == "module" else getattr(self, name)
+            x = member(x) if self._kind == "module" else x @ member
+        return x
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "constant"])
+def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
+    names = attributes_of_a_prepared_graph()
+    assert {"graph", "meta", "report", "variants", "code", "example", "leaves", "recompile", "_code"} <= {*names}
+    net, x = OneOfEach(kind, names).eval(), torch.randn(3, 2)
+    model = prepare_model(net, x)
+    assert type(model).__mro__[1] is PreparedGraph
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in net.named_buffers()]
+    for made in (model, copy.deepcopy(model)):
+        assert torch.equal(made(x), net(x))
+    sites = [*map(str, qtk.QuantSim(net, x).quantizers)]
+    suffix = ".weight" if kind == "module" else ""
+    assert {f"{name}{suffix}" for name in names} <= {*sites}
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+@pytest.mark.parametrize("branches", [False, True])
+def test_hidden_names_change_no_number(config, branches, tmp_path):
+    x, sims = torch.randn(4, 3, 8, 8), []
+    for names in (PLAIN, HIDDEN):
+        sim = qtk.QuantSim(Named(*names, branches=branches).eval(), x, config=config)
+        qtk.equalize_model(sim)
+        qtk.apply_smooth_quant(sim, [x])
+        sim.compute_encodings([x], progress=False)
+        sims.append(sim)
+    plain, hidden = sims
+    renamed = dict(zip(PLAIN, HIDDEN, strict=True))
+    parts = [name.split(".") for name in plain.quantizers]
+    expected = {".".join([renamed.get(first, first), *rest]) for first, *rest in parts}
+    assert {*map(str, hidden.quantizers)} == expected
+    assert torch.equal(hidden.model(x), plain.model(x))
+    hidden.save(tmp_path / "saved")
+    loaded = qtk.QuantSim.load(tmp_path / "saved", Named(*HIDDEN, branches=branches).eval(), x)
+    assert torch.equal(loaded.model(x), plain.model(x))
+
+
+def test_hidden_names_in_training_and_in_new_state():
+    x = torch.randn(4, 3, 8, 8)
+    nets = [Named(*names) for names in (PLAIN, HIDDEN)]
+    plain, hidden = models = [prepare_model(net, x) for net in nets]
+    outputs = []
+    for model in models:
+        torch.manual_seed(1)
+        outputs.append(model.train()(x))
+        outputs[-1].sum().backward()
+    assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), hidden.parameters(), strict=True))
+    state = {name: value + 1 for name, value in nets[1].state_dict().items()}
+    hidden.load_state_dict(state, assign=True)
+    fresh = Named(*HIDDEN).eval()
+    fresh.load_state_dict(state)
+    assert torch.equal(hidden.eval()(x), fresh(x))
+    assert torch.equal(hidden.double()(x.double()), fresh.double()(x.double()))
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_submodules_are_found_by_the_users_names(branches):
+    net = Named(*HIDDEN, branches=branches).eval()
+    model = prepare_model(net, torch.randn(4, 3, 8, 8))
+    assert model.get_submodule("graph.0").weight is net.get_submodule("graph.0").weight
+    assert model.get_submodule("") is model
+    with pytest.raises(AttributeError, match="nowhere"):
+        model.get_submodule("graph.nowhere")
+    with pytest.raises(CaptureError, match="setting 'graph' would have no effect"):
+        prepare_model(Named(*HIDDEN).eval(), torch.randn(4, 3, 8, 8)).graph = nn.Linear(2, 2)

@@ -182,3 +182,32 @@ def test_one_tensor_passed_twice_is_two_inputs():
     prepared = qtk.prepare_model(model, {"x": x, "pair": [x, x], "extra": x})
     x, a, b, extra = torch.randn(4, 5, 4)
     assert torch.equal(prepared(x=x, pair=[a, b], extra=extra), model(x, [a, b], extra=extra))
+
+
+class Held(nn.Module):
+    """A linear layer beside a tensor that no graph can hold: a buffer, or the input."""
+
+    def __init__(self, table=None):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        if self.table is None:
+            return self.fc(x.dequantize())
+        return self.fc(x) @ self.table.dequantize() if self.table.is_quantized else self.table @ self.fc(x)
+
+
+QUINT8 = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 128, torch.quint8)
+
+
+@pytest.mark.parametrize(("net", "x", "named"), [
+    (Held(), QUINT8, "input 0 is quint8, and torch cannot trace quantized tensors; give it dequantized"),
+    (Held(QUINT8), torch.randn(4, 4), "buffer table is quint8"),
+    (Held(torch.eye(4).to_sparse()), torch.randn(4, 4), "aten.mm.default"),
+])
+def test_tensors_that_cannot_be_traced_are_named_and_the_layers_beside_them_quantized(net, x, named):
+    sim = qtk.QuantSim(net, x)
+    assert "fc.weight" in sim.quantizers
+    assert sim.model.report.parts[0].rung == "python"
+    assert named in sim.model.report.parts[0].reason

@@ -42,3 +42,15 @@ def test_what_acts_can_be_set():
     engine.start()
     engine.hours = 7
     assert (engine.running, engine.hours, engine.power) == (True, 7, 3)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Racer(Engine):
+        def __init__(self, *args, team, **settings):
+            self.team = team
+            super().__init__(*args, **settings)
+
+    racer = Racer(3, team="blue")
+    assert (racer.power, racer.fuel, racer.team) == (3, "diesel", "blue")
+    with pytest.raises(ConfigError, match="settled when the Racer is made"):
+        racer.team = "red"

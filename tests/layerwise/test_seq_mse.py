@@ -177,9 +177,9 @@ def test_no_stored_scale_is_worse_than_the_present(name):
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(CalibrationError, match="num_candidates ≥ 1, got 0"):
+    with pytest.raises(CalibrationError, match="num_candidates of seq_mse must be an integer from 1 to 10000, got 0"):
         SeqMse(num_candidates=0)
-    with pytest.raises(ConfigError, match="num_candidates ≥ 1"):
+    with pytest.raises(ConfigError, match="num_candidates of seq_mse must be an integer from 1"):
         method("seq_mse(num_candidates=0)")
 
 

@@ -147,18 +147,17 @@ def test_experts_have_scales_of_their_own():
     assert granularities == {"shared": "per_channel(axis=1)", "experts": "per_block(1, -1, 1)"}
 
 
-@pytest.mark.parametrize(("name", "sizes"), [
-    ("grouped_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
-    ("gathered_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
-    ("dispatched_experts", {"up": (1, 1, -1), "down": (1, 1, -1)}),
-])
-def test_experts_have_a_scale_for_every_channel_of_every_expert(name, sizes):
+EXPERTS = [name for name in ZOO if name.endswith("_experts")]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
     entry = ZOO[name]
     decided = by_name(plan_of(entry.model(), entry.inputs(), PER_CHANNEL))
-    assert {site: decided[site].spec.granularity.sizes for site in sizes} == sizes
+    assert [decided[site].spec.granularity.sizes for site in ("up", "down")] == [(1, 1, -1), (1, 1, -1)]
 
 
-@pytest.mark.parametrize("name", ["grouped_experts", "gathered_experts", "dispatched_experts"])
+@pytest.mark.parametrize("name", EXPERTS)
 def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
     entry = ZOO[name]
     sim = qtk.QuantSim(entry.model(), entry.inputs(), activation_bits=None, weight_bits=4)
@@ -178,7 +177,7 @@ def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
 
 def test_blocks_of_experts_do_not_cross_from_one_to_the_next():
     blocks = {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 8}}}
-    entry = ZOO["grouped_experts"]
+    entry = ZOO["dispatched_experts"]
     assert by_name(plan_of(entry.model(), entry.inputs(), blocks))["up"].spec.granularity == PerBlock((1, 1, 8))
 
 

@@ -181,3 +181,12 @@ def test_complex_numbers_apart_from_weights_stay_as_they_are():
             return super().forward(torch.fft.fft(x).real)
 
     assert list(qtk.QuantSim(Filter(4, 2), torch.randn(3, 4)).quantizers) == ["real:out", "weight", "linear:out"]
+
+
+def test_an_op_with_weights_on_a_sparse_input_is_named():
+    class Sparse(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight
+
+    with pytest.raises(CaptureError, match=r"matmul:out: aten.matmul.* reads sparse_csr .*x:input.* module of its own"):
+        qtk.QuantSim(Sparse(4, 4), torch.randn(3, 4).to_sparse_csr())

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
@@ -446,3 +447,13 @@ def test_a_mode_is_a_mode():
     with pytest.raises(EncodingError, match=r"fc.weight: mode must be a qtk.Mode, BYPASS, .* got 'simulate'"):
         quantizer.mode = "simulate"
     assert quantizer.mode is Mode.BYPASS
+
+
+def test_libraries_may_wrap_forward():
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.randn(3, 4))
+    sim.compute_encodings([torch.randn(3, 4)], progress=False)
+    quantizer, seen = sim.quantizers["input:input"], []
+    original = quantizer.forward
+    quantizer.forward = lambda *args: seen.append(args) or original(*args)
+    sim.model(torch.randn(3, 4))
+    assert len(seen) == 1

@@ -196,23 +196,23 @@ def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch)
     ("initializer", "change", "said"),
     [
         ("0.weight.codes", lambda array: array + (array < 100), "the stored integers are not those of the simulation"),
-        ("qtk_quantizers.0.weight.scale", lambda array: array * 2, r"scale\[0\] is"),
-        ("qtk_quantizers.1:out.zero_point", lambda array: array + 1, r"zero_point\[0\] is"),
-        ("qtk_quantizers.input:input.scale", lambda array: array * np.float32(1 + 2**-23), r"scale\[0\] is"),
+        ("0.weight.scale", lambda array: array * 2, r"scale\[0\] is"),
+        ("1:out.zero_point", lambda array: array + 1, r"zero_point\[0\] is"),
+        ("input:input.scale", lambda array: array * np.float32(1 + 2**-23), r"scale\[0\] is"),
     ],
 )
 def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said, sim, tmp_path, monkeypatch):
     def write(graph, call, path, **rest):
         original(graph, call, path, **rest)
         model = onnx.load(path)
-        (tensor,) = (each for each in model.graph.initializer if each.name in {initializer, initializer[:-6]})
+        (tensor,) = (each for each in model.graph.initializer if each.name == initializer.removesuffix(".codes"))
         array = onnx.numpy_helper.to_array(tensor)
         tensor.CopyFrom(onnx.numpy_helper.from_array(change(array).astype(array.dtype), tensor.name))
         onnx.save(model, path)
 
     original = qdq.export
     monkeypatch.setattr(qdq, "export", write)
-    site = re.escape(re.sub(r"^qtk_quantizers\.|\.(codes|scale|zero_point)$", "", initializer))
+    site = re.escape(re.sub(r"\.(codes|scale|zero_point)$", "", initializer))
     with pytest.raises(ExportError, match=rf"model\.onnx read back differs .*: {site}: {said}.* nothing was written"):
         export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx")
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import threading
 
 import pytest
 import torch
@@ -384,3 +385,21 @@ def test_no_module_to_exclude_from_a_prepared_model_may_be_an_iterator():
     assert prepare_model(prepared, torch.randn(3, 4), modules_to_exclude=iter([])) is prepared
     traced = prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), modules_to_exclude=iter(["0"]))
     assert "0.weight" not in qtk.QuantSim(traced, torch.randn(3, 4)).quantizers
+
+
+def test_what_cannot_be_copied_is_an_error_that_names_the_way_out():
+    class Locked(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    net, x = Locked(nn.Linear(4, 4)), torch.randn(3, 4)
+    net.lock = threading.Lock()
+    with pytest.raises(CaptureError, match=r"the model cannot be copied: .*lock.*; pass in_place=True"):
+        qtk.QuantSim(net, x)
+    assert "0.weight" in qtk.QuantSim(net, x, in_place=True).quantizers
+
+
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(CaptureError, match="Linear takes or returns nested tensors; pad them"):
+        prepare_model(nn.Linear(4, 4), x)

@@ -9,7 +9,7 @@ import qtk
 from qtk.demo.digits import load_digits_split
 from qtk.demo.models import build
 from qtk.demo.train import top1
-from qtk.errors import CalibrationError, CaptureError, ConfigError, QtkError
+from qtk.errors import ArgumentError, CalibrationError, CaptureError, ConfigError, QtkError
 from qtk.graph.insert import remove
 from qtk.numerics.error import sqnr_db
 
@@ -164,8 +164,8 @@ NAN = torch.full((16, WIDTH), torch.nan)
         (ConfigError, r"alpha must be a number from 0 to 1, or 'auto'; got 1.5", None, {"alpha": 1.5}),
         (ConfigError, "got -0.1", None, {"alpha": -0.1}),
         (ConfigError, "got nan", None, {"alpha": math.nan}),
-        (ConfigError, "got 'best'", None, {"alpha": "best"}),
-        (ConfigError, "got True", None, {"alpha": True}),
+        (ArgumentError, "got 'best'", None, {"alpha": "best"}),
+        (ArgumentError, "got True", None, {"alpha": True}),
         (CalibrationError, "batch 1: .*: NaN or infinity in the data", [torch.randn(16, WIDTH), NAN], {}),
         (QtkError, "batch 0", [torch.randn(16, WIDTH + 1)], {}),
         (CalibrationError, "no batches", [], {}),

@@ -9,6 +9,19 @@ from torch import Tensor, nn
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 32, 4, 2
 
 
+def _traces_grouped_products() -> bool:
+    """Whether torch can trace grouped products of float32; torch 2.11 can those of bfloat16 alone."""
+    x, stack = torch.empty(4, 16, device="meta"), torch.empty(2, 16, 16, device="meta")
+    try:
+        F.grouped_mm(x, stack, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True
+
+
+TRACES_GROUPED_PRODUCTS = _traces_grouped_products()
+
+
 class _Experts(nn.Module):
     """A router and two stacks of weights ``[experts, out, in]``; the first expert's weights are 50 times the last's."""
 

@@ -53,7 +53,8 @@ _add("masked_fill", attention.MaskedFill,
      lambda batch: {"hidden_states": torch.randn(batch, 5, 16), "attention_mask": torch.ones(batch, 5).triu(-1)})
 _add("torch_encoder_layer", attention.Torchs, sequences())
 
-_add("grouped_experts", experts.GroupedExperts, vectors(experts.WIDTH))
+if experts.TRACES_GROUPED_PRODUCTS:
+    _add("grouped_experts", experts.GroupedExperts, vectors(experts.WIDTH))
 _add("gathered_experts", experts.GatheredExperts, vectors(experts.WIDTH))
 _add("dispatched_experts", experts.DispatchedExperts, vectors(experts.WIDTH))
 

@@ -8,14 +8,17 @@ import onnx_ir as ir
 from torch import fx
 
 from qtk.graph.sites import OP, OWNER, join, label
+from qtk.graph.targets import path_of
 
 
 def name_nodes(model: ir.Model) -> None:
     """Names every node whose origin torch's exporter recorded ``<op>/<kind>``: ``blocks.0.attn.qkv/MatMul``. In place.
 
     An op may become several nodes; those of one kind are numbered. Constants lose their names, which would only take
-    room; other nodes keep theirs.
+    room; other nodes keep theirs. Parameters have the names of the original model.
     """
+    for value in list(model.graph.initializers.values()):
+        value.name = path_of(value.name)
     counts: Counter[str] = Counter()
     for node in model.graph.all_nodes():
         if node.op_type == "Constant":

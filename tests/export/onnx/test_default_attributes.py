@@ -1,10 +1,10 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 from qtk.export.onnx.default_attributes import drop_default_attributes
+from qtk.export.onnx.session import create_session
 
 DEFAULTS = {"auto_pad": "NOTSET", "group": 1, "dilations": [1, 1], "strides": [1, 1], "pads": [0, 0, 0, 0]}
 
@@ -27,7 +27,7 @@ def without_defaults(model):
 
 def run(model):
     x = np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)
-    return onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+    return create_session(model.SerializeToString())[0].run(None, {"x": x})[0]
 
 
 @pytest.mark.parametrize("other", [

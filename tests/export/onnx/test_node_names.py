@@ -33,3 +33,20 @@ def test_nodes_are_named_after_the_ops_of_the_model(tmp_path):
 ])
 def test_the_op_is_read_back(name, op):
     assert op_of(name) == op
+
+
+def test_parameters_have_the_users_names(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("graph", nn.Linear(8, 8))
+            self.register_parameter("code", nn.Parameter(torch.randn(8)))
+
+        def forward(self, x):
+            return self.graph(x) * self.code
+
+    inputs = torch.randn(2, 8)
+    export(simulate(Net(), inputs), inputs, tmp_path / "model.onnx")
+    names = {value.name for value in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert {"graph.bias", "code"} <= {name.partition("/")[0] for name in names}
+    assert not any("qtk_members" in name for name in names)

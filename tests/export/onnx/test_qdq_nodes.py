@@ -99,6 +99,6 @@ def test_biases_in_int32_store_no_zero_points(tmp_path):
     exported(Convolutions(nn.ReLU()), torch.randn(2, 3, 8, 8), tmp_path / "out")
     graph = onnx.load(tmp_path / "out" / "model.onnx").graph
     inputs = {node.name: list(node.input) for node in graph.node if node.op_type == "DequantizeLinear"}
-    assert {name: len(inputs[name]) for name in ("up.bias", "up.weight")} == {"up.bias": 2, "up.weight": 3}
+    assert len(inputs["up.bias"]) == 2
     assert not any("bias.zero_point" in tensor.name for tensor in graph.initializer)
     assert optimized_kinds(tmp_path / "out")["QLinearConv"] == 2
