@@ -33,8 +33,14 @@ MARK = "__qtk_public__"
 """Attribute of a public function: a function that returns the annotations it checks."""
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "safetensors", "pydantic", "pydantic_core", "yaml", "tqdm",
-             "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer"}
+             "triton", "sympy", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "rich", "typer"}
 """Packages that qtk calls; an error in them is of who called them."""
+
+MODEL_CODE: set[types.CodeType] = set()
+"""The code of functions that ``runs_model`` marks."""
+
+MODEL_PACKAGE, GRAPH_FILE = "qtk.nn.", "eval_with_key"
+"""Modules that models are made of, and the name of the files of code that torch generates for graphs."""
 
 NOT_OURS = (QtkError, MemoryError, torch.OutOfMemoryError, Warning)
 
@@ -79,6 +85,12 @@ def public(entry: T) -> T:
     return entry
 
 
+def runs_model(function: T) -> T:
+    """Marks a function that calls a model, or acts as one: what is raised in it is of the model or its inputs."""
+    MODEL_CODE.add(function.__code__)
+    return function
+
+
 def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
@@ -104,7 +116,7 @@ def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         except NOT_OURS:
             raise
         except Exception as error:
-            if (place := _raised_by_us(error)) is None:
+            if (place := raised_by_us(error)) is None:
                 raise
             raise InternalError(f"{name} failed in {place}: {type(error).__name__}: {error}; this is a defect of qtk, "
                                 "please report it with this traceback; nothing is known of the state of what it was "
@@ -204,13 +216,19 @@ def _shown(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
-def _raised_by_us(error: BaseException) -> str | None:
-    """File and line where qtk's own code raised an error, or called a library that did; ``None`` if other code did."""
+def raised_by_us(error: BaseException) -> str | None:
+    """File and line where qtk's own code raised an error, or called a library that did; ``None`` if other code did.
+
+    Code of a model is other code, qtk's modules and captured graphs too.
+    """
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package == "qtk":
-            file = frame.f_code.co_filename
+        name, code = str(frame.f_globals.get("__name__", "")), frame.f_code
+        package = name.partition(".")[0]
+        if code in MODEL_CODE or name.startswith(MODEL_PACKAGE) or GRAPH_FILE in code.co_filename:
+            place = None
+        elif package == "qtk":
+            file = code.co_filename
             place = f"{os.path.join('qtk', file.rpartition(f'{os.sep}qtk{os.sep}')[2])}:{line}"
         elif package not in LIBRARIES and package:
             place = None

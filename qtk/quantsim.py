@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -283,8 +283,8 @@ class QuantSim(Settled):
         return compare(self._simulation, data, forward=forward, num_batches=num_batches, progress=progress)
 
     def export(
-        self, directory: str | os.PathLike[str], *, formats: Sequence[str] = ("encodings", "onnx"), force: bool = False,
-        opset: int | None = None,
+        self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
+        force: bool = False, opset: int | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -305,7 +305,7 @@ class QuantSim(Settled):
 
         Args:
             directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
-            formats: names from ``qtk.EXPORTERS``.
+            formats: names, or one name, from ``qtk.EXPORTERS``.
             force: replace an existing directory.
             opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
 

@@ -15,7 +15,7 @@ from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import recipe, verify
 from qtk.errors import ArgumentError, InternalError, SpecError
-from qtk.public import MARK, fits, public
+from qtk.public import MARK, fits, public, runs_model
 from qtk.quantsim import QuantSim
 
 X = torch.randn(4, 8)
@@ -86,7 +86,7 @@ def sim() -> QuantSim:
     (lambda: sim().compute_encodings([X], num_batches=1.5), "num_batches must be an int or None, got 1.5"),
     (lambda: sim().compute_encodings([X], forward=3), "forward must be .*function or None, got 3"),
     (lambda: sim().compute_encodings([X], progress="no"), "progress must be a bool, got 'no'"),
-    (lambda: sim().export("x", formats=3), "QuantSim.export: formats must be a sequence of str, got 3"),
+    (lambda: sim().export("x", formats=3), "QuantSim.export: formats must be an iterable of str or str, got 3"),
     (lambda: sim().export("x", force="no"), "QuantSim.export: force must be a bool, got 'no'"),
     (lambda: sim().export(3), "QuantSim.export: directory must be a str or path, got 3"),
     (lambda: sim().save(None), "QuantSim.save: directory must be a str or path, got None"),
@@ -115,6 +115,14 @@ def test_numbers_of_numpy_are_numbers():
     sim().compute_encodings([X, X], num_batches=numpy.int64(1), progress=False)
 
 
+@pytest.mark.parametrize("formats", [{"encodings"}, {"encodings": 1}.keys(), iter(["encodings"]), "encodings"])
+def test_formats_may_be_any_iterable_or_one_name(tmp_path, formats):
+    calibrated = sim()
+    calibrated.compute_encodings([X], progress=False)
+    calibrated.export(tmp_path / "out", formats=formats)
+    assert (tmp_path / "out" / "encodings.json").exists()
+
+
 @public
 def fails(callback: Callable[[], object]) -> object:
     return callback()
@@ -124,6 +132,35 @@ def test_what_qtk_raises_by_mistake_is_named_a_defect(monkeypatch):
     monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
     with pytest.raises(InternalError, match=r"fails failed in .*: KeyError: 'a'; .*a defect of qtk, please report"):
         fails(lambda: {}["a"])
+
+
+@public
+def evaluates(model: nn.Module) -> object:
+    return runs(model)
+
+
+@runs_model
+def runs(model):
+    return model(X)
+
+
+def test_what_a_model_that_qtk_runs_raises_keeps_its_own_error(monkeypatch):
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    graph = torch.fx.symbolic_trace(nn.Linear(5, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        evaluates(graph)
+    assert not isinstance(caught.value, InternalError)
+    with pytest.raises(InternalError, match="AttributeError"):
+        fails(lambda: X.nothing)
+
+
+@pytest.mark.parametrize("library", ["triton.runtime", "sympy.core", "torch.nn"])
+def test_an_error_in_a_library_is_of_who_called_it(monkeypatch, library):
+    scope = {"__name__": library}
+    exec("def compiles(): raise RuntimeError('out of resource')", scope)
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    with pytest.raises(InternalError, match="out of resource"):
+        fails(scope["compiles"])
 
 
 def test_what_other_code_raises_keeps_its_own_error():

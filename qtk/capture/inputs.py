@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from qtk.capture.calls import Call
 from qtk.errors import CaptureError
+from qtk.public import runs_model
 from qtk.torch_private import call_structure, flatten_as, pytree
 
 ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -36,6 +37,7 @@ def split_inputs(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise CaptureError(f"example_inputs must be a tensor, a tuple or a dict, got {type(batch).__name__}")
 
 
+@runs_model
 def as_captured(
     graph: fx.Graph, signature: inspect.Signature | None, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -19,6 +19,7 @@ from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
 from qtk.nn.fast_path import fast_path_off
+from qtk.public import runs_model
 from qtk.torch_private import MODULE_TABLES, pytree
 
 REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
@@ -149,6 +150,7 @@ class PreparedTree(PreparedModel):
         else:
             self.__dict__.update({name: parent.__dict__[name] for name in MODULE_TABLES})
 
+    @runs_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own ``forward``."""
         self._parent.training = self.training
@@ -159,6 +161,7 @@ class PreparedTree(PreparedModel):
         with fast_path_off():  # it would skip the islands
             return self._parent(*args, **kwargs)
 
+    @runs_model
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

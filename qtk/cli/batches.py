@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
-from qtk.cli.imported import RAISED, called, what_it_did
+from qtk.cli.imported import called, what_it_did
 from qtk.errors import ConfigError
-from qtk.workflow.forward_pass import Batch
+from qtk.workflow.forward_pass import Batch, length_of, read
 
-MOST_BATCHES = 10_000
-"""Batches taken of a source without a length, which may be endless."""
+MANY_BATCHES = 10_000
+"""Batches of a source without a length after which a warning says that it may be endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Batches:
     Args:
         locator: ``module:callable``.
         where: the key in the recipe, for messages.
-        num_batches: how many are taken; ``None``: all, and at most ``MOST_BATCHES`` of a source without a length.
+        num_batches: how many are taken; ``None``: all.
     """
 
     locator: str
@@ -32,35 +32,26 @@ class Batches:
         """The batches of one pass, and their number if the source has a length or ``num_batches`` says it.
 
         Raises: ConfigError if the source cannot be called or is not an iterable; during iteration, if a batch is not a
-            pair, there are no batches, or there is no end of them.
+            pair, or there are no batches. Warns if a source without a length may have no end.
         """
         source = called(self.locator, where=self.where)
         if not isinstance(source, Iterable):
             raise ConfigError(f"{self.where}: {self.locator}() returned a {type(source).__name__}; "
                               "it must return an iterable of batches (inputs, label)")
-        known = [number for number in (len(source) if isinstance(source, Sized) else None, self.num_batches) if
-                 number is not None]
-        count = min(known, default=None)
-        return self._pairs(islice(source, self.num_batches), is_finite=bool(known)), count
+        count = min((number for number in (length_of(source), self.num_batches) if number is not None), default=None)
+        batches = read(source, self.num_batches, unreadable=self._unreadable)
+        return self._pairs(batches, is_finite=count is not None), count
 
-    def _read(self, source: Iterable[object]) -> Iterator[object]:
-        """The elements of ``source``. Raises: ConfigError if it does."""
-        try:
-            yield from source
-        except GeneratorExit:
-            raise
-        except ConfigError:
-            raise
-        except RAISED as error:
-            raise ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}") from error
+    def _unreadable(self, index: int, error: BaseException) -> ConfigError:
+        return ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}")
 
-    def _pairs(self, source: Iterable[object], *, is_finite: bool) -> Iterator[tuple[Batch, object]]:
+    def _pairs(self, batches: Iterable[object], *, is_finite: bool) -> Iterator[tuple[Batch, object]]:
         count = 0
-        for count, batch in enumerate(self._read(source), start=1):
-            if count > MOST_BATCHES and not is_finite:
-                raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {MOST_BATCHES} "
-                                  "batches; if it never ends, say how many to take (data.num_batches, "
-                                  "data.num_evaluation_batches)")
+        for count, batch in enumerate(batches, start=1):
+            if count == MANY_BATCHES + 1 and not is_finite:
+                warnings.warn(f"{self.where}: {self.locator} has no length and gave {MANY_BATCHES} batches so far; if "
+                              "it never ends, stop, and say how many to take (data.num_batches, "
+                              "data.num_evaluation_batches)", stacklevel=2)
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 shown = f"{len(batch)} elements" if isinstance(batch, (tuple, list)) else f"type {type(batch).__name__}"
                 raise ConfigError(f"{self.where}: batch {count - 1} of {self.locator} has {shown}; "

@@ -68,7 +68,7 @@ def inspect(
         if library_shape is None:
             raise ConfigError(f"{model}: its input shape is not known; give --input-shape, as in 1,3,224,224")
         shapes = [(library_shape, torch.float32)]
-    examples = tuple(example_input(*shape).to("meta" if meta else "cpu") for shape in shapes)
+    examples = tuple(example_input(*shape, device="meta" if meta else "cpu") for shape in shapes)
     with console.status("capturing"):
         sim = QuantSim(module, examples, weight_bits=weight_bits, activation_bits=activation_bits, config=config)
     console.print(str(sim.model.report), markup=False, highlight=False)
@@ -98,7 +98,7 @@ def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
     return shape, DTYPES[name]
 
 
-def example_input(shape: Shape, dtype: torch.dtype) -> Tensor:
+def example_input(shape: Shape, dtype: torch.dtype, *, device: str = "cpu") -> Tensor:
     """Normally distributed values for a floating dtype, else zeros.
 
     Raises: ConfigError if there are more than 2³¹, or there is no memory for them.
@@ -111,7 +111,9 @@ is memory for; give the shape of one batch
     elements, cause = math.prod(shape), None
     if elements <= MOST_ELEMENTS:
         try:
-            return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+            if dtype.is_floating_point:
+                return torch.randn(shape, device=device).to(dtype)
+            return torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             cause = error
     raise ConfigError(f"input_shape {shape} has {elements:,} elements, more than 2³¹ or than there is memory for; give "

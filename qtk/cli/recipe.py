@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +28,6 @@ from qtk.workflow.transforms import transform
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=80)]
 """A name that is used for folders and keys."""
-
-Size = Annotated[int, Field(ge=1, strict=True)]
 
 RecipeWidth = Annotated[
     Annotated[FromConfig, Tag(UNION_TAGS[0])] | Annotated[Bits | None, Tag(UNION_TAGS[1])],
@@ -56,7 +55,7 @@ class ModelEntry(_Part):
     name: Name
     model: str
     weights: str | None = None
-    input_shape: Annotated[tuple[Size, ...], Field(min_length=1)] | None = None
+    input_shape: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     exclude: Names = ()
 
 
@@ -169,11 +168,12 @@ class Recipe(_Part):
 
 
 @public
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Reads and checks a recipe; relative paths in it are resolved against its folder first.
 
     Raises: ConfigError with the file and the key path of each mistake.
     """
+    path = Path(path)
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist; give the path of a YAML file, or none for the digits")
     recipe = validate(Recipe, read_file(path), source=str(path))

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qtk.errors import ExportError
-from qtk.export.atomic import staged_directory
+from qtk.export.atomic import locked, staged_directory
 from qtk.report.summary import FLOAT, SUMMARY_JSON, SUMMARY_TXT, Score, Summary
 
 
@@ -19,7 +19,8 @@ class Results:
     """A context in which settings are finished, and written, one after the other.
 
     The directory appears with the first finished setting; until then an older one stays. A setting is there with all
-    its files or not at all, and one that fails does not take the others with it.
+    its files or not at all, and one that fails does not take the others with it. While the context lasts, no other run
+    replaces the directory.
 
     Args:
         directory: where the results will be: ``<model>/<setting>/``, and the summaries if there is a metric.
@@ -35,7 +36,7 @@ class Results:
         self._metric = metric
         self._scores: dict[str, dict[str, Score]] = {}
         self._failures: dict[str, dict[str, Exception]] = {}
-        self._stack = ExitStack()
+        self._stack, self._lock = ExitStack(), ExitStack()
         self._published = False
 
     def __enter__(self) -> Results:
@@ -43,6 +44,7 @@ class Results:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._lock.close()
         if self._published:
             return
         if error is None:
@@ -91,6 +93,7 @@ class Results:
     def _publish(self) -> None:
         self._write_summary()
         if not self._published:
+            self._lock.enter_context(locked(self._root))  # the lock goes with the directory when it is renamed
             self._stack.close()
             self._root, self._published = self._directory, True
 

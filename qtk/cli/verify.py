@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -19,12 +20,12 @@ COLORS = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "red"}
 
 @public
 def verify(
-    directory: Path,
+    directory: str | os.PathLike[str],
     console: Console,
     *,
     data: str | None = None,
     num_batches: int | None = None,
-    float_export: Path | None = None,
+    float_export: str | os.PathLike[str] | None = None,
     runtime: str = "onnxruntime",
     turns: int = 30,
     as_json: bool = False,
@@ -45,8 +46,9 @@ def verify(
 
     Raises: QtkError if a file or the data cannot be read.
     """
-    beside = directory.resolve().parent / FLOAT
-    if float_export is None and beside.is_dir() and beside != directory.resolve():
+    verified = Path(directory).resolve()
+    beside = verified.parent / FLOAT
+    if float_export is None and beside.is_dir() and beside != verified:
         float_export = beside
     batches = None
     if num_batches is not None and num_batches < 1:

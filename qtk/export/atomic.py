@@ -34,7 +34,7 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
 
     Args:
         target: the directory to create; missing parents are created too.
-        force: replace a directory that an earlier call made, with everything in it.
+        force: replace a directory that an earlier call made, with everything in it, unless its run still goes on.
 
     Raises: ExportError if ``target`` exists and ``force`` is off or qtk did not write it, if it is not a directory or
         contains the working directory, if its parent is not writable, its name too long or the disk full; another
@@ -48,13 +48,14 @@ def staged_directory(target: str | os.PathLike[str], *, force: bool = False) -> 
     made: list[Path] = []
     stage = _beside(target, PART)
     try:
-        with _errors_of_disk(target):
-            _recover(target)
-            _refuse_unless_free(target, force=force)
-            _make_parents(target, made)
-            target.is_symlink()  # raises now, not at the end, if the name is too long
-            stage.mkdir()
-        with locked(stage):
+        with contextlib.ExitStack() as stack:
+            with _errors_of_disk(target):
+                _recover(target)
+                _refuse_unless_free(target, force=force)
+                _make_parents(target, made)
+                target.is_symlink()  # raises now, not at the end, if the name is too long
+                stage.mkdir()
+                stack.enter_context(locked(stage))
             try:
                 yield stage
             except OSError as error:
@@ -84,6 +85,8 @@ def _refuse_unless_free(target: Path, *, force: bool) -> None:
     if target.exists() and not (target / MARKER).is_file() and any(target.iterdir()):
         raise ExportError(f"{target} holds files that qtk did not write (it has no {MARKER}), and force replaces only "
                           "what qtk wrote; choose another directory, or empty this one")
+    if target.exists() and _is_locked(target):
+        raise ExportError(f"{target} is being written by another run; wait for its end, or choose another directory")
     with contextlib.suppress(FileNotFoundError):  # deleted: then it is in no target
         cwd = Path.cwd()
     if cwd is not None and cwd.is_relative_to(target):
@@ -144,7 +147,7 @@ def _recover(target: Path) -> None:
             if path.suffix == f".{OLD}" and not target.exists():
                 path.rename(target)
                 warnings.warn(f"{target} was being replaced when the process was killed: it is back", stacklevel=4)
-            elif _is_abandoned(path):
+            elif _is_locked(path) is False:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -162,17 +165,19 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_abandoned(directory: Path) -> bool:
-    """Whether no process holds a lock on ``directory``."""
+def _is_locked(directory: Path) -> bool | None:
+    """Whether a process holds a lock on ``directory``; ``None`` on a file system without locks."""
     import fcntl  # loaded here: it is of Unix alone
 
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
+    except BlockingIOError:
         return True
+    except OSError:
+        return None
+    else:
+        return False
     finally:
         os.close(descriptor)
 

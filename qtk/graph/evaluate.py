@@ -9,8 +9,10 @@ from torch import fx
 
 from qtk.graph.insert import quantizer_called
 from qtk.graph.targets import attribute
+from qtk.public import runs_model
 
 
+@runs_model
 def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quantizer: bool = False) -> Any:
     """Evaluates one ``get_attr``, ``call_function`` or ``call_module`` node.
 

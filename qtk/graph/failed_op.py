@@ -50,4 +50,7 @@ def _tensor_text(tensor: Tensor) -> str:
     text = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
         return text
-    return f"{text} of {int(tensor.min())}…{int(tensor.max())}"
+    try:
+        return f"{text} of {int(tensor.min())}…{int(tensor.max())}"
+    except RuntimeError:  # after an assertion on a GPU, of a dtype without a minimum, on meta
+        return text

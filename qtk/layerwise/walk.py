@@ -33,6 +33,7 @@ from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
+from qtk.public import NOT_OURS, raised_by_us
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
 """Which inputs the output error of a layer is measured on: the float model's for the float weight and the quantized
@@ -285,7 +286,11 @@ def _naming(batch: int, call: Call) -> Iterator[None]:
         yield
     except QtkError as error:
         raise type(error)(f"batch {batch}: {error}") from None
+    except NOT_OURS:
+        raise
     except Exception as error:  # whatever a model raises
+        if raised_by_us(error):
+            raise
         inputs, op = leaves_text((call.args, call.kwargs)), failed_op(error)
         where = f" at {op}" if op else ""
         message = f"batch {batch} ({inputs}) does not run{where}: {type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -55,7 +55,7 @@ def export(
     directory: str | os.PathLike[str],
     *,
     check: Callable[[], None],
-    formats: Sequence[str] = ("encodings", "onnx"),
+    formats: Iterable[str] | str = ("encodings", "onnx"),
     force: bool = False,
     opset: int | None = None,
 ) -> None:
@@ -69,7 +69,7 @@ def export(
         example_inputs: a tensor, tuple or dict the model runs on.
         directory: the new directory.
         check: is called first and raises if the simulation must not be exported.
-        formats: names from ``EXPORTERS``.
+        formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
 
@@ -77,11 +77,10 @@ def export(
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
         ``check`` raises.
     """
-    if isinstance(formats, str):
-        formats = (formats,)
-    if not formats:
+    names = [formats] if isinstance(formats, str) else list(formats)
+    if not names:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
-    exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, formats)}
+    exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if opset is not None:
         if "onnx" not in exporters:
             raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "

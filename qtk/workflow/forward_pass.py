@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.graph.failed_op import failed_op
 from qtk.nn.eval_mode import evaluating
+from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 
 Batch: TypeAlias = object
@@ -29,6 +30,7 @@ Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 """Batches, or a function that runs the model over its own data."""
 
 
+@runs_model
 def run_batch(model: nn.Module, batch: Batch) -> object:
     """``model(batch)`` for a tensor, ``model(*batch)`` for a tuple or list, ``model(**batch)`` for a mapping.
 
@@ -69,19 +71,23 @@ def outputs(
             f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got {type(data).__name__}"
         )
     run = forward or run_batch
-    total = min((len(data) if isinstance(data, Sized) else num_batches) or 0, num_batches or 2**62) or None
-    batches = _read(itertools.islice(data, num_batches))
+    total = min((number for number in (length_of(data), num_batches) if number is not None), default=None)
+    batches = read(data, num_batches)
     seen = 0
     with caching(model):
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             with TRACING, evaluating(model), torch.no_grad():
                 try:
-                    output = run(model, batch)
+                    output = _called(run, model, batch)
                 except ended_by:
                     output = None
                 except QtkError as error:
                     raise type(error)(f"batch {index}: {error}") from None
+                except NOT_OURS:
+                    raise
                 except Exception as error:  # whatever a model or a user's forward raises
+                    if raised_by_us(error):
+                        raise
                     raise CalibrationError(_refused(index, batch, error, forward)) from error
             seen += 1
             yield output
@@ -108,10 +114,12 @@ def run_all(
     if callable(data) and not isinstance(data, Iterable):
         with TRACING, caching(model), evaluating(model), torch.no_grad():
             try:
-                data(model)
-            except QtkError:
+                _called(data, model)
+            except NOT_OURS:
                 raise
             except Exception as error:
+                if raised_by_us(error):
+                    raise
                 op = failed_op(error)
                 at = f", at {op}" if op else ""
                 raise CalibrationError(f"data(model) raised {type(error).__name__}{at}: {error}") from error
@@ -123,21 +131,54 @@ def run_all(
         pass
 
 
-def _read(data: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches of ``data``. Raises: CalibrationError naming the batch whose loader fails."""
-    source, index = iter(data), 0
-    while True:
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
-        except QtkError:
-            raise
-        except Exception as error:
-            message = f"batch {index} of the data cannot be read: {type(error).__name__}: {error}"
-            raise CalibrationError(message) from error
-        yield batch
-        index += 1
+def length_of(data: object) -> int | None:
+    """``len(data)``; ``None`` if it has none, as a ``DataLoader`` over an ``IterableDataset``, which is ``Sized``.
+
+    >>> length_of([1, 2]), length_of(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _unreadable(index: int, error: BaseException) -> QtkError:
+    return CalibrationError(f"batch {index} of the data cannot be read: {type(error).__name__}: {error}")
+
+
+def read(
+    data: Iterable[Batch],
+    num_batches: int | None = None,
+    *,
+    unreadable: Callable[[int, BaseException], QtkError] = _unreadable,
+) -> Iterator[Batch]:
+    """The batches of ``data``, or the first ``num_batches``.
+
+    >>> list(read([1, 2, 3], 2))
+    [1, 2]
+
+    Args:
+        data: the batches.
+        num_batches: how many of them; no more are read.
+        unreadable: from the index of a batch and what the loader raised to the error.
+
+    Raises: ``unreadable(index, error)``, a CalibrationError that names the batch, if the loader fails or cannot start.
+    """
+    index = 0
+    try:
+        for batch in itertools.islice(data, num_batches):
+            yield batch
+            index += 1
+    except NOT_OURS:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a loader does; sys.exit would end the run without a word
+        raise unreadable(index, error) from error
+
+
+@runs_model
+def _called(run: Callable[..., object], *arguments: object) -> object:
+    return run(*arguments)
 
 
 def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ def prepare_model(
     example_inputs: ExampleInputs | None = None,
     *,
     dynamic_shapes: DynamicShapes = "batch",
-    modules_to_exclude: Collection[nn.Module | str] = (),
+    modules_to_exclude: Iterable[nn.Module | str] | str = (),
     verify: bool = True,
 ) -> PreparedModel:
     """Captures ``model`` as an ATen graph with its own parameters, names and train/eval behaviour.
@@ -94,7 +94,7 @@ def prepare_model(
             has inputs, finishes it.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
             ``torch.export``, and then one graph or an error.
-        modules_to_exclude: submodules, or their names, that stay in float, and so does what they read.
+        modules_to_exclude: submodules, or their names, or one name, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
     Raises: CaptureError if the model does not run, or cannot have the given dynamic shapes;
@@ -107,15 +107,16 @@ def prepare_model(
     if quantizer is not None:
         raise CaptureError(f"the model holds quantizers already (of {quantizer.site}): it is, or holds, the model of a "
                            "simulation; pass the float model it was made from")
+    to_exclude = [modules_to_exclude] if isinstance(modules_to_exclude, str) else list(modules_to_exclude)
     if isinstance(model, PreparedModel):
         if model.report.complete:
-            return _as_it_is(model, modules_to_exclude)
-        modules_to_exclude = [*model.meta[TO_EXCLUDE], *modules_to_exclude]
+            return _as_it_is(model, to_exclude)
+        to_exclude = [*model.meta[TO_EXCLUDE], *to_exclude]
         model = model.meta[ORIGINAL]
-    excluded = [module_names(model, module) for module in modules_to_exclude]
+    excluded = [module_names(model, module) for module in to_exclude]
     with TRACING:
         if example_inputs is None:
-            return _traced(model, modules_to_exclude)
+            return _traced(model, to_exclude)
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
 
 

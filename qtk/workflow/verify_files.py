@@ -25,6 +25,7 @@ from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.torch_private import pytree
 from qtk.workflow.file_runs import Compared, FileRuns
+from qtk.workflow.forward_pass import read
 from qtk.workflow.verify_export import TURNS, check_runtime, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
@@ -79,7 +80,7 @@ def _verify(
         raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
     try:
         first: dict[str, Tensor] | None = None
-        batches = _random_batches(runs, encodings) if data is None else data
+        batches = _random_batches(runs, encodings) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
             inputs = _named(runs, batch)
             first = first or inputs

@@ -105,6 +105,13 @@ def breaks():
     yield torch.zeros(2, 6), torch.zeros(2)
     raise OSError("disk")
 
+class Unstarted(list):
+    def __iter__(self):
+        raise OSError("no worker")
+
+def unstarted():
+    return Unstarted([0])
+
 def number():
     return 3
 

@@ -1,6 +1,7 @@
 """Data that a recipe names."""
 
 import importlib
+from itertools import islice
 
 import pytest
 
@@ -30,6 +31,7 @@ def test_the_number_of_batches_is_known_if_the_source_tells(project):
         ("broken", "raised KeyError"),
         ("stops", r"data.x: user_.*:stops, while batches are read, called sys.exit\(0\), which ends"),
         ("breaks", r"data.x: user_.*:breaks, while batches are read, raised OSError: disk"),
+        ("unstarted", r"data.x: user_.*:unstarted, while batches are read, raised OSError: no worker"),
         ("VALUE", "is a int; it must be callable"),
     ],
 )
@@ -49,6 +51,25 @@ def batches():
 """
 
 
+STREAM = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(6), 0)] * 4)
+
+def batches():
+    return DataLoader(Stream(), batch_size=2)
+"""
+
+
+def test_a_loader_without_a_length_is_a_source_without_one(project):
+    (project.folder / f"{project.module}_stream.py").write_text(STREAM)
+    pairs, count = Batches(f"{project.module}_stream:batches", "data.calibration").open()
+    assert (count, len(list(pairs))) == (None, 2)
+
+
 def test_so_many_batches_are_taken_and_not_one_more(project):
     (project.folder / f"{project.module}_counted.py").write_text(COUNTED)
     pairs, count = Batches(f"{project.module}_counted:batches", "data.calibration", 3).open()
@@ -61,9 +82,18 @@ def test_a_length_below_the_number_wanted_is_the_number(project):
     assert Batches(f"{project.module}:calibration", "data.calibration", 2).open()[1] == 2
 
 
-def test_an_endless_source_is_an_error_that_names_the_key(project, monkeypatch):
-    monkeypatch.setattr("qtk.cli.batches.MOST_BATCHES", 20)
+def test_a_source_that_may_be_endless_is_warned_of_with_its_key(project, monkeypatch):
+    monkeypatch.setattr("qtk.cli.batches.MANY_BATCHES", 20)
     pairs, count = Batches(f"{project.module}:endless", "data.calibration").open()
     assert count is None
-    with pytest.raises(ConfigError, match=r"endless has no length and gave more than 20 batches; .*num_batches"):
-        list(pairs)
+    first = list(islice(pairs, 20))
+    with pytest.warns(UserWarning, match=r"data\.calibration: .*:endless has no length and gave 20 batches so far"):
+        next(pairs)
+    assert len([*first, *islice(pairs, 100)]) == 120  # and no second warning
+
+
+def test_a_long_source_is_taken_whole(project, monkeypatch):
+    monkeypatch.setattr("qtk.cli.batches.MANY_BATCHES", 1)
+    with pytest.warns(UserWarning, match="gave 1 batches so far"):
+        assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation").open()[0])) == 2
+    assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation", 2).open()[0])) == 2

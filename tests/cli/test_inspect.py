@@ -89,3 +89,8 @@ def test_a_dry_run_has_no_weights(project):
 def test_a_shape_of_no_batch_is_refused_before_memory_is_asked_for(shape):
     with pytest.raises(ConfigError, match="elements, more than 2³¹ or than there is memory for; give the shape of one"):
         example_input(shape, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_inputs_of_a_dry_run_take_no_memory(dtype):
+    assert example_input((1 << 16, 1 << 15), dtype, device="meta").is_meta

@@ -10,7 +10,7 @@ from qtk.errors import ConfigError
 
 @pytest.mark.parametrize("name", shipped_names("recipes"))
 def test_shipped_recipes_are_sound(name):
-    load_recipe(shipped("recipes", name))
+    assert load_recipe(shipped("recipes", name)) == load_recipe(str(shipped("recipes", name)))
 
 
 def test_the_embedded_recipe_is_what_the_demo_promises():

@@ -55,3 +55,44 @@ def test_a_place_that_is_taken_is_refused_at_once(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ExportError, match="exists already"), Results(tmp_path / "out", force=False, metric="m"):
         pytest.fail("the body must not run")
+
+
+def test_a_directory_is_not_replaced_while_its_run_goes_on(tmp_path):
+    out = tmp_path / "out"
+    with Results(out, force=False, metric="m") as results:
+        finish(results, "net", "a")
+        with pytest.raises(ExportError, match="out is being written by another run"), \
+                Results(out, force=True, metric="m"):
+            pytest.fail("the body must not run")
+        finish(results, "net", "b")
+    with Results(out, force=True, metric="m") as results:
+        finish(results, "net", "c")
+    assert sorted(path.name for path in (out / "net").iterdir()) == ["c"]
+
+
+def publish_after(first, out):
+    with Results(out, force=True, metric="m") as second:
+        finish(first, "net", "a")
+        finish(second, "net", "b")
+
+
+def test_of_two_runs_the_first_to_finish_a_setting_has_the_directory(tmp_path):
+    out = tmp_path / "out"
+    with Results(out, force=True, metric="m") as first:
+        with pytest.raises(ExportError, match="another run"):
+            publish_after(first, out)
+        finish(first, "net", "c")
+    assert sorted(path.name for path in (out / "net").iterdir()) == ["a", "c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_failed_holds_nothing(tmp_path):
+    def interrupted():
+        with Results(tmp_path / "out", force=False, metric="m") as results:
+            finish(results, "net", "a")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with Results(tmp_path / "out", force=True, metric="m") as results:
+        finish(results, "net", "b")

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -70,3 +71,9 @@ def test_a_mistake_is_one_clean_message(tmp_path):
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_paths_may_be_text(exported):
+    console, file = Console(quiet=True), str(exported / "w8a8" / "model.onnx")
+    assert verification.verify(file, console, turns=0)
+    assert verification.verify(file, console, turns=0, float_export=file)

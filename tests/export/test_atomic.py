@@ -286,3 +286,27 @@ def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch):
     with staged_directory(tmp_path / "out") as folder:
         (folder / "file").touch()
     assert listing(tmp_path) == {"out", "out/file"}
+
+
+def test_a_stage_that_another_process_removes_at_once_is_an_export_error(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def removed(path, *args, **kwargs):
+        mkdir(path, *args, **kwargs)
+        if path.suffix == ".part":
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", removed)
+    with pytest.raises(ExportError, match="No such file or directory"), staged_directory(tmp_path / "out"):
+        pytest.fail("the body must not run")
+
+
+def test_a_file_system_without_locks_is_no_live_run(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(2):
+        with staged_directory(tmp_path / "out", force=True) as folder:
+            (folder / "file").write_text("whole")
+    assert (tmp_path / "out" / "file").exists()

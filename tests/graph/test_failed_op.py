@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.graph.failed_op import failed_op
+from qtk.graph.failed_op import _tensor_text, failed_op
 
 IDS = torch.zeros(2, 3, dtype=torch.long)
 
@@ -38,3 +38,21 @@ def test_an_index_out_of_range_names_batch_and_site(run):
     words = r"batch 1 \(.*\) does not run.* at 0:out .*int64 \[2, 3\] of 30…30\): IndexError: index out of range"
     with pytest.raises(CalibrationError, match=words):
         run(sim, [IDS, IDS + 30])
+
+
+@pytest.mark.parametrize(("tensor", "text"), [
+    (torch.ones(2, dtype=torch.uint16), "uint16 [2]"),
+    (torch.ones(2, dtype=torch.uint64), "uint64 [2]"),
+    (torch.ones(2, dtype=torch.long, device="meta"), "int64 [2]"),
+    (torch.ones(2).bool(), "bool [2]"),
+])
+def test_a_tensor_without_a_minimum_has_a_text(tensor, text):
+    assert _tensor_text(tensor) == text
+
+
+def test_a_tensor_that_can_no_longer_be_read_has_no_range(monkeypatch):
+    def refuse(tensor):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.Tensor, "min", refuse)
+    assert _tensor_text(IDS) == "int64 [2, 3]"

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtk
 from qtk.capture.calls import Call
-from qtk.errors import CalibrationError
-from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.errors import CalibrationError, InternalError
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.numerics.im2col import im2col, weight_to_gemm
@@ -285,3 +285,30 @@ def test_what_is_not_finite_is_refused():
     broken = [Call((torch.full_like(batches[0], torch.inf),), {}, None)]
     with pytest.raises(CalibrationError, match="NaN or infinity"):
         list(walk(sim.model, broken, dict.fromkeys(layers, EXACT)))
+
+
+def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
+    def observe(self, quantized, float_input):
+        return {}["gram"]
+
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    data = [torch.ones(2, 4)]
+    sim.compute_encodings(data, progress=False)
+    monkeypatch.setattr(SecondMoments, "_observe", observe)
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    with pytest.raises(InternalError, match="KeyError: 'gram'; this is a defect of qtk"):
+        qtk.apply_gptq(sim, data, progress=False)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_keeps_its_own_error(monkeypatch, error):
+    def observe(self, quantized, float_input):
+        raise error
+
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    data = [torch.ones(2, 4)]
+    sim.compute_encodings(data, progress=False)
+    monkeypatch.setattr(SecondMoments, "_observe", observe)
+    with pytest.raises(type(error)) as caught:
+        qtk.apply_gptq(sim, data, progress=False)
+    assert caught.value is error

@@ -3,10 +3,13 @@ from collections import UserDict
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import qtk
-from qtk.errors import CalibrationError
-from qtk.workflow.forward_pass import outputs, run_all, run_batch
+from qtk.errors import CalibrationError, CaptureError, InternalError
+from qtk.observers.min_max import MinMax
+from qtk.workflow.forward_pass import length_of, outputs, run_all, run_batch
+from tests.zoo.python import PYTHON
 
 
 class Add(nn.Module):
@@ -110,6 +113,55 @@ def test_a_loader_that_fails_names_its_batch():
         list(outputs(nn.Linear(4, 2), loader()))
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(6, 4))
+
+
+class CountedStream(Stream):
+    def __len__(self):
+        return 6
+
+
+class Unstarted:
+    """As a loader whose workers cannot start."""
+
+    def __iter__(self):
+        raise OSError("too many open files")
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize(("dataset", "length"), [(Stream(), None), (CountedStream(), 3), (torch.ones(6, 4), 3)])
+def test_a_loader_calibrates_with_and_without_a_length(dataset, length):
+    data = DataLoader(dataset, batch_size=2)
+    assert length_of(data) == length
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    sim.compute_encodings(data, progress=False)
+    assert len(list(outputs(nn.Linear(4, 2), data, num_batches=2))) == 2
+    assert len(list(outputs(nn.Linear(4, 2), data, progress=True))) == 3
+
+
+class Lengthless(Dataset):
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_length_that_is_not_implemented_is_none():
+    assert length_of(Lengthless()) is None
+    assert length_of(iter([1])) is None
+
+
+def test_a_loader_that_cannot_start_is_no_defect_of_qtk():
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    with pytest.raises(CalibrationError, match="batch 0 of the data cannot be read: OSError: too many open files"):
+        sim.compute_encodings(Unstarted(), progress=False)
+
+
 def test_a_model_that_raises_anything_names_its_batch():
     def forward(model, batch):
         raise KeyError("cache")
@@ -125,3 +177,54 @@ def test_a_function_of_data_that_raises_is_named():
 
 def test_more_batches_than_there_can_be_are_all():
     assert len(list(outputs(nn.Linear(4, 2), [torch.zeros(2, 4)], num_batches=10**400))) == 1
+
+
+class Fails(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), torch.OutOfMemoryError("CUDA out of memory"), Warning("odd")])
+def test_what_is_nobodys_fault_keeps_its_own_error(error):
+    def loader():
+        raise error
+        yield
+
+    for run in (lambda: run_all(Fails(error), [ONE]), lambda: run_all(Fails(error), lambda model: model(ONE)),
+                lambda: run_all(Add(), loader())):
+        with pytest.raises(type(error)) as caught:
+            run()
+        assert caught.value is error
+
+
+class Own:
+    def __call__(self, model):
+        model(torch.ones(2, 4))
+
+
+def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
+    def observe(self, x):
+        raise KeyError("scale")
+
+    sim = qtk.QuantSim(nn.Linear(4, 2), torch.ones(2, 4))
+    monkeypatch.setattr(MinMax, "observe", observe)
+    monkeypatch.setitem(globals(), "__name__", "qtk.somewhere")
+    for data in ([torch.ones(2, 4)], Own()):
+        with pytest.raises(InternalError, match="KeyError: 'scale'; this is a defect of qtk"):
+            sim.compute_encodings(data, progress=False)
+
+
+@pytest.mark.parametrize(("data", "forward"), [
+    ([torch.ones(2, 5)], lambda model, batch: model.linear_(batch)), ([torch.ones(2, 4)], lambda model: model),
+    ([torch.ones(2, 4)], int), ([torch.ones(2, 4).double()], None), ([(torch.ones(2, 4), 0)], None), (int, None),
+])
+def test_a_mistake_in_the_data_is_not_blamed_on_qtk(data, forward):
+    for model in (nn.Linear(4, 2), PYTHON["deep"].model()):
+        inputs = torch.ones(2, 4) if isinstance(model, nn.Linear) else PYTHON["deep"].inputs()
+        sim = qtk.QuantSim(model, inputs)
+        with pytest.raises((CalibrationError, CaptureError), match=r"batch 0|raised TypeError"):
+            sim.compute_encodings(data, forward=forward, progress=False)

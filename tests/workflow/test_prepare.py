@@ -369,6 +369,24 @@ def test_a_meta_model_cannot_be_calibrated_or_saved(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("of", [
+    lambda net: (module for module in (net[1],)), lambda net: net[1:], lambda net: nn.ModuleList(net)[1:],
+    lambda net: "1", lambda net: {net[1]: None}.keys(),
+])
+def test_modules_to_exclude_may_be_any_iterable_or_one_name(of):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    sim = qtk.QuantSim(prepare_model(net, torch.randn(3, 4), modules_to_exclude=of(net)), torch.randn(3, 4))
+    assert "0.weight" in sim.quantizers
+    assert "1.weight" not in sim.quantizers
+
+
+def test_no_module_to_exclude_from_a_prepared_model_may_be_an_iterator():
+    prepared = prepare_model(nn.Linear(4, 2), torch.randn(3, 4))
+    assert prepare_model(prepared, torch.randn(3, 4), modules_to_exclude=iter([])) is prepared
+    traced = prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), modules_to_exclude=iter(["0"]))
+    assert "0.weight" not in qtk.QuantSim(traced, torch.randn(3, 4)).quantizers
+
+
 def test_what_cannot_be_copied_is_an_error_that_names_the_way_out():
     class Locked(nn.Sequential):
         def forward(self, x):

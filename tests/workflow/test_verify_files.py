@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.errors import ExportError
+from qtk.errors import CalibrationError, ExportError
 from qtk.report.verdict import Level
 from qtk.workflow.verify_files import REFERENCE, verify_files
 from tests.export.onnx.without_vnni import QEMU
@@ -64,11 +64,17 @@ def test_a_spoilt_optimization_is_seen(written, monkeypatch):
     assert verified(written / "onnxruntime").level is Level.YELLOW  # random inputs
 
 
+def open_disk():
+    raise OSError("disk")
+
+
 def test_bad_input(written, tmp_path):
     with pytest.raises(ExportError, match=r"holds no \.onnx file"):
         verify_files(tmp_path)
     with pytest.raises(ExportError, match="a batch has 2 tensors"):
         verified(written / "onnxruntime", [(INPUTS, INPUTS)])
+    with pytest.raises(CalibrationError, match="batch 0 of the data cannot be read: OSError: disk"):
+        verified(written / "onnxruntime", (open_disk() for _ in range(2)))
     with pytest.raises(ExportError, match="no batches"):
         verified(written / "onnxruntime", [])
     with pytest.raises(ExportError, match="unknown runtime 'tvm'; choose from onnxruntime, openvino"):
