@@ -26,7 +26,6 @@ from qtk.export import encodings_json
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 MOMENTS = [pytest.param(5, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)]
-OFFSET_S = 0.002
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -72,14 +71,24 @@ def killed(work: Callable[[], object], after_s: float) -> bool:
 
 
 def at_random_moments(count: int, work: Callable[[int], object], check: Callable[[int], None]) -> None:
-    """Kills ``work(index)`` at ``count`` moments over its whole duration, and checks what is there after each."""
-    begin = time.perf_counter()
+    """Kills ``work(index)`` at ``count`` moments over its whole duration, and checks what is there after each.
+
+    How long a run takes is found on the way: a moment that came too late makes those after it earlier.
+    """
     work(-1)
-    duration, moments, hits = time.perf_counter() - begin, random.Random(count), 0
-    for index in range(count):
-        hits += killed(lambda index=index: work(index), OFFSET_S + moments.uniform(0, duration))
+    duration, moments, hits, index = timed(lambda: work(-1)), random.Random(count), 0, 0
+    while hits < count and index < 4 * count:
+        hit = killed(lambda index=index: work(index), moments.uniform(0, duration))
         check(index)
-    assert hits >= count // 4, f"only {hits} of {count} were killed at work, which takes {duration} s"
+        duration *= 1.05 if hit else 0.9
+        hits, index = hits + hit, index + 1
+    assert hits >= count // 2, f"only {hits} of {index} runs were killed at work, which takes about {duration} s"
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 @pytest.mark.parametrize("count", MOMENTS)
