@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+import qtk
 from qtk.errors import InternalError, QtkError
 
 T = TypeVar("T")
@@ -156,3 +159,11 @@ def share(part: float) -> Callable[[T], T]:
         return test
 
     return noted
+
+
+def state(made: qtk.QuantSim) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in made.model.state_dict().items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import qtk
-from tests.fuzz.fuzzing import JUNK, judged, share, silent
+from tests.fuzz.fuzzing import JUNK, judged, same, share, silent, state
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.zeros(2, 3, dtype=torch.long)
@@ -40,14 +40,6 @@ def sim() -> qtk.QuantSim:
     made = qtk.QuantSim(PREPARED, X)
     made.compute_encodings([X], progress=False)
     return made
-
-
-def state(made: qtk.QuantSim) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in made.model.state_dict().items()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 STRANGE = st.sampled_from([

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import qtk
 from qtk.cli.quantize import quantize
 from qtk.cli.recipe import load_recipe
 from qtk.export import encodings_json
+from tests.fuzz.fuzzing import same, state
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 MOMENTS = [pytest.param(5, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)]
@@ -37,14 +38,6 @@ def sim(seed: int = 0, **options) -> qtk.QuantSim:
     made = qtk.QuantSim(net(seed), X, **options)
     made.compute_encodings([X], progress=False)
     return made
-
-
-def state(made: qtk.QuantSim) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in made.model.state_dict().items()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def leftovers(folder: Path) -> list[str]:
