@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,6 +18,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
 from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
@@ -37,6 +38,8 @@ __all__ = [
     "custom_functions",
     "drop_input_guards",
     "flatten_as",
+    "graph_from_bytes",
+    "graph_to_bytes",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -88,6 +91,32 @@ def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
     Raises: TypeError, ValueError, KeyError, IndexError or AttributeError if it is nested otherwise.
     """
     return list(fx_pytree.tree_flatten_spec(value, structure))
+
+
+def graph_to_bytes(graph: fx.Graph, metadata: Collection[str]) -> bytes:
+    """A graph without its module, with the named metadata of its nodes; fake tensors and symbolic sizes stay such.
+
+    Raises: whatever an argument of a node raises that cannot be pickled.
+    """
+    from torch.fx import _graph_pickler as pickler  # loads parts of Inductor
+
+    options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda key: key in metadata)
+    record = pickler._GraphPickleData(graph, options)
+    for node in record.nodes:
+        if node.meta.get("nn_module_stack"):  # path and type of each module; a type may be local to a function
+            stack = node.meta["nn_module_stack"]
+            node.meta["nn_module_stack"] = {key: (path, str(kind)) for key, (path, kind) in stack.items()}
+    return pickler.GraphPickler.dumps(record, options)
+
+
+def graph_from_bytes(data: bytes) -> fx.Graph:
+    """Inverse of ``graph_to_bytes``."""
+    from torch.fx import _graph_pickler as pickler
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    record = pickler.GraphPickler.loads(data, fake_mode)
+    assert isinstance(record, pickler._GraphPickleData)
+    return record.unpickle(None, pickler._UnpickleState(fake_mode))  # type: ignore[arg-type]
 
 
 def drop_input_guards(program: ExportedProgram) -> None:

@@ -22,6 +22,8 @@ from qtk.torch_private import (
     custom_functions,
     drop_input_guards,
     flatten_as,
+    graph_from_bytes,
+    graph_to_bytes,
     is_exporting,
     is_in_onnx_export,
     is_traced,
@@ -135,6 +137,18 @@ def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
 class OfFours(nn.Module):
     def forward(self, x):
         return 2 * x if x.shape[0] % 4 == 0 else x
+
+
+def test_graph_to_bytes_and_graph_from_bytes(program):
+    graph = program.graph_module.graph
+    for node in graph.nodes:
+        node.meta["custom"] = {"label": node.name}
+    again = graph_from_bytes(graph_to_bytes(graph, ("custom", "val", "nn_module_stack")))
+    for node, twin in zip(graph.nodes, again.nodes, strict=True):
+        assert (node.name, node.op, node.target, str(node.args)) == (twin.name, twin.op, twin.target, str(twin.args))
+        assert twin.meta["custom"] == {"label": node.name}
+        assert str(twin.meta.get("val")) == str(node.meta.get("val"))
+        assert "stack_trace" not in twin.meta
 
 
 def test_drop_input_guards():

@@ -25,8 +25,8 @@ def test_without_gradients_nothing_is_added_to_the_graph():
 
 def test_n_counts_the_elements_of_a_sample_that_share_a_scale():
     for shape, scales, qmax, static, elements in (
-        ((8, 3, 5), 1, 127, False, 15), ((8, 3, 5), 8, 7, True, 15), ((8, 3, 5), 3, 7, False, 5), ((6,), 1, 7, False, 6),
-        ((0, 3), 1, 7, True, 1),
+        ((8, 3, 5), 1, 127, False, 15), ((8, 3, 5), 8, 7, True, 15), ((8, 3, 5), 3, 7, False, 5),
+        ((6,), 1, 7, False, 6), ((0, 3), 1, 7, True, 1),
     ):
         factor = GradientScale.LSQ.factor(shape, scales, qmax, static=static)
         assert factor == pytest.approx((elements * qmax) ** -0.5)

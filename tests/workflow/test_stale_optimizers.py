@@ -17,8 +17,8 @@ def test_an_optimizer_made_before_is_refused_at_its_next_step_and_named():
     sim.learn_ranges()
     before = sim.model.state_dict()["3.bias"].clone()
     for _ in range(2):
-        with pytest.raises(EncodingError, match=r"this AdamW holds 4 parameters .* before sim\.learn_ranges.* 5 ranges, "
-                                                r"the first of them input:input; .*add_param_group"):
+        with pytest.raises(EncodingError, match=r"this AdamW holds 4 parameters .* before sim\.learn_ranges.* 5 ranges,"
+                                                r" the first of them input:input; .*add_param_group"):
             step(sim, optimizer)
     assert torch.equal(sim.model.state_dict()["3.bias"], before)
     sim.fix_ranges()
