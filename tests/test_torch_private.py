@@ -1,5 +1,7 @@
 """What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -139,8 +141,16 @@ class OfFours(nn.Module):
         return 2 * x if x.shape[0] % 4 == 0 else x
 
 
-def test_graph_to_bytes_and_graph_from_bytes(program):
-    graph = program.graph_module.graph
+def test_graph_to_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
+    assert len(graph_to_bytes(graph, ("val",))) > len(graph_to_bytes(graph, ()))
+    next(iter(graph.nodes)).meta["custom"] = lambda: None
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        graph_to_bytes(graph, ("custom",))
+
+
+def test_graph_from_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
     for node in graph.nodes:
         node.meta["custom"] = {"label": node.name}
     again = graph_from_bytes(graph_to_bytes(graph, ("custom", "val", "nn_module_stack")))

@@ -75,7 +75,7 @@ def test_a_pickled_graph_is_the_same_and_keeps_what_its_nodes_know():
     graph = ramp(original)
     graph.lend_attributes(original)
     twin = pickle.loads(pickle.dumps(graph))
-    x = torch.randn(3, 2)
+    x = torch.randn(3, 4)
     assert torch.equal(twin(x), graph(x))
     assert twin.labels == ["a", "b"]
     assert [node.name for node in twin.graph.nodes] == [node.name for node in graph.graph.nodes]
