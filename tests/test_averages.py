@@ -1,6 +1,7 @@
 """Averages of models: torch's EMA and SWA, timm's EMA."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -96,6 +97,9 @@ def test_an_average_between_two_zero_points_is_rounded_where_it_is_used_and_save
     assert codes[-1] == int(moved)  # an int32 buffer would stand still below it
     fraction = float(sim_of_average.quantizers["3:out"].zero_point)
     assert fraction != round(fraction)
+    sim_of_average.export(tmp_path / "files", formats=["encodings"])
+    exported = json.loads((tmp_path / "files" / "encodings.json").read_text())
+    assert f'"zero_point": [{int(moved)}]' in json.dumps(exported)
     sim_of_average.save(tmp_path / "sim")
     again = qtk.QuantSim.load(tmp_path / "sim", net(), batches()[0])
     assert float(again.quantizers["3:out"].zero_point) == fraction
