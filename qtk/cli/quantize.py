@@ -105,6 +105,7 @@ class _Run:
         self.entry = entry
         self.console = console
         self.calibration = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
+        self.calibration.require_end()
         torch.manual_seed(recipe.seed)
         self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
         self.example = self._example()

@@ -179,6 +179,14 @@ def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
     assert not (tmp_path / "results").exists()
 
 
+def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "build_model", lambda *args, **options: pytest.fail("a model was built"))
+    data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:evaluation"}
+    with pytest.raises(ConfigError, match=r"data\.calibration: .*:endless has no length .*data\.num_batches"):
+        run(project, tmp_path, data=data)
+    assert not (tmp_path / "results").exists()
+
+
 def test_endless_data_is_cut_at_the_number_of_batches(project, tmp_path):
     data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:endless",
             "num_batches": 2, "num_evaluation_batches": 3}
