@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -34,7 +34,7 @@ def inspect(
     console: Console,
     *,
     weights: str | None = None,
-    input_shapes: Sequence[str] = (),
+    input_shapes: Iterable[str] = (),
     config: str = "default",
     weight_bits: Width = FROM_CONFIG,
     activation_bits: Width = FROM_CONFIG,
