@@ -135,7 +135,7 @@ def test_methods_may_be_any_iterable_or_one_name(methods):
     lambda: sim().freeze(iter([3])),
 ])
 def test_what_an_iterator_yields_is_checked_too(call):
-    with pytest.raises(QtkError, match="3|int") as caught:
+    with pytest.raises(QtkError, match=r"3|int") as caught:
         call()
     assert not isinstance(caught.value, InternalError)
 

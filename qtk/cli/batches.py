@@ -51,9 +51,9 @@ class Batches:
         """
         pairs, count = self.open()
         if count is None and any(index == most_uncounted for index, _ in enumerate(pairs)):
-            raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {most_uncounted} batches, "
-                              "so it may never end; say how many to take (data.num_batches; a few hundred samples are "
-                              "enough), or return something with a length, as a list or a DataLoader")
+            raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {most_uncounted} "
+                              "batches, so it may never end; say how many to take (data.num_batches; a few hundred "
+                              "samples are enough), or return something with a length, as a list or a DataLoader")
 
     def _unreadable(self, index: int, error: BaseException) -> ConfigError:
         return ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}")

@@ -63,8 +63,8 @@ def outputs(
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after which
-    ``data`` without a length, and without ``num_batches``, are refused.
+    ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after
+    which ``data`` without a length, and without ``num_batches``, are refused.
 
     Raises: CalibrationError if there is no batch, or naming the batch that cannot be read, or that the model does not
         run on.
@@ -84,8 +84,9 @@ def outputs(
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             if total is None and index == most_uncounted:
                 raise CalibrationError(
-                    f"{label or 'the data'}: the {type(data).__name__} has no length and gave more than {index} batches, "
-                    "so it may never end; pass num_batches (a few hundred samples are enough), or data with a length"
+                    f"{label or 'the data'}: the {type(data).__name__} has no length and gave more than {index} "
+                    "batches, so it may never end; pass num_batches (a few hundred samples are enough), or data with "
+                    "a length"
                 )
             with TRACING, evaluating(model), torch.no_grad():
                 try:

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from qtk.atomic import MARKER, staged_directory
 from qtk.cli import quantize as module
 from qtk.cli.app import app
 from qtk.cli.model_source import build_model
@@ -15,7 +16,6 @@ from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
 from qtk.errors import CalibrationError, ConfigError, ExportError
 from qtk.export import encodings_json
-from qtk.export.atomic import MARKER, staged_directory
 from qtk.export.onnx.session import create_session
 
 W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
