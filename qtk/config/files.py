@@ -76,12 +76,12 @@ class _UniqueKeys(yaml.SafeLoader):
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
         if self.flow_level > MOST_LEVELS:  # the scanner's time grows with the square of the nesting
             raise RecursionError
-        super().fetch_flow_collection_start(TokenClass)  # type: ignore[no-untyped-call]
+        super().fetch_flow_collection_start(TokenClass)
 
     def add_indent(self, column: int) -> bool:
         if len(self.indents) > MOST_LEVELS:
             raise RecursionError
-        return bool(super().add_indent(column))  # type: ignore[no-untyped-call]
+        return bool(super().add_indent(column))
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
