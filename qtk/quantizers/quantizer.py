@@ -105,14 +105,21 @@ class Quantizer(Tap):
             if self.mode is Mode.OBSERVE:
                 self._observe(x)
             return x
-        if not self.ready:
-            raise NotCalibratedError(
-                f"{self.site} has no encoding to simulate with; run sim.compute_encodings(data) or load encodings first"
-            )
-        if self.scale is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or self._follows:
-            return self._simulate(x)
-        sources = (self.scale, self.zero_point, self.scale_factor, self.zero_point_shift)
-        return self.weight_cache.get(self._simulate, x, *(source for source in sources if source is not None))
+        scale = self.scale  # each read is a search through a module's tables, as long as a small tensor's quantization
+        if scale is None:
+            if not self.ready:
+                raise NotCalibratedError(f"{self.site} has no encoding to simulate with; run "
+                                         "sim.compute_encodings(data) or load encodings first")
+            return self._simulate_without_scale(x)
+        zero_point = self.zero_point
+        if self._learns or self.momentum is not None:
+            scale, zero_point = self._moved(x, scale, zero_point)
+            return simulate(x, self.spec, scale, zero_point)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.weight_cache.enabled:
+            return simulate(x, self.spec, scale, zero_point)
+        return self.weight_cache.get(
+            lambda weight: simulate(weight, self.spec, scale, zero_point), x, scale, zero_point
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: EncodingError for an attribute that nothing would read, a changed spec, or a mode that is no Mode."""
@@ -187,12 +194,14 @@ class Quantizer(Tap):
 
     def range(self) -> tuple[Tensor | None, Tensor | None]:
         """Scale and zero point that it simulates with; of a learned range with gradients, as the true ones."""
+        if self.scale is None or not self._learns:
+            return self.scale, self.zero_point
         return self._learned(self.scale, self.zero_point, 1.0)
 
     @property
     def learns_range(self) -> bool:
         """Whether scale and zero point are moved by parameters of the model."""
-        return self.scale_factor is not None
+        return self._learns
 
     def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
         """Makes scale and zero point trainable.
@@ -232,28 +241,29 @@ class Quantizer(Tap):
         elif not is_exporting():  # an exported program holds no observers
             self._listener.observe_when_run(x)
 
-    def _simulate(self, x: Tensor) -> Tensor:
-        if self.spec.dynamic:
-            return simulate_dynamic(x, self.spec)
-        scale, zero_point = self._tracked(x) if self._follows else (self.scale, self.zero_point)
-        scale, zero_point = self._learned(scale, zero_point, self._gradient_factor(x))
-        assert scale is not None
-        return simulate(x, self.spec, scale, zero_point)
+    def _simulate_without_scale(self, x: Tensor) -> Tensor:
+        return simulate_dynamic(x, self.spec)
 
-    @property
-    def _follows(self) -> bool:
-        """Whether the range follows the tensors of this forward pass."""
-        return self.momentum is not None and self.training and not self.frozen and self.scale is not None
+    def _moved(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The range that ``x`` is quantized with, after it has followed ``x`` and as its parameters move it."""
+        if self.momentum is not None and self.training and not self.frozen:
+            scale, zero_point = self._tracked(x, scale, zero_point, self.momentum)
+        if not self._learns:
+            return scale, zero_point
+        exporting = is_exporting()  # an exported program is not trained
+        factor = 1.0 if exporting else self.gradient_scale.factor(
+            x.shape, scale.numel(), float(self.spec.qmax), static=self.static
+        )
+        return self._learned(scale, zero_point, factor)
 
-    def _tracked(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _tracked(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
+    ) -> tuple[Tensor, Tensor | None]:
         """The range after it has followed ``x``; the buffers are set to it."""
-        scale, zero_point = self.scale, self.zero_point
-        assert scale is not None
-        assert self.momentum is not None
         with torch.no_grad():
             extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
             low, high = (extreme.reshape(scale.shape) for extreme in extremes)
-            moved = tracked_range(low, high, scale, zero_point, momentum=self.momentum, qmin=self.spec.qmin,
+            moved = tracked_range(low, high, scale, zero_point, momentum=momentum, qmin=self.spec.qmin,
                                   qmax=self.spec.qmax)
             # a backward pass still needs the tensors of this forward pass, the buffers may change again before
             scale.copy_(moved[0])
@@ -262,12 +272,11 @@ class Quantizer(Tap):
         return moved
 
     def _learned(
-        self, scale: Tensor | None, zero_point: Tensor | None, factor: float
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, scale: Tensor, zero_point: Tensor | None, factor: float
+    ) -> tuple[Tensor, Tensor | None]:
         """The range as its parameters move it, their gradients multiplied by ``factor``."""
-        if scale is None or self.scale_factor is None:
-            return scale, zero_point
         scale_factor, shift = self.scale_factor, self.zero_point_shift
+        assert scale_factor is not None
         scale = scale * scale_gradient(scale_factor, factor)
         is_readable = scale.device.type == "cpu" and not torch.compiler.is_compiling() and not is_traced()
         if torch.is_grad_enabled() and is_readable:  # on an accelerator, sim.check() and the export look
@@ -275,11 +284,6 @@ class Quantizer(Tap):
         if zero_point is not None and shift is not None:
             zero_point = zero_point + float(self.spec.qmax - self.spec.qmin) * scale_gradient(shift, factor)
         return scale, zero_point
-
-    def _gradient_factor(self, x: Tensor) -> float:
-        if self.scale is None or not self.learns_range or is_exporting():  # an exported program is not trained
-            return 1.0
-        return self.gradient_scale.factor(x.shape, self.scale.numel(), float(self.spec.qmax), static=self.static)
 
     def _refuse_lost_range(self, scale: Tensor) -> None:
         """Raises: EncodingError if a scale is not positive and finite."""
@@ -295,6 +299,7 @@ class Quantizer(Tap):
         with torch.inference_mode(False):
             self.scale_factor = nn.Parameter(torch.ones_like(self.scale))
             self.zero_point_shift = None if self.zero_point is None else nn.Parameter(torch.zeros_like(self.scale))
+        self._learns = True
 
     def _clear(self) -> None:
         """Registers everything that holds numbers, anew and empty."""
@@ -302,6 +307,7 @@ class Quantizer(Tap):
             self.register_buffer(name, None)
         for name in ("scale_factor", "zero_point_shift"):
             self.register_parameter(name, None)
+        self._learns = False
 
     def refuse_if_frozen(self) -> None:
         """Raises: EncodingError if frozen."""

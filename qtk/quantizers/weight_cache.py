@@ -1,4 +1,4 @@
-"""Caches the last fake-quantized weight while it and its range do not change."""
+"""Caches the last fake-quantized weight while weight, scale and zero point do not change."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class WeightCache:
     def clear(self) -> None:
         self._key, self._weight, self._result = (), None, None
 
-    def get(self, simulate: Callable[[Tensor], Tensor], weight: Tensor, *of_range: Tensor) -> Tensor:
-        """``simulate(weight)``, cached if enabled, and the weight and what its range consists of have not changed."""
+    def get(
+        self, simulate: Callable[[Tensor], Tensor], weight: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> Tensor:
+        """``simulate(weight)``, cached if enabled, and weight, scale and zero point are those of the last call."""
         if not self.enabled:
             return simulate(weight)
-        sources = (weight, *of_range)
+        sources = (weight, scale) if zero_point is None else (weight, scale, zero_point)
         if not all(_is_plain(source) for source in sources) or is_traced():  # a tracer must see every call
             return simulate(weight)
         key = tuple(_state(source) for source in sources)
