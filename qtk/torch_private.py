@@ -8,8 +8,10 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -93,30 +95,49 @@ def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
     return list(fx_pytree.tree_flatten_spec(value, structure))
 
 
+@dataclasses.dataclass(frozen=True)
+class _NodeNumber:
+    """A node among the arguments of another."""
+
+    index: int
+
+
 def graph_to_bytes(graph: fx.Graph, metadata: Collection[str]) -> bytes:
     """A graph without its module, with the named metadata of its nodes; fake tensors and symbolic sizes stay such.
 
     Raises: whatever an argument of a node raises that cannot be pickled.
     """
-    from torch.fx import _graph_pickler as pickler  # loads parts of Inductor
+    from torch.fx._graph_pickler import GraphPickler, Options  # loads parts of Inductor
 
-    options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda key: key in metadata)
-    record = pickler._GraphPickleData(graph, options)
-    for node in record.nodes:
-        if node.meta.get("nn_module_stack"):  # path and type of each module; a type may be local to a function
-            stack = node.meta["nn_module_stack"]
-            node.meta["nn_module_stack"] = {key: (path, str(kind)) for key, (path, kind) in stack.items()}
-    return pickler.GraphPickler.dumps(record, options)
+    numbers: dict[fx.Node, Any] = {node: _NodeNumber(index) for index, node in enumerate(graph.nodes)}
+    records = []
+    for node in graph.nodes:
+        args, kwargs = (fx.node.map_arg(each, numbers.__getitem__) for each in (node.args, node.kwargs))
+        meta = {key: value for key, value in node.meta.items() if key in metadata}
+        stack = meta.get("nn_module_stack")
+        if stack:  # path and type of each module; a type may be local to a function
+            meta["nn_module_stack"] = {key: (path, str(kind)) for key, (path, kind) in stack.items()}
+        records.append((node.op, node.target, args, kwargs, node.name, node.type, meta))
+    return GraphPickler.dumps((records, graph._codegen), Options(ops_filter=None))
 
 
 def graph_from_bytes(data: bytes) -> fx.Graph:
     """Inverse of ``graph_to_bytes``."""
-    from torch.fx import _graph_pickler as pickler
+    from torch.fx._graph_pickler import GraphPickler
 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    record = pickler.GraphPickler.loads(data, fake_mode)
-    assert isinstance(record, pickler._GraphPickleData)
-    return record.unpickle(None, pickler._UnpickleState(fake_mode))  # type: ignore[arg-type]
+    content: Any = GraphPickler.loads(data, fake_mode)
+    records, codegen = content
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs, name, kind, meta in records:
+        args, kwargs = (
+            fx.node.map_aggregate(each, lambda leaf: nodes[leaf.index] if isinstance(leaf, _NodeNumber) else leaf)
+            for each in (args, kwargs)
+        )
+        nodes.append(graph.create_node(op, target, args, kwargs, name, kind))
+        nodes[-1].meta = meta
+    graph.set_codegen(codegen)
+    return graph
 
 
 def drop_input_guards(program: ExportedProgram) -> None:

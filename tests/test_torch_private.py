@@ -161,6 +161,20 @@ def test_graph_from_bytes(program):
         assert "stack_trace" not in twin.meta
 
 
+def ours(x, sizes):
+    return x[sizes]
+
+
+def test_graph_from_bytes_of_functions_and_nested_arguments():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output([graph.call_function(ours, (x, slice(0, graph.call_method("size", (x, 0)), None))), {"x": x}])
+    again = graph_from_bytes(graph_to_bytes(graph, ()))
+    assert [node.target for node in again.nodes] == [node.target for node in graph.nodes]
+    assert str(again) == str(graph)
+    again.lint()
+
+
 def test_drop_input_guards():
     shapes = ({0: torch.export.Dim.AUTO},)
     x = torch.ones(8, 3)

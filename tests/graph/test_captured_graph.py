@@ -74,6 +74,8 @@ def test_a_pickled_graph_is_the_same_and_keeps_what_its_nodes_know():
     original.labels = ["a", "b"]
     graph = ramp(original)
     graph.lend_attributes(original)
+    for node in graph.graph.nodes:
+        node.meta["custom"] = {"label": node.name}
     twin = pickle.loads(pickle.dumps(graph))
     x = torch.randn(3, 4)
     assert torch.equal(twin(x), graph(x))
