@@ -26,6 +26,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.float_softmax import keep_softmax_float
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
 from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
@@ -81,6 +82,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     add_hard_sigmoids(graph, names)
     fuse_linear_layers(graph, names)
     fuse_activations(graph, names)
+    keep_softmax_float(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)
