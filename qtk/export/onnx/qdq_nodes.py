@@ -37,6 +37,7 @@ from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
+from qtk.export.onnx.right_weights import put_weights_right
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -80,6 +81,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     move_codes(graph, names)
     pool_codes(graph, names)
     add_hard_sigmoids(graph, names)
+    put_weights_right(graph, names)
     fuse_linear_layers(graph, names)
     fuse_activations(graph, names)
     keep_softmax_float(graph, names)
