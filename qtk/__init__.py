@@ -1,5 +1,6 @@
 """qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
 
+from qtk.algorithms.distillation import distillation_loss
 from qtk.calibrators.scheme import SCHEMES
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.dtypes import QDtype, dtype
@@ -55,6 +56,7 @@ __all__ = [
     "apply_smooth_quant",
     "backends",
     "correct_bias",
+    "distillation_loss",
     "dtype",
     "equalize_model",
     "fold_batch_norms",
