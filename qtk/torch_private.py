@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # the base of every dropout
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op that runs
 
@@ -28,6 +29,7 @@ __all__ = [
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
+    "DropoutBase",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",

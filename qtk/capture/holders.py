@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
+from qtk.capture.tree import TABLES, with_islands
 from qtk.graph.captured_graph import without_effect
 from qtk.graph.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
@@ -36,6 +37,46 @@ def constants_of(module: nn.Module) -> frozenset[str]:
     tables = {"training", "forward", *MODULE_TABLES}
     plain = [name for name in vars(module) if name[0] != "_" and name not in tables]
     return frozenset((*plain, *module._modules))
+
+
+def keep_type(root: nn.Module, path: str, original: nn.Module, *, runs: bool) -> nn.Module:
+    """The module at ``path`` as an instance of the class of ``original``, in the place of its holder. Changes ``root``.
+
+    It has the members that the holder has, and the plain attributes of ``original``, but no hooks: what they do is in
+    the graph.
+
+    Args:
+        root: the tree of holders.
+        path: of the module.
+        original: the module it holds the members of.
+        runs: whether its own code will run, and needs its children as they are.
+    """
+    old = holder(root, path)
+    if type(old) is type(original):
+        return old
+    twin = with_islands(original, {})
+    fresh = vars(nn.Module())
+    twin.__dict__.update({name: fresh[name] for name in TABLES if name not in MODULE_TABLES})
+    if not runs:
+        twin.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
+    _replace(root, old, twin)
+    return twin
+
+
+def forget_type(root: nn.Module, path: str) -> None:
+    """Puts a holder in the place of the module at ``path``, which nothing calls any more. Changes ``root``."""
+    old = holder(root, path)
+    plain = Holder(path_of(path), constants_of(old))
+    plain.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
+    plain.training = old.training
+    _replace(root, old, plain)
+
+
+def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for module in list(root.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
 
 
 def hold(original: nn.Module) -> nn.Module:
