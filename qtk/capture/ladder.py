@@ -139,7 +139,7 @@ def capture_tree(
     reason: CaptureError,
     *,
     expected: Outcome,
-    train_only: TrainOnly,
+    train_only: TrainOnly = MappingProxyType({}),
     excluded: Collection[str] = (),
 ) -> PreparedTree:
     """Keeps the Python of ``model`` and captures the modules it calls as islands.

@@ -13,7 +13,7 @@ from qtk.capture.composites import composite_of
 from qtk.capture.holders import free_name, holder, keep_type
 from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_only import TrainOnly
-from qtk.graph.targets import path_of
+from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
@@ -78,7 +78,7 @@ def _batch_norm(node: fx.Node, root: nn.Module, original: nn.Module) -> None:
     x, weight, bias, mean, var, by_batch, momentum, eps, _ = node.args
     owner, path, counter = _owner(node, original), _owner_path(node), None
     is_own = isinstance(owner, BatchNormBase) and path and eps == owner.eps and all(
-        tensor is None if getattr(owner, name) is None else _reads(tensor, f"{path}.{name}")
+        tensor is None if getattr(owner, name) is None else _read(root, tensor) is getattr(owner, name)
         for name, tensor in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var))
     ) and bool(by_batch) == (mean is None) and momentum == (owner.momentum or 0.0)
     if is_own:
@@ -91,8 +91,9 @@ def _batch_norm(node: fx.Node, root: nn.Module, original: nn.Module) -> None:
     _call(node, batch_norm, (x, weight, bias, mean, var, counter), path)
 
 
-def _reads(node: fx.node.Argument, name: str) -> bool:
-    return isinstance(node, fx.Node) and node.op == "get_attr" and path_of(node.target) == name
+def _read(root: nn.Module, node: fx.node.Argument) -> object:
+    """The member that a node reads; ``None`` if it reads none."""
+    return attribute(root, path_of(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
 def _train_only(node: fx.Node, root: nn.Module, original: nn.Module, acting: TrainOnly) -> str:

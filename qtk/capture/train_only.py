@@ -7,10 +7,12 @@ it; instead its call becomes one node, and it stays in the prepared model as it 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,7 +92,7 @@ def _act(module: nn.Module, x: Tensor) -> bool | None:
     if type(module) is nn.Identity:
         return None
     try:
-        with untouched(module), torch.no_grad():
+        with untouched(module), _other_random_states(), torch.no_grad():
             module.train()
             for seed in range(TRIES):
                 torch.manual_seed(seed)
@@ -104,6 +106,17 @@ def _act(module: nn.Module, x: Tensor) -> bool | None:
     except Exception:  # of the user's code, which may run in other circumstances only
         return None
     return None
+
+
+@contextmanager
+def _other_random_states() -> Iterator[None]:
+    """Restores the random states of Python and NumPy, which a user's module may draw from."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextmanager
