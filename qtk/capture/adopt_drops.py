@@ -37,8 +37,9 @@ def adopt_drops(prepared: nn.Module, drops: Mapping[str, Sequence[float]]) -> It
     for path, probabilities in drops.items():
         if inside.keys().isdisjoint(prefixes(path)):  # its own code runs
             continue
-        if len(calls[path]) == len(probabilities):
-            for module, p in zip(calls[path], probabilities, strict=True):
+        size = len(calls[path])
+        if size and list(probabilities[:size]) * (len(probabilities) // size) == list(probabilities):
+            for module, p in zip(calls[path], probabilities[:size], strict=True):  # an island may run several times
                 module.p = p
         elif any(probabilities):
             yield f"{path or 'the model'}: dropout does not act, its code calls it in train mode only"

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from qtk.capture.tree import TABLES, with_islands
-from qtk.graph.captured_graph import without_effect
+from qtk.graph.captured_graph import is_decided, without_effect
 from qtk.graph.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
 
@@ -25,7 +25,7 @@ class Holder(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
-        if name in self.__dict__.get("_constants", ()):
+        if is_decided(self, name, self.__dict__.get("_constants", ())):
             raise without_effect(self, self._path, name)
         super().__setattr__(name, value)  # type: ignore[arg-type]
 

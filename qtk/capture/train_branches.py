@@ -14,7 +14,8 @@ from qtk.capture.calls import detached, leaves_text
 from qtk.capture.untouched import untouched
 from qtk.capture.without_dropout import WithoutDropout
 from qtk.errors import VerificationError
-from qtk.torch_private import pytree
+from qtk.graph.sites import prefixes
+from qtk.torch_private import BatchNormBase, pytree
 
 LISTED = 4
 """Modules, and differences of each, that a text names."""
@@ -52,12 +53,19 @@ def _branches(
         in_eval = _events(model.eval(), args, kwargs)
     with untouched(model), WithoutDropout(model.train(), train_only):
         in_train = _events(model, args, kwargs)
-    branches = []
-    for path, module in model.named_modules():
-        difference = _difference(in_eval.get(path), in_train.get(path))
+    branches: dict[str, str] = {}
+    for path, module in sorted(model.named_modules(), key=lambda named: -len(prefixes(named[0]))):
+        before, after = in_eval.get(path), in_train.get(path)
+        if any(path in prefixes(inner) for inner in branches):  # which may return something else because of that
+            before, after = _without_returns(before), _without_returns(after)
+        difference = None if isinstance(module, BatchNormBase) else _difference(before, after)
         if difference is not None:
-            branches.append(f"{path or 'the model'} ({type(module).__name__}) {difference}")
-    return branches
+            branches[path] = f"{path or 'the model'} ({type(module).__name__}) {difference}"
+    return list(branches.values())
+
+
+def _without_returns(events: list[str] | None) -> list[str] | None:
+    return None if events is None else [event for event in events if not event.startswith("returns ")]
 
 
 class _Events(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -18,6 +18,12 @@ HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_c
 kind of call → graph of the same module for such calls; names of the attributes that capture has decided."""
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
+    """Whether capture has decided the attribute ``name``, which is not so of a child that the graph calls."""
+    child = module.__dict__.get("_modules", {}).get(name)
+    return name in constants and (child is None or "_constants" in vars(child))
 
 
 def without_effect(holder: nn.Module, path: str, name: str) -> CaptureError:
@@ -76,7 +82,7 @@ class CapturedGraph(fx.GraphModule):
             object.__setattr__(self, name, value)
             return
         is_new_module = isinstance(value, nn.Module) and name not in self.__dict__.get("_modules", ())
-        if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
+        if is_decided(self, name, self.__dict__.get("meta", {}).get(CONSTANTS, ())) and not is_new_module:
             raise without_effect(self, "", name)
         nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
 

@@ -283,7 +283,7 @@ def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypa
 
 def test_train_mode_that_is_not_in_the_graph_is_noted():
     (line,) = pair("branches_on_training")[1].report.train_notes
-    assert line.startswith("the model (BranchesOnTraining) in train mode alone calls torch's ")
+    assert line == "the model (StochasticDepth) in train mode alone calls torch's mul(2)"
 
 
 def test_stochastic_depth_is_recovered_and_the_rest_is_still_compared():
