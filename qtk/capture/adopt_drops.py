@@ -28,12 +28,15 @@ def adopt_drops(prepared: nn.Module, drops: Mapping[str, Sequence[float]]) -> It
     Yields: a note for each module whose dropout has no place in the graph, where its code does otherwise in eval mode.
     """
     inside = roots(prepared)
+    first_paths = {module: path for path, module in reversed(list(prepared.named_modules(remove_duplicate=False)))}
+    same = {path: first_paths[module] for path, module in prepared.named_modules(remove_duplicate=False)}
     calls: dict[str, list[Attention | Dropout]] = defaultdict(list)
     for graph in inside.values():
         for node in graph.graph.nodes:
             module = called_module(node)
             if isinstance(module, (Attention, Dropout)):
-                calls[(label(node, OWNER) or "").partition("@")[0]].append(module)
+                path = (label(node, OWNER) or "").partition("@")[0]
+                calls[same.get(path, path)].append(module)
     for path, probabilities in drops.items():
         if inside.keys().isdisjoint(prefixes(path)):  # its own code runs
             continue
