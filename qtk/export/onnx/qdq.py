@@ -24,6 +24,7 @@ from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
@@ -75,6 +76,7 @@ def export(
     marked = trace(model, sites, example_inputs, opset=opset)
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
+    multiply_stacks(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.export.onnx.stacked_products import restore_operands
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics import affine
 
@@ -54,7 +55,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
         file: an exported file.
         codes: return codes, of calibrated sites of 8 bits; else dequantized values.
     """
-    top_level = {node.name for node in ir.load(file).graph}
+    top_level = {node.name for node in _load(file).graph}
     steps: Counter[str] = Counter()
     outputs = []
     for site in stored_sites(file):
@@ -75,7 +76,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
 
 def sites_in_bodies(file: Path) -> int:
     """The number of sites, constants left out, in the bodies of loops."""
-    top_level = {node.name for node in ir.load(file).graph}
+    top_level = {node.name for node in _load(file).graph}
     return len({
         site.name for site in stored_sites(file)
         if site.node.name not in top_level and site.node.inputs[0] is not None and not _is_constant(site.node.inputs[0])
@@ -84,7 +85,7 @@ def sites_in_bodies(file: Path) -> int:
 
 def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> Path:
     """Writes a copy of ``file`` that also returns ``outputs``, into ``folder``; returns its path."""
-    model = ir.load(file)
+    model = _load(file)
     wanted = dict.fromkeys(output.name for output in outputs)
     returned = {value.name for value in model.graph.outputs}
     values = {value.name: value for node in model.graph for value in node.outputs}
@@ -93,6 +94,12 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
     external = file.with_name(f"{file.name}.data").exists()
     ir.save(model, copy, external_data=f"{file.name}.data" if external else None)
     return copy
+
+
+def _load(file: Path) -> ir.Model:
+    model = ir.load(file)
+    restore_operands(model)
+    return model
 
 
 def _is_constant(codes: ir.Value) -> bool:

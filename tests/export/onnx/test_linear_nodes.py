@@ -8,7 +8,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import qtk
-from qtk.export.onnx.qdq import read
 from qtk.export.onnx.session import FLOAT_PRODUCTS, create_session
 from qtk.export.onnx.stored_sites import stored_sites
 from tests.export.onnx.optimized import float_weighted, kinds, optimized
@@ -137,29 +136,6 @@ def test_sessions_compute_products_with_weights_alone_in_float(tmp_path):
     assert session.get_session_options().get_session_config_entry(FLOAT_PRODUCTS) == "1"
     (node,) = (node for node in optimized(path).graph.node if node.op_type == "MatMulNBits")
     assert {attribute.name: attribute.i for attribute in node.attribute}["accuracy_level"] == 1
-
-
-@pytest.mark.parametrize("config", ["default", "onnxruntime"])
-@pytest.mark.parametrize("axes", [None, (0, 2, 1), (2, 0, 1)], ids=["in out", "out in", "experts last"])
-def test_batched_weights_are_integers_per_matrix_and_channel(config, axes, tmp_path):
-    torch.manual_seed(0)
-    shape = (3, 64, 8)
-    model = Product(*(shape if axes is None else (shape[axes.index(axis)] for axis in range(3))), axes=axes)
-    with torch.no_grad():
-        model.weight.mul_(torch.logspace(-2, 2, 8).reshape([8 if length == 8 else 1 for length in model.weight.shape]))
-    x = torch.randn(3, 5, 64)
-    sim, path = exported(tmp_path, model, x, config=config)
-    assert kinds(path)["QLinearMatMul"] == 1
-    assert float_weighted(path) == []
-    encoding = sim.encodings()["weight"]
-    assert encoding.scale.numel() == 3 * 8
-    step = float(sim.encodings()["matmul:out"].scale)
-    with torch.no_grad():
-        expected = sim.model(x)
-    (got,) = run_onnx(path, x, optimized=True)
-    assert float((torch.from_numpy(got) - expected).abs().max()) <= step * 1.001
-    assert float((torch.from_numpy(got) != expected).float().mean()) < 0.01
-    assert read(path)["weight"].equals(encoding)
 
 
 def test_what_is_stored_transposed_is_read_as_it_was(tmp_path):
