@@ -39,6 +39,7 @@ __all__ = [
     "custom_functions",
     "drop_input_guards",
     "flatten_as",
+    "has_forward_hooks",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -118,6 +119,11 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` has been written in place."""
     return tensor._version
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something runs before or after the forward of ``module``, besides hooks of all modules."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def length_hint(length: int | torch.SymInt) -> int:

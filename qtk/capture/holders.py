@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
 from qtk.capture.tree import TABLES, with_islands
 from qtk.graph.captured_graph import is_decided, without_effect
+from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
 
@@ -17,11 +20,24 @@ class Holder(nn.Module):
     Args:
         path: of the module in its model.
         constants: see ``constants_of``.
+        attributes: what can be read of the module.
     """
 
-    def __init__(self, path: str = "", constants: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, path: str = "", constants: frozenset[str] = frozenset(), attributes: PlainAttributes | None = None
+    ) -> None:
         super().__init__()
-        self._path, self._constants = path, constants
+        self._path, self._constants, self._attributes = path, constants, attributes
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises: AttributeError saying where a member of the original is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            attributes = self.__dict__.get("_attributes")
+            if attributes is None or name.startswith("_"):
+                raise
+            return attributes.read(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
@@ -66,7 +82,7 @@ def keep_type(root: nn.Module, path: str, original: nn.Module, *, runs: bool) ->
 def forget_type(root: nn.Module, path: str) -> None:
     """Puts a holder in the place of the module at ``path``, which nothing calls any more. Changes ``root``."""
     old = holder(root, path)
-    plain = Holder(path_of(path), constants_of(old))
+    plain = Holder(path_of(path), constants_of(old), PlainAttributes(old))
     plain.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
     plain.training = old.training
     _replace(root, old, plain)
@@ -84,7 +100,7 @@ def hold(original: nn.Module) -> nn.Module:
     root = nn.Module()
     holders = {original: root}
     for path, module in original.named_modules():
-        holders.setdefault(module, Holder(path, constants_of(module)))
+        holders.setdefault(module, Holder(path, constants_of(module), PlainAttributes(module)))
     for module, twin in holders.items():
         for name, child in module._modules.items():
             twin.add_module(name, None if child is None else holders[child])
@@ -130,7 +146,7 @@ def free_name(root: nn.Module, path: str) -> str:
     """``path``, or the first of ``path_1``, ``path_2``, … that names nothing in ``root``."""
     owner, _, leaf = path.rpartition(".")
     module, name, ordinal = holder(root, owner), leaf, 0
-    while hasattr(module, name):
+    while name in vars(module) or hasattr(type(module), name) or any(name in vars(module)[t] for t in MODULE_TABLES):
         ordinal += 1
         name = f"{leaf}_{ordinal}"
     return f"{owner}.{name}" if owner else name

@@ -28,7 +28,7 @@ from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
+from qtk.capture.prepared_model import ATTRIBUTES, REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.capture.torch_export import RUNGS, DynamicShapes, capture
 from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
@@ -36,6 +36,7 @@ from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import CaptureError, QtkError, VerificationError, first_line
+from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
 
@@ -120,6 +121,7 @@ def _on_rung(
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)
     graph.meta[SIGNATURE] = inspect.signature(model.forward)
+    graph.meta[ATTRIBUTES] = PlainAttributes(model)
     return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 

@@ -26,9 +26,10 @@ from qtk.torch_private import MODULE_TABLES, pytree
 Model = TypeVar("Model", bound="PreparedModel")
 
 REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
-WARNED = "qtk_warned"
+WARNED, ATTRIBUTES = "qtk_warned", "qtk_attributes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
-with, whether the original writes to its inputs, whether ``train`` has warned."""
+with, whether the original writes to its inputs, whether ``train`` has warned, what can be read of the
+original."""
 
 
 class PreparedModel(nn.Module):
@@ -130,6 +131,16 @@ class PreparedGraph(CapturedGraph, PreparedModel):
             args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reads plain attributes of the original too. Raises: AttributeError saying where others are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            attributes = self.__dict__.get("meta", {}).get(ATTRIBUTES)
+            if attributes is None or name.startswith("_"):
+                raise
+            return attributes.read(name)
 
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         """The graph that serves calls with such arguments: itself, or one of its variants."""

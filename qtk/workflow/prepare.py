@@ -122,12 +122,16 @@ def prepare_model(
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
 
 
-def prepare_own(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
+def prepare_own(
+    model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool, dynamic_shapes: DynamicShapes = "batch"
+) -> PreparedModel:
     """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``.
 
-    Raises: CaptureError if it cannot be copied.
+    Raises: CaptureError if it cannot be copied, or is prepared and other ``dynamic_shapes`` are given.
     """
-    prepared = prepare_model(model, example_inputs)
+    if isinstance(model, PreparedModel) and model.report.complete and dynamic_shapes != "batch":
+        raise CaptureError("the model is prepared already; give dynamic_shapes when preparing it")
+    prepared = prepare_model(model, example_inputs, dynamic_shapes=dynamic_shapes)
     if in_place:
         return prepared
     try:
