@@ -179,7 +179,7 @@ def test_settings_act(pair):
 @pytest.mark.parametrize(("build", "path", "name"), [
     (lambda: OwnAttention(0.3, True), "attention", "p"), (lambda: OwnAttention(0.3, False), "dropout", "p"),
     (lambda: TorchAttention(0.3, False), "attention.attention", "p"),
-    (lambda: TorchAttention(0.3, True), "attention.dropout", "p"),
+    (lambda: TorchAttention(0.3, True), "attention.dropout_1", "p"),
     (lambda: Recurrent(0.3), "lstm.recurrence", "dropout"),
 ])
 @pytest.mark.parametrize("quantized", [False, True])

@@ -146,7 +146,7 @@ def free_name(root: nn.Module, path: str) -> str:
     """``path``, or the first of ``path_1``, ``path_2``, … that names nothing in ``root``."""
     owner, _, leaf = path.rpartition(".")
     module, name, ordinal = holder(root, owner), leaf, 0
-    while name in vars(module) or hasattr(type(module), name) or any(name in vars(module)[t] for t in MODULE_TABLES):
+    while hasattr(module, name):
         ordinal += 1
         name = f"{leaf}_{ordinal}"
     return f"{owner}.{name}" if owner else name

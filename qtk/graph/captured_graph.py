@@ -99,6 +99,7 @@ class CapturedGraph(fx.GraphModule):
             lent = {
                 name: value for name, value in vars(module).items()
                 if not name.startswith("_") and name not in holder.__dict__ and not hasattr(type(holder), name)
+                and name not in holder.__dict__["_modules"]
             }
             holder.__dict__.update(lent)
             if holder is self:
