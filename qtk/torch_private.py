@@ -8,6 +8,7 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator
 
@@ -36,6 +37,7 @@ __all__ = [
     "call_structure",
     "custom_functions",
     "drop_input_guards",
+    "empty_like",
     "flatten_as",
     "is_exporting",
     "is_in_onnx_export",
@@ -80,6 +82,13 @@ def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures inside a pytree structure."""
     named = getattr(structure, "children", None)  # torch 2.11 has children_specs, which later versions warn of
     return list(named() if named is not None else structure.children_specs)
+
+
+def empty_like(graph: fx.Graph) -> fx.Graph:
+    """A graph without nodes whose generated ``forward`` nests arguments and results as that of ``graph``."""
+    empty = fx.Graph()
+    empty.set_codegen(copy.deepcopy(graph._codegen))
+    return empty
 
 
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
