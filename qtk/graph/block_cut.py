@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor, fx, nn
+import torch
+from torch import SymInt, Tensor, fx, nn
 
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import LENT, CapturedGraph
@@ -67,10 +68,11 @@ def cut(
         if isinstance(unit, fx.Node):
             values[unit] = outer.node_copy(unit, values.__getitem__)
             continue
-        inputs, outputs = plan.inputs(unit), plan.outputs(unit)
+        sizes, outputs = plan.sizes(unit), plan.outputs(unit)
         if not outputs:
             continue
-        code = CapturedGraph(unit.block, plan.inner(unit, inputs, outputs))
+        inputs = [node for node in plan.inputs(unit) if node not in sizes]
+        code = CapturedGraph(unit.block, plan.inner(unit, inputs, sizes, outputs))
         code.__dict__[ROOT] = graph
         code.meta[LENT] = (ROOT,)
         block = outer.create_node("get_attr", blocks[unit.block])
@@ -129,6 +131,17 @@ class _Plan:
         )
         return sorted(entering, key=self._argument_rank)
 
+    def sizes(self, call: _Call) -> dict[fx.Node, tuple[fx.Node, int]]:
+        """The sizes that enter a call and are those of a tensor that enters it: the tensor and its axis."""
+        entering = self.inputs(call)
+        known = {
+            size.node.expr: (node, axis) for node in reversed(entering)
+            if isinstance(value := node.meta.get("val"), Tensor)
+            for axis, size in enumerate(value.shape) if isinstance(size, SymInt)
+        }
+        sizes = {node: value.node.expr for node in entering if isinstance(value := node.meta.get("val"), SymInt)}
+        return {node: known[size] for node, size in sizes.items() if size in known}
+
     def outputs(self, call: _Call) -> list[fx.Node]:
         """The values that leave a call, in the order in which it returns them."""
         members = set(self.members[call])
@@ -136,13 +149,18 @@ class _Plan:
         main = next((node for node in reversed(leaving) if is_float(node)), None)
         return leaving if main is None else [main, *(node for node in leaving if node is not main)]
 
-    def inner(self, call: _Call, inputs: Iterable[fx.Node], outputs: list[fx.Node]) -> fx.Graph:
+    def inner(
+        self, call: _Call, inputs: Iterable[fx.Node], sizes: Mapping[fx.Node, tuple[fx.Node, int]],
+        outputs: list[fx.Node],
+    ) -> fx.Graph:
         """The graph of one call, to run with the members of the block."""
         inner = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             values[node] = inner.placeholder(node.name)
             values[node].meta = dict(node.meta)
+        for node, (tensor, axis) in sizes.items():
+            values[node] = inner.call_function(torch.ops.aten.sym_size.int, (values[tensor], axis))
         for node in self.members[call]:
             copied = values[node] = inner.node_copy(node, values.__getitem__)
             if node.op in ("get_attr", "call_module"):
@@ -236,7 +254,8 @@ class _Plan:
         left = next(value for value in self._inputs_of(first) if self.homes.get(value) == call)
         back = next(value for value in self.inputs(call) if self.homes.get(value, value) == last)
         reader = next(node for node in self.members[call] if back in node.all_input_nodes)
-        names = ", ".join(self.blocks[unit.block] if isinstance(unit, _Call) else _name(unit) for unit in between)
+        made = dict.fromkeys(self.blocks[u.block] if isinstance(u, _Call) else _name(u) for u in between)
+        names = ", ".join(made)
         return (
             f"the cut at {self.blocks[call.block]!r} is not convex: {_name(left)} leaves it, and what {names} makes of "
             f"it enters it again, at {_name(reader)}; cut at a module that is called once for all of it, or at the "

@@ -87,13 +87,14 @@ def block_view(
 
 
 def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
-    """The paths to cut at: the outermost match of each glob that computes something, one for each module.
+    """The paths to cut at: what each glob matches that is called, else lists of such; the outermost of nested ones.
 
     Raises: CaptureError naming a glob without one.
     """
     nodes = [node for graph in (model, *model.variants.values()) for node in graph.graph.nodes]
     inside = {inner for node in nodes if (called := called_module(node)) is not None for inner in called.modules()}
-    computing = {outer for node in nodes for path in module_stack(node) for outer in prefixes(path)}
+    called = {path for node in nodes for path in module_stack(node)}
+    computing = {outer for path in called for outer in prefixes(path)}
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False)
                if path and path.partition(".")[0] != QUANTIZERS and module not in inside}
     selected: dict[nn.Module, str] = {}
@@ -101,7 +102,7 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
         raise CaptureError("block_view needs the path of at least one module to cut at")
     for glob in globs:
         matched = [path for path in modules if fnmatchcase(path, glob)]
-        cuttable = [path for path in matched if path in computing]
+        cuttable = [path for path in matched if path in called] or [path for path in matched if path in computing]
         if not cuttable:
             raise CaptureError(_nothing(glob, matched, [path for path in modules if path in computing], model))
         for path in cuttable:
@@ -111,10 +112,10 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
 
 
 def _nothing(glob: str, matched: list[str], known: list[str], model: PreparedGraph) -> str:
-    called = [path for path, _ in model.named_modules() if fnmatchcase(path, glob) and path]
+    as_it_is = [path for path, _ in model.named_modules() if fnmatchcase(path, glob) and path]
     if matched:
         return f"{matched[0]!r}, the match of {glob!r}, computes nothing in the captured graph; cut at another module"
-    if called:
-        return (f"{called[0]!r}, the match of {glob!r}, is a module that the graph calls as it is: hooks on it fire; "
+    if as_it_is:
+        return (f"{as_it_is[0]!r}, the match of {glob!r}, is a module that the graph calls as it is: hooks on it fire; "
                 "cut at a module around it, or leave it out")
     return f"{glob!r} matches no module of the model; {nearest(glob, known)}"
