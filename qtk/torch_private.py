@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op
 
 __all__ = [
     "GRAPH_MODULE_NAMES",
+    "HOOK_TABLES",
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
@@ -57,6 +58,12 @@ rnn_kernels = torch._VF
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
+
+HOOK_TABLES = {
+    "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook",
+}
+"""Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
 
 GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
 """Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
