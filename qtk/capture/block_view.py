@@ -31,8 +31,6 @@ class Block(Holder):
         recompute: whether its values are computed again in the backward pass.
     """
 
-    is_called = True
-
     def __init__(self, holder: nn.Module, *, recompute: bool) -> None:
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(holder).items() if name not in vars(self)})
@@ -51,7 +49,10 @@ class Block(Holder):
             return checkpoint(code, *args, use_reentrant=False)
         return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(state)))
 
-    def take(self, codes: list[CapturedGraph]) -> None:
+    def _is_called(self) -> bool:
+        return True
+
+    def _take(self, codes: list[CapturedGraph]) -> None:
         """Sets the graphs of its calls."""
         self._codes, self._states = codes, [_state(code) for code in codes]
 
@@ -105,7 +106,7 @@ class BlockView(nn.Module):
     _outer: PreparedGraph
     _paths: tuple[str, ...]
     _blocks: dict[nn.Module, Block]
-    _seen: list[str]
+    _seen: list[int]
     _recompute: bool
 
     def __init__(self, model: PreparedGraph, paths: Collection[str], *, recompute: bool) -> None:
@@ -118,7 +119,7 @@ class BlockView(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the prepared model computes."""
-        if not torch.compiler.is_dynamo_compiling():
+        if self._is_stale():
             self._refresh()
         return self._outer(*args, **kwargs)
 
@@ -148,22 +149,25 @@ class BlockView(nn.Module):
         self._model._apply(fn, recurse)
         return self
 
+    def _is_stale(self) -> bool:
+        return self._seen != [self._model.revision, *(graph.revision for graph in self._model.variants.values())]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refresh(self) -> None:
         """Cuts the graphs again if they have changed: calibration may drop sites, a transform rewrite the model."""
-        graphs = [self._model, *self._model.variants.values()]
-        seen = [graph.code for graph in graphs]
-        if len(seen) == len(self._seen) and all(a is b for a, b in zip(seen, self._seen, strict=True)):
+        if not self._is_stale():
             return
+        graphs = [self._model, *self._model.variants.values()]
         holders = {self._model.get_submodule(path): path for path in self._paths}
         codes: dict[nn.Module, list[CapturedGraph]] = {holder: [] for holder in holders}
         outer = [cut(graph, holders, codes, call_block) for graph in graphs]
         for holder, graphs_of_calls in codes.items():
-            self._blocks.setdefault(holder, Block(holder, recompute=self._recompute)).take(graphs_of_calls)
+            self._blocks.setdefault(holder, Block(holder, recompute=self._recompute))._take(graphs_of_calls)
         self._mirror()
         main, *variants = [_callable(self, code, graph) for code, graph in zip(outer, graphs, strict=True)]
         if variants:
             main.meta[VARIANTS] = dict(zip(self._model.variants, variants, strict=True))
-        self.__dict__.update(_outer=main, _seen=seen)
+        self.__dict__.update(_outer=main, _seen=[graph.revision for graph in graphs])
 
     def _mirror(self) -> None:
         """Takes over the tree of the prepared model, with blocks in the place of what they stand for."""

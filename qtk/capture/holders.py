@@ -21,7 +21,7 @@ def _without_calls(register: Callable[..., RemovableHandle]) -> Callable[..., Re
 
     @functools.wraps(register)
     def registered(holder: Holder, *args: Any, **kwargs: Any) -> RemovableHandle:
-        if not holder.is_called:
+        if not holder._is_called():
             path = holder._path
             warnings.warn(
                 f"{register.__name__} on {path!r}: the hook will never be called, for a prepared model runs its graph "
@@ -43,11 +43,12 @@ class Holder(nn.Module):
         constants: see ``constants_of``.
     """
 
-    is_called = False
-
     def __init__(self, path: str = "", constants: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._path, self._constants = path, constants
+
+    def _is_called(self) -> bool:
+        return False
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""

@@ -135,12 +135,11 @@ class _Plan:
         """The sizes that enter a call and are those of a tensor that enters it: the tensor and its axis."""
         entering = self.inputs(call)
         known = {
-            size.node.expr: (node, axis) for node in reversed(entering)
-            if isinstance(value := node.meta.get("val"), Tensor)
-            for axis, size in enumerate(value.shape) if isinstance(size, SymInt)
+            _expression(size): (node, axis) for node in reversed(entering)
+            if isinstance(value := node.meta.get("val"), Tensor) for axis, size in enumerate(value.shape)
         }
-        sizes = {node: value.node.expr for node in entering if isinstance(value := node.meta.get("val"), SymInt)}
-        return {node: known[size] for node, size in sizes.items() if size in known}
+        sizes = {node: _expression(node.meta.get("val")) for node in entering}
+        return {node: known[size] for node, size in sizes.items() if size is not None and size in known}
 
     def outputs(self, call: _Call) -> list[fx.Node]:
         """The values that leave a call, in the order in which it returns them."""
@@ -289,3 +288,8 @@ def _is_on_edge(node: fx.Node) -> bool:
 
 def _name(node: fx.Node) -> str:
     return label(node, SITE) or value_site(node).name
+
+
+def _expression(size: object) -> object | None:
+    """What a size is computed from; ``None`` if it is a number, or no size."""
+    return size.node.expr if isinstance(size, SymInt) else None

@@ -92,11 +92,11 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
     Raises: CaptureError naming a glob without one.
     """
     nodes = [node for graph in (model, *model.variants.values()) for node in graph.graph.nodes]
-    inside = {inner for node in nodes if (called := called_module(node)) is not None for inner in called.modules()}
+    as_it_is = {inner for node in nodes if (module := called_module(node)) is not None for inner in module.modules()}
     called = {path for node in nodes for path in module_stack(node)}
     computing = {outer for path in called for outer in prefixes(path)}
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False)
-               if path and path.partition(".")[0] != QUANTIZERS and module not in inside}
+               if path and path.partition(".")[0] != QUANTIZERS and module not in as_it_is}
     selected: dict[nn.Module, str] = {}
     if not globs:
         raise CaptureError("block_view needs the path of at least one module to cut at")
