@@ -77,7 +77,7 @@ def verify_export(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons))
-        run_all(simulation.model, data, forward=forward, label="verifying", progress=progress)
+        run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
         for witness in witnesses:
             witness.stop()
             if turns:
