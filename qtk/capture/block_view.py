@@ -120,7 +120,8 @@ class BlockView(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the prepared model computes."""
         if self._is_stale():
-            self._refresh()
+            # outside the compiled code; the decorator would import the compiler with qtk
+            torch.compiler.disable(self._refresh)() if torch.compiler.is_compiling() else self._refresh()
         return self._outer(*args, **kwargs)
 
     def named_blocks(self) -> dict[str, nn.Module]:
@@ -152,7 +153,6 @@ class BlockView(nn.Module):
     def _is_stale(self) -> bool:
         return self._seen != [self._model.revision, *(graph.revision for graph in self._model.variants.values())]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refresh(self) -> None:
         """Cuts the graphs again if they have changed: calibration may drop sites, a transform rewrite the model."""
         if not self._is_stale():
