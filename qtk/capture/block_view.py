@@ -45,7 +45,7 @@ class Block(Holder):
         code, state = self._codes[self._current], self._states[self._current]
         if not (self._recompute and torch.is_grad_enabled()):
             return code(*args)
-        if not (state and self.training):
+        if not state or torch.compiler.is_compiling():  # a compiler writes to a buffer once
             return checkpoint(code, *args, use_reentrant=False)
         return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(state)))
 
