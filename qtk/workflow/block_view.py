@@ -98,8 +98,8 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False)
                if path and path.partition(".")[0] != QUANTIZERS and module not in as_it_is}
     selected: dict[nn.Module, str] = {}
-    if not globs:
-        raise CaptureError("block_view needs the path of at least one module to cut at")
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise CaptureError(f"block_view takes the paths of modules to cut at, one or more, got {globs!r}")
     for glob in globs:
         matched = [path for path in modules if fnmatchcase(path, glob)]
         cuttable = [path for path in matched if path in called] or [path for path in matched if path in computing]
