@@ -184,7 +184,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         qdq.export(graph, call, file, opset=opset)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
-    names = [name for graph, _ in calls.values() for name in saturation.saturating_weights(graph)]
+    names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(

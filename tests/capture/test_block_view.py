@@ -50,6 +50,21 @@ def test_the_tree_holds_blocks_and_shares_all_tables():
     assert view.get_submodule("meta") is prepared.get_submodule("meta")
 
 
+class Creates(nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(4, 4, dtype=x.dtype, device=x.device)
+
+
+def test_what_a_block_creates_follows_a_move_of_either():
+    for which in ("view", "prepared"):
+        prepared = qtk.prepare_model(nn.Sequential(nn.Linear(4, 4), Creates()).eval(), torch.randn(3, 4))
+        view = qtk.block_view(prepared, "1")
+        {"view": view, "prepared": prepared}[which].double()
+        x = torch.randn(3, 4, dtype=torch.float64)
+        assert torch.equal(view(x), prepared(x))
+        assert view(x).dtype is torch.float64
+
+
 class Normed(nn.Module):
     def __init__(self, momentum=0.1):
         super().__init__()

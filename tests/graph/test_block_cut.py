@@ -117,6 +117,20 @@ def test_sizes_of_values_inside_a_block_are_of_the_block():
         assert torch.equal(view(torch.ones(shape)), model[:3](torch.ones(shape)))
 
 
+def test_an_op_of_no_module_between_ops_of_a_block_is_of_the_block():
+    """As what a rewrite inserts, or a size that capture shares."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.ReLU()).eval()
+    x = torch.ones(2, 4)
+    prepared = qtk.prepare_model(model, x)
+    (inner, last) = prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    inner.meta = {key: value for key, value in inner.meta.items() if key != "nn_module_stack"}
+    outer, codes = cut_at(prepared, "0")
+    assert str(inner) in map(str, codes["0"][0].graph.nodes)
+    assert str(inner) not in map(str, outer.nodes)
+    assert str(last) in map(str, outer.nodes)
+    assert torch.equal(qtk.block_view(prepared, "0")(x), model(x))
+
+
 class Tied(nn.Module):
     """Reads a weight inside the block that holds it, and behind it."""
 
