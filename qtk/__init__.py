@@ -14,6 +14,7 @@ from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.block_view import block_view
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
@@ -54,6 +55,7 @@ __all__ = [
     "apply_seq_mse",
     "apply_smooth_quant",
     "backends",
+    "block_view",
     "correct_bias",
     "dtype",
     "equalize_model",

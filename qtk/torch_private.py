@@ -8,6 +8,7 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op
 
 __all__ = [
     "GRAPH_MODULE_NAMES",
+    "HOOK_TABLES",
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
@@ -39,6 +41,7 @@ __all__ = [
     "call_structure",
     "custom_functions",
     "drop_input_guards",
+    "empty_like",
     "flatten_as",
     "graph_from_bytes",
     "graph_to_bytes",
@@ -60,6 +63,12 @@ rnn_kernels = torch._VF
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
+
+HOOK_TABLES = {
+    "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook",
+}
+"""Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
 
 GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
 """Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
@@ -85,6 +94,13 @@ def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures inside a pytree structure."""
     named = getattr(structure, "children", None)  # torch 2.11 has children_specs, which later versions warn of
     return list(named() if named is not None else structure.children_specs)
+
+
+def empty_like(graph: fx.Graph) -> fx.Graph:
+    """A graph without nodes whose generated ``forward`` nests arguments and results as that of ``graph``."""
+    empty = fx.Graph()
+    empty.set_codegen(copy.deepcopy(graph._codegen))
+    return empty
 
 
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:

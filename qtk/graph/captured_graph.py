@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
 from qtk.graph.targets import MEMBERS
@@ -20,6 +22,10 @@ kind of call → graph of the same module for such calls; names of the attribute
 
 PICKLED_METADATA = ("custom", "val", "nn_module_stack")
 """What a pickled node keeps: its labels, the shape of its value, the modules around it."""
+REVISION = "qtk_revision"
+"""Key of ``meta``: a number that no other code of a graph has had."""
+
+_REVISIONS = itertools.count(1)
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -111,6 +117,18 @@ class CapturedGraph(fx.GraphModule):
         if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
             raise without_effect(self, "", name)
         nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
+
+    def recompile(self) -> PythonCode:
+        """As ``fx.GraphModule``, after every edit of the graph."""
+        if "meta" in self.__dict__:  # not yet while it is constructed
+            self.meta[REVISION] = next(_REVISIONS)
+        return super().recompile()
+
+    @property
+    def revision(self) -> int:
+        """A number that changes when the graph does."""
+        revision: int = self.meta[REVISION]
+        return revision
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:
