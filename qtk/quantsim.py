@@ -41,13 +41,14 @@ from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_own
+from qtk.workflow.range_training import RangeTraining
 from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.store import load, restore, save
 from qtk.workflow.verify_export import verify_export
 
 
 @public
-class QuantSim(Settled):
+class QuantSim(Settled, RangeTraining):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
     >>> import qtk, torch
@@ -380,8 +381,7 @@ class QuantSim(Settled):
 
         Args:
             directory: what ``save`` wrote.
-            model: the float model, prepared with its ``dynamic_shapes`` if these were explicit; its parameter values do
-                not matter, the stored ones are loaded.
+            model: the float model, whose parameter values do not matter; prepared, if ``dynamic_shapes`` are explicit.
             example_inputs: as for the constructor.
             in_place: share the parameters of ``model``, and so overwrite them.
 
