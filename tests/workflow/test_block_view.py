@@ -376,7 +376,8 @@ def main(directory):
     """What each process of the FSDP test runs."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    torch.save([sharded(rank, recompute=recompute) for recompute in (False, True)], Path(directory, f"{rank}.pt"))
+    views = [sharded(rank, recompute=recompute) for recompute in (False, True)]
+    torch.save({"views": views, "islands": sharded_islands()}, Path(directory, f"{rank}.pt"))
     distributed.barrier()
     os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown
 
@@ -422,12 +423,28 @@ def sharded(rank, *, recompute):
     }
 
 
+def sharded_islands():
+    """Whether the model of ``test_islands_are_modules_that_are_called`` computes the same with its islands sharded."""
+    torch.manual_seed(0)
+    x = -torch.rand(2, 4)
+    sim = qtk.QuantSim(Branches().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    expected = sim.model(x)
+    for module in (sim.model.get_submodule("a"), sim.model.get_submodule("b"), sim.model):
+        fully_shard(module, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    output = sim.model(x)
+    output.sum().backward()
+    return torch.equal(output, expected) and all(isinstance(p.grad, DTensor) for p in sim.model.parameters())
+
+
 def test_fsdp_shards_every_block(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    for result in (result for rank in range(RANKS) for result in torch.load(tmp_path / f"{rank}.pt")):
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert all(rank["islands"] for rank in ranks)
+    for result in (view for rank in ranks for view in rank["views"]):
         assert result["all_sharded"]
         assert result["seen"] == ["Parameter"] * 3  # gathered when the block runs
         assert result["resharded"]
