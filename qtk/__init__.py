@@ -20,6 +20,7 @@ from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
+from qtk.workflow.qat_schedule import QatSchedule
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
 from qtk.workflow.smooth_quant import apply_smooth_quant
 from qtk.workflow.transforms import TRANSFORMS
@@ -40,6 +41,7 @@ __all__ = [
     "PerToken",
     "PreparedModel",
     "QDtype",
+    "QatSchedule",
     "QtkError",
     "QuantPlan",
     "QuantSim",

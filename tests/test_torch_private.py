@@ -1,5 +1,7 @@
 """What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -24,6 +26,8 @@ from qtk.torch_private import (
     drop_input_guards,
     empty_like,
     flatten_as,
+    graph_from_bytes,
+    graph_to_bytes,
     is_exporting,
     is_in_onnx_export,
     is_traced,
@@ -158,6 +162,40 @@ def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
 class OfFours(nn.Module):
     def forward(self, x):
         return 2 * x if x.shape[0] % 4 == 0 else x
+
+
+def test_graph_to_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
+    assert len(graph_to_bytes(graph, ("val",))) > len(graph_to_bytes(graph, ()))
+    next(iter(graph.nodes)).meta["custom"] = lambda: None
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        graph_to_bytes(graph, ("custom",))
+
+
+def test_graph_from_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
+    for node in graph.nodes:
+        node.meta["custom"] = {"label": node.name}
+    again = graph_from_bytes(graph_to_bytes(graph, ("custom", "val", "nn_module_stack")))
+    for node, twin in zip(graph.nodes, again.nodes, strict=True):
+        assert (node.name, node.op, node.target, str(node.args)) == (twin.name, twin.op, twin.target, str(twin.args))
+        assert twin.meta["custom"] == {"label": node.name}
+        assert str(twin.meta.get("val")) == str(node.meta.get("val"))
+        assert "stack_trace" not in twin.meta
+
+
+def ours(x, sizes):
+    return x[sizes]
+
+
+def test_graph_from_bytes_of_functions_and_nested_arguments():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output([graph.call_function(ours, (x, slice(0, graph.call_method("size", (x, 0)), None))), {"x": x}])
+    again = graph_from_bytes(graph_to_bytes(graph, ()))
+    assert [node.target for node in again.nodes] == [node.target for node in graph.nodes]
+    assert str(again) == str(graph)
+    again.lint()
 
 
 def test_drop_input_guards():

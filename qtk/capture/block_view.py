@@ -120,8 +120,10 @@ class BlockView(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the prepared model computes."""
         if self._is_stale():
-            # outside the compiled code; the decorator would import the compiler with qtk
-            torch.compiler.disable(self._refresh)() if torch.compiler.is_compiling() else self._refresh()
+            refresh: Callable[[], None] = self._refresh
+            if torch.compiler.is_compiling():  # outside the compiled code; the decorator would import the compiler
+                refresh = torch.compiler.disable(refresh)  # type: ignore[no-untyped-call]
+            refresh()
         return self._outer(*args, **kwargs)
 
     def named_blocks(self) -> dict[str, nn.Module]:
