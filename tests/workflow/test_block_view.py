@@ -1,6 +1,7 @@
 """The block view against the simulation it was made of: same bits, same tensors, and modules that are called."""
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -284,6 +285,31 @@ def test_copies_are_separate_and_moves_reach_both():
     view.double()
     assert {parameter.dtype for parameter in sim.model.parameters()} == {torch.float64}
     assert torch.equal(view(x.double()), sim.model(x.double()))  # all zeros, hook or not
+
+
+def test_a_pickled_view_shares_with_the_model_it_brings_along():
+    view, x, file = qtk.block_view(vit(), "blocks.*", checkpoint=True), torch.randn(BATCH, 1, 8, 8), io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(x), view(x))
+    assert list(twin.named_blocks()) == list(view.named_blocks())
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+    assert torch.equal(twin(x), twin._model(x))
+    assert not torch.equal(twin(x), view(x))
+
+
+def test_ranges_that_become_learned_are_learned_in_the_view():
+    sim = vit()
+    view, x, before = qtk.block_view(sim, "blocks.*"), torch.randn(BATCH, 1, 8, 8), len(list(sim.model.parameters()))
+    learn(sim)
+    parameters = list(view.parameters())
+    assert len(parameters) > before + 20
+    assert all(a is b for a, b in zip(parameters, sim.model.parameters(), strict=True))
+    (_, seen), (_, expected) = (step(model, lambda model: model(x), parameters) for model in (view, sim.model))
+    assert same(seen, expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
