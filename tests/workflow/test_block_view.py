@@ -372,6 +372,10 @@ def test_bad_input():
     ):
         with pytest.raises(CaptureError, match=message):
             qtk.block_view(sim, blocks)
+    sim = vit()
+    dropout = next(path for path, module in sim.model.named_modules() if "Dropout" in type(module).__name__)
+    with pytest.raises(CaptureError, match="is a module that the graph uses as it is"):
+        qtk.block_view(sim, dropout)
     with pytest.raises(CaptureError, match="traced without inputs"):
         qtk.block_view(qtk.prepare_model(nn.Linear(2, 2)), "weight")
     with pytest.raises(CaptureError, match="got Linear"):
