@@ -47,7 +47,7 @@ __all__ = [
     "flatten_as",
     "graph_from_bytes",
     "graph_to_bytes",
-    "has_forward_hooks",
+    "has_hooks",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -187,9 +187,10 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something runs before or after the forward of ``module``, besides hooks of all modules."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something runs before or after the forward or backward of ``module``, besides hooks of all modules."""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def length_hint(length: int | torch.SymInt) -> int:

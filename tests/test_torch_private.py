@@ -16,6 +16,7 @@ from qtk.torch_private import (
     MODULE_TABLES,
     BatchNormBase,
     CallStructure,
+    DropoutBase,
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
@@ -28,6 +29,7 @@ from qtk.torch_private import (
     flatten_as,
     graph_from_bytes,
     graph_to_bytes,
+    has_hooks,
     is_exporting,
     is_in_onnx_export,
     is_traced,
@@ -230,6 +232,20 @@ def test_torchdispatchmode():
 def test_batchnormbase(kind):
     assert isinstance(kind(2), BatchNormBase)
     assert not isinstance(nn.LayerNorm(2), BatchNormBase)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_dropoutbase(kind):
+    assert isinstance(kind(), DropoutBase)
+    assert not isinstance(nn.ReLU(), DropoutBase)
+
+
+def test_has_hooks():
+    assert not has_hooks(nn.ReLU())
+    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        module = nn.ReLU()
+        getattr(module, f"register_{register}_hook")(print)
+        assert has_hooks(module)
 
 
 def test_below_autograd():

@@ -39,8 +39,9 @@ class WithoutDropout(TorchFunctionMode):
     def __enter__(self) -> WithoutDropout:
         for module in self._paths:
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                # a holder, which runs nothing, would warn
+                self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter, prepend=True))
+                self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

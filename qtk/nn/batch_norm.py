@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtk.errors import CaptureError
-from qtk.torch_private import BatchNormBase
+from qtk.torch_private import BatchNormBase, has_hooks
 
 
 class BatchNorm(nn.Module):
@@ -58,10 +58,10 @@ def batch_norm(
         _check_frozen(module)
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, float(module.eps))  # type: ignore[arg-type]
     training = module.training
-    if training and isinstance(module, nn.SyncBatchNorm):
+    if (training and isinstance(module, nn.SyncBatchNorm)) or has_hooks(module):
         tensors = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
-        synchronised: Tensor = torch.func.functional_call(module, tensors, (x,))
-        return synchronised
+        result: Tensor = torch.func.functional_call(module, tensors, (x,))
+        return result
     if isinstance(module, BatchNorm):
         by_batch = training or module.always_batch_statistics
     else:

@@ -90,3 +90,18 @@ def test_another_module_in_its_place_is_refused_by_name():
     norm, other = nn.BatchNorm1d(4), nn.GroupNorm(1, 4)
     with pytest.raises(CaptureError, match="a GroupNorm stands in the place of a batch norm"):
         batch_norm(torch.randn(5, 4), norm.weight, norm.bias, norm.running_mean, norm.running_var, None, other)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hooks_on_the_module_fire(training):
+    torch.manual_seed(0)
+    plain, hooked = nn.BatchNorm1d(3).train(training), nn.BatchNorm1d(3).train(training)
+    seen = []
+    hooked.register_forward_hook(lambda module, args, output: seen.append("forward"))
+    hooked.register_full_backward_hook(lambda module, of_inputs, of_outputs: seen.append("backward"))
+    x = torch.randn(5, 3, requires_grad=True)
+    made = [batch_norm(x, m.weight, m.bias, m.running_mean, m.running_var, None, m) for m in (plain, hooked)]
+    assert torch.equal(*made)
+    assert torch.equal(plain.running_mean, hooked.running_mean)
+    made[1].sum().backward()
+    assert seen == ["forward", "backward"]
