@@ -15,6 +15,7 @@ from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.block_view import block_view
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
@@ -55,6 +56,7 @@ __all__ = [
     "apply_seq_mse",
     "apply_smooth_quant",
     "backends",
+    "block_view",
     "correct_bias",
     "distillation_loss",
     "dtype",

@@ -8,6 +8,7 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -23,14 +24,17 @@ from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # the base of every dropout
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op that runs
 
 __all__ = [
     "GRAPH_MODULE_NAMES",
+    "HOOK_TABLES",
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
+    "DropoutBase",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
@@ -39,9 +43,11 @@ __all__ = [
     "call_structure",
     "custom_functions",
     "drop_input_guards",
+    "empty_like",
     "flatten_as",
     "graph_from_bytes",
     "graph_to_bytes",
+    "has_hooks",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -60,6 +66,12 @@ rnn_kernels = torch._VF
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
+
+HOOK_TABLES = {
+    "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook",
+}
+"""Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
 
 GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
 """Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
@@ -85,6 +97,13 @@ def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures inside a pytree structure."""
     named = getattr(structure, "children", None)  # torch 2.11 has children_specs, which later versions warn of
     return list(named() if named is not None else structure.children_specs)
+
+
+def empty_like(graph: fx.Graph) -> fx.Graph:
+    """A graph without nodes whose generated ``forward`` nests arguments and results as that of ``graph``."""
+    empty = fx.Graph()
+    empty.set_codegen(copy.deepcopy(graph._codegen))
+    return empty
 
 
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
@@ -166,6 +185,12 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
 def version_of(tensor: Tensor) -> int:
     """How often ``tensor`` has been written in place."""
     return tensor._version
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something runs before or after the forward or backward of ``module``, besides hooks of all modules."""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def length_hint(length: int | torch.SymInt) -> int:

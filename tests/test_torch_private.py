@@ -12,9 +12,11 @@ from torch import fx, nn
 from qtk import torch_private
 from qtk.torch_private import (
     GRAPH_MODULE_NAMES,
+    HOOK_TABLES,
     MODULE_TABLES,
     BatchNormBase,
     CallStructure,
+    DropoutBase,
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
@@ -23,9 +25,11 @@ from qtk.torch_private import (
     call_structure,
     custom_functions,
     drop_input_guards,
+    empty_like,
     flatten_as,
     graph_from_bytes,
     graph_to_bytes,
+    has_hooks,
     is_exporting,
     is_in_onnx_export,
     is_traced,
@@ -57,6 +61,27 @@ def test_every_name_has_a_test():
     assert {name for name in vars(torch_private) if name in torch_private.__all__} == set(torch_private.__all__)
     tested = " ".join(name for name in globals() if name.startswith("test_")).lower()
     assert [name for name in torch_private.__all__ if name.lower() not in tested] == []
+
+
+def test_hook_tables():
+    module = nn.Identity()
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    assert [[*getattr(module, table).values()] for table in HOOK_TABLES] == [[print]] * 4
+
+
+def test_empty_like(program):
+    graph = program.module(check_guards=False).graph
+    empty = empty_like(graph)
+    assert not empty.nodes
+    values = {}
+    for node in graph.nodes:
+        values[node] = empty.node_copy(node, values.__getitem__)
+    x = torch.ones(2, 3)
+    assert torch.equal(fx.GraphModule(nn.Module(), empty)((x, x), options={"x": x})["sum"], 3 * x)
+    assert call_structure(empty) is not call_structure(graph)
 
 
 def test_pytree():
@@ -207,6 +232,20 @@ def test_torchdispatchmode():
 def test_batchnormbase(kind):
     assert isinstance(kind(2), BatchNormBase)
     assert not isinstance(nn.LayerNorm(2), BatchNormBase)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_dropoutbase(kind):
+    assert isinstance(kind(), DropoutBase)
+    assert not isinstance(nn.ReLU(), DropoutBase)
+
+
+def test_has_hooks():
+    assert not has_hooks(nn.ReLU())
+    for register in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        module = nn.ReLU()
+        getattr(module, f"register_{register}_hook")(print)
+        assert has_hooks(module)
 
 
 def test_below_autograd():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
 from qtk.graph.targets import MEMBERS
@@ -20,8 +22,18 @@ kind of call → graph of the same module for such calls; names of the attribute
 
 PICKLED_METADATA = ("custom", "val", "nn_module_stack")
 """What a pickled node keeps: its labels, the shape of its value, the modules around it."""
+REVISION = "qtk_revision"
+"""Key of ``meta``: a number that no other code of a graph has had."""
+
+_REVISIONS = itertools.count(1)
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
+    """Whether capture has decided the attribute ``name``, which is not so of a child that the graph calls."""
+    child = module.__dict__.get("_modules", {}).get(name)
+    return name in constants and (child is None or "_constants" in vars(child))
 
 
 def _blank(kind: type[CapturedGraph]) -> CapturedGraph:
@@ -108,9 +120,21 @@ class CapturedGraph(fx.GraphModule):
             object.__setattr__(self, name, value)
             return
         is_new_module = isinstance(value, nn.Module) and name not in self.__dict__.get("_modules", ())
-        if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
+        if is_decided(self, name, self.__dict__.get("meta", {}).get(CONSTANTS, ())) and not is_new_module:
             raise without_effect(self, "", name)
         nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
+
+    def recompile(self) -> PythonCode:
+        """As ``fx.GraphModule``, after every edit of the graph."""
+        if "meta" in self.__dict__:  # not yet while it is constructed
+            self.meta[REVISION] = next(_REVISIONS)
+        return super().recompile()
+
+    @property
+    def revision(self) -> int:
+        """A number that changes when the graph does."""
+        revision: int = self.meta[REVISION]
+        return revision
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:
@@ -125,6 +149,7 @@ class CapturedGraph(fx.GraphModule):
             lent = {
                 name: value for name, value in vars(module).items()
                 if not name.startswith("_") and name not in holder.__dict__ and not hasattr(type(holder), name)
+                and name not in holder.__dict__["_modules"]
             }
             holder.__dict__.update(lent)
             if holder is self:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import qtk
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.errors import CaptureError
+from qtk.graph.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
@@ -152,7 +153,8 @@ def test_another_process_can_train_what_was_pickled(tmp_path):
 def test_every_node_knows_its_value():
     for name in ("batch_norms", "functional_dropout", "tied", "in_place"):
         for node in prepared(name).graph.nodes:
-            if node.op != "output":
+            is_module = node.op == "get_attr" and isinstance(attribute(prepared(name), node.target), nn.Module)
+            if node.op != "output" and not is_module:
                 assert node.meta.get("val") is not None, f"{name}: {node.format_node()}"
 
 
@@ -259,3 +261,23 @@ def test_submodules_are_found_by_the_users_names(branches):
         model.get_submodule("graph.nowhere")
     with pytest.raises(CaptureError, match="setting 'graph' would have no effect"):
         prepare_model(Named(*HIDDEN).eval(), torch.randn(4, 3, 8, 8)).graph = nn.Linear(2, 2)
+
+
+def test_the_class_of_a_model_with_islands_is_its_own():
+    """``fully_shard`` gives what it shards a new class."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x) if float(x.sum()) > 0 else -self.a(x)
+
+    x = torch.ones(2, 4)
+    prepared = prepare_model(Branches().eval(), x)
+    expected, kind = prepared(x), type(prepared)
+    prepared.__class__ = type("Sharded", (kind,), {})
+    assert type(prepared) is not kind
+    assert isinstance(prepared, kind)
+    assert torch.equal(prepared(x), expected)
