@@ -27,9 +27,10 @@ def main() -> None:
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     batches = DataLoader(data, batch_size=32 // dist.get_world_size(), sampler=sampler)
 
-    # Every process calibrates on the same batches, and so gets the same ranges.
+    # Each process calibrates on its share; ranges are those of all shares together.
     sim = qtk.QuantSim(build("digits_vit"), digits.train_images[:8], weight_bits=4, activation_bits=4)
-    sim.compute_encodings(digits.train_images[:512].split(64), progress=dist.get_rank() == 0)
+    share = digits.train_images[:512].split(64)[dist.get_rank() :: dist.get_world_size()]
+    sim.compute_encodings(share, progress=dist.get_rank() == 0)
 
     def top1() -> float:
         sim.model.eval()
