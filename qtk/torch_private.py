@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,12 +41,14 @@ __all__ = [
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
+    "keep_result_as",
     "length_hint",
     "python_kernel",
     "pytree",
     "register_decomposition",
     "rnn_kernels",
     "rnn_parameter_names",
+    "saves_result",
     "schema_of",
     "version_of",
 ]
@@ -144,6 +147,23 @@ def is_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
+
+
+def saves_result(x: Tensor) -> bool:
+    """Whether the op that made ``x`` keeps it for its own gradient."""
+    return hasattr(x.grad_fn, "_raw_saved_result")
+
+
+def keep_result_as(x: Tensor, rebuild: Callable[[], Tensor]) -> None:
+    """Lets the op that made ``x`` keep nothing of it but a way to rebuild what its gradient reads.
+
+    Nothing happens where it is not safe: hooks of others (checkpointing, offloading) keep the result, or it has been
+    written in place, of which autograd will tell.
+    """
+    node: Any = x.grad_fn
+    with contextlib.suppress(RuntimeError):
+        node._saved_result  # noqa: B018  raises if it has been written
+        node._raw_saved_result.register_hooks(lambda _: None, lambda _: rebuild())
 
 
 def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:
