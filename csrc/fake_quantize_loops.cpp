@@ -47,8 +47,11 @@ INLINE float fake_quantized(float x, float scale, float, SmallFloats grid) {
 
 INLINE float zero_of(Scales scales, int64_t row) { return scales.zero == nullptr ? 0.0f : scales.zero[row]; }
 
-// A mask without branches: all bits set where the number needs no clamping, else 0.
-INLINE uint32_t inside(float number, float nearest) { return nearest == number ? 0xffffffffu : 0u; }
+// Masks without branches: all bits set, or 0.
+INLINE uint32_t same(float one, float other) { return one == other ? 0xffffffffu : 0u; }
+
+// Where the number needs no clamping.
+INLINE uint32_t inside(float number, float nearest) { return same(nearest, number); }
 
 INLINE float masked(float value, uint32_t mask) { return as_float(as_bits(value) & mask); }
 
@@ -106,12 +109,16 @@ INLINE uint32_t inside(int16_t r) { return r > NOT_A_NUMBER && r < HIGH ? 0xffff
 // As the function of x, from its residual.
 template <class T>
 INLINE void backward(int16_t r, T g, T* dx, float, float zero, Codes grid, float* of_scale, float* clipped) {
-  const uint32_t mask = inside(r);
-  const float within = r == EXACT_ZERO ? 0.0f : static_cast<float>(r) * (1.0f / RESOLUTION);
-  const float limit = r == LOW ? grid.qmin - zero : (r == HIGH ? grid.qmax - zero : NAN);
+  const float units = static_cast<float>(r);
+  const uint32_t low = same(units, LOW), high = same(units, HIGH), nan = same(units, NOT_A_NUMBER);
+  const uint32_t mask = ~(low | high | nan);
+  const float within = masked(units * (1.0f / RESOLUTION), mask & ~same(units, EXACT_ZERO));
+  const float error = as_float(
+      as_bits(within) | as_bits(masked(grid.qmin - zero, low)) | as_bits(masked(grid.qmax - zero, high)) |
+      as_bits(masked(NAN, nan)));
   const float slope = load(g);
   *dx = masked(g, mask);
-  *of_scale += slope * (mask != 0 ? within : limit);
+  *of_scale += slope * error;
   *clipped += masked(slope, ~mask);
 }
 

@@ -38,6 +38,7 @@ __all__ = [
     "custom_functions",
     "drop_input_guards",
     "flatten_as",
+    "hooks_on_saved_tensors_work",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -147,6 +148,11 @@ def is_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
+
+
+def hooks_on_saved_tensors_work() -> bool:
+    """Whether nobody has switched them off; checkpointing needs them."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 def saves_result(x: Tensor) -> bool:

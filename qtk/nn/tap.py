@@ -13,7 +13,21 @@ class Tap(nn.Module):
         """Whether values are neither observed nor changed, so that a fused kernel may skip this module."""
         raise NotImplementedError
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether a second call with the same value returns the same and leaves no trace."""
+        return False
+
 
 def all_idle(module: nn.Module) -> bool:
     """Whether every tap in ``module`` is idle, or there are none."""
     return all(inner.idle for inner in module.modules() if isinstance(inner, Tap))
+
+
+def all_repeatable(module: nn.Module) -> bool:
+    """Whether every tap in ``module`` is repeatable, and no module in it has hooks."""
+    return all(
+        not inner._forward_hooks and not inner._forward_pre_hooks and not inner._backward_hooks
+        and not inner._backward_pre_hooks and (not isinstance(inner, Tap) or inner.repeatable)
+        for inner in module.modules()
+    )

@@ -119,6 +119,11 @@ class Quantizer(Tap):
         return self.mode is Mode.BYPASS and not self._forward_hooks and not self._forward_pre_hooks
 
     @property
+    def repeatable(self) -> bool:
+        """Whether it observes nothing, so that calling it again leaves no trace."""
+        return self.mode is not Mode.OBSERVE
+
+    @property
     def observer(self) -> Observer | None:
         """The observer that sees the tensors in OBSERVE."""
         return self._listener.observer

@@ -457,3 +457,8 @@ def test_libraries_may_wrap_forward():
     quantizer.forward = lambda *args: seen.append(args) or original(*args)
     sim.model(torch.randn(3, 4))
     assert len(seen) == 1
+
+
+def test_it_may_be_called_again_unless_it_observes():
+    assert calibrated(OUTPUT).repeatable
+    assert not calibrated(OUTPUT, mode=Mode.OBSERVE).repeatable
