@@ -38,6 +38,7 @@ __all__ = [
     "custom_functions",
     "drop_input_guards",
     "flatten_as",
+    "has_hooks",
     "hooks_on_saved_tensors_work",
     "is_exporting",
     "is_in_onnx_export",
@@ -150,9 +151,15 @@ def is_traced() -> bool:
     )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook is called when ``module`` is, or when its gradient is computed."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def hooks_on_saved_tensors_work() -> bool:
     """Whether nobody has switched them off; checkpointing needs them."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled
 
 
 def saves_result(x: Tensor) -> bool:

@@ -22,6 +22,7 @@ from qtk.torch_private import (
     custom_functions,
     drop_input_guards,
     flatten_as,
+    has_hooks,
     hooks_on_saved_tensors_work,
     is_exporting,
     is_in_onnx_export,
@@ -220,6 +221,16 @@ def test_keep_result_as():
     value = x.sigmoid()
     keep_result_as(value, lambda: torch.full((3,), 0.5))
     assert torch.autograd.grad(value.sum(), x)[0].tolist() == [0.25] * 3  # y · (1 - y)
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_has_hooks(hook):
+    module = nn.Linear(2, 2)
+    assert not has_hooks(module)
+    handle = getattr(module, f"register_{hook}_hook")(lambda *given: None)
+    assert has_hooks(module)
+    handle.remove()
+    assert not has_hooks(module)
 
 
 def test_hooks_on_saved_tensors_work():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from qtk.torch_private import has_hooks
+
 
 class Tap(nn.Module):
     """A module on one value: the identity while ``idle``, else it observes or changes the value."""
@@ -26,8 +28,6 @@ def all_idle(module: nn.Module) -> bool:
 
 def all_repeatable(module: nn.Module) -> bool:
     """Whether every tap in ``module`` is repeatable, and no module in it has hooks."""
-    return all(
-        not inner._forward_hooks and not inner._forward_pre_hooks and not inner._backward_hooks
-        and not inner._backward_pre_hooks and (not isinstance(inner, Tap) or inner.repeatable)
-        for inner in module.modules()
+    return not any(
+        has_hooks(inner) or (isinstance(inner, Tap) and not inner.repeatable) for inner in module.modules()
     )

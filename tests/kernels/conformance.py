@@ -277,5 +277,5 @@ class ResidualConformance:
             _, residual = self.with_residual(x, *given[:5], True)
             return self.residual_backward(grad, residual, *given)
 
-        for grad in (torch.randn(37, 1031).bfloat16(), torch.ones(()).expand(37, 1031), torch.randn(37, 1).expand_as(x)):
-            check_backward(backward, grad, x, scale, None, spec, 0.5001 / 65530)
+        for grad in (torch.randn(37, 1031).bfloat16(), torch.ones(()).expand(37, 1031), torch.randn(37, 1)):
+            check_backward(backward, grad.expand_as(x), x, scale, None, spec, 0.5001 / 65530)

@@ -8,6 +8,7 @@ from qtk.nn.tap import Tap, all_idle, all_repeatable
 
 class Switch(Tap):
     idle = True
+    repeatable = False
 
 
 def test_a_module_without_taps_is_idle():

@@ -1,9 +1,9 @@
 """Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
 One launch per call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through``,
-``residual`` and ``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero point are
-reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last
-ticket adds them in a fixed order, so that the result is deterministic.
+``residual`` and ``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero
+point are reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with
+the last ticket adds them in a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def backward_kernel(
     x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, count,
     s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -169,7 +170,8 @@ def backward_kernel(
                 inside = (residual >> 1) == 0
             else:
                 inside = (residual > -32767) & (residual < 32767)
-                limit = tl.where(residual == -32768, qmin - zero, tl.where(residual == 32767, qmax - zero, float("nan")))
+                limit = tl.where(residual == 32767, qmax - zero, float("nan"))
+                limit = tl.where(residual == -32768, qmin - zero, limit)
                 distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
                 error = tl.where(inside, distance, limit)
         else:
