@@ -47,3 +47,13 @@ class EncodingError(QtkError, ValueError):
 
 class ExportError(QtkError, RuntimeError):
     """A file could not be written or read back, or its outputs differ from the simulation's."""
+
+
+def first_line(error: BaseException) -> str:
+    r"""An error in one line: its type and the first line of its message.
+
+    >>> first_line(ValueError("bad shape\nat conv1"))
+    'ValueError: bad shape'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

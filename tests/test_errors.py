@@ -16,6 +16,13 @@ def test_each_error_is_a_qtk_error_and_a_builtin_and_says_when_it_is_raised(kind
     assert kind.__doc__
 
 
+@pytest.mark.parametrize(("error", "line"), [
+    (ValueError("one\ntwo"), "ValueError: one"), (KeyError(), "KeyError: "), (OSError("\n one"), "OSError: one"),
+])
+def test_the_first_line_of_an_error_has_its_type(error, line):
+    assert errors.first_line(error) == line
+
+
 def test_every_error_is_listed():
     assert {kind.__name__ for kind in KINDS} >= {
         "SpecError", "ConfigError", "CaptureError", "VerificationError", "CalibrationError", "NotCalibratedError",

@@ -14,7 +14,7 @@ import qtk
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
 from qtk.cli import recipe, verify
-from qtk.errors import ArgumentError, InternalError, SpecError
+from qtk.errors import ArgumentError, InternalError, QtkError, SpecError
 from qtk.public import MARK, fits, public, runs_model
 from qtk.quantsim import QuantSim
 
@@ -121,6 +121,23 @@ def test_formats_may_be_any_iterable_or_one_name(tmp_path, formats):
     calibrated.compute_encodings([X], progress=False)
     calibrated.export(tmp_path / "out", formats=formats)
     assert (tmp_path / "out" / "encodings.json").exists()
+
+
+@pytest.mark.parametrize("methods", [iter(["gptq"]), {"gptq": 1}.keys(), (name for name in ["gptq"]), "gptq"])
+def test_methods_may_be_any_iterable_or_one_name(methods):
+    assert qtk.apply_layerwise(sim(), [X], methods, progress=False).layers
+
+
+@pytest.mark.parametrize("call", [
+    lambda: qtk.apply_layerwise(sim(), [X], iter([3]), progress=False),
+    lambda: sim().export("x", formats=iter([3])),
+    lambda: qtk.prepare_model(nn.Sequential(nn.Linear(8, 4)), X, modules_to_exclude=iter([3])),
+    lambda: sim().freeze(iter([3])),
+])
+def test_what_an_iterator_yields_is_checked_too(call):
+    with pytest.raises(QtkError, match=r"3|int") as caught:
+        call()
+    assert not isinstance(caught.value, InternalError)
 
 
 @public

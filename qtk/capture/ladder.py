@@ -28,12 +28,12 @@ from qtk.capture.open_composites import open_composites
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
-from qtk.capture.torch_export import RUNGS, DynamicShapes, capture, first_line
+from qtk.capture.torch_export import RUNGS, DynamicShapes, capture
 from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.verify_prepared import Outcome, eval_difference
-from qtk.errors import CaptureError, QtkError, VerificationError
+from qtk.errors import CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
 

@@ -19,7 +19,7 @@ from qtk.capture.calls import cloned, detached, distinct
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.errors import CaptureError
+from qtk.errors import CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
 Shapes: TypeAlias = "Mapping[str, Shapes] | Mapping[int, object] | tuple[Shapes, ...] | list[Shapes] | None"
@@ -143,12 +143,6 @@ def _attempts(
     if dynamic_shapes == "all":
         attempts.insert(0, ("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
     return attempts
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line: its type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _export(

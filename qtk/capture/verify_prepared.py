@@ -12,10 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from qtk.capture.calls import detached
 from qtk.capture.custom_backward import lost_backwards
-from qtk.capture.torch_export import first_line
 from qtk.capture.untouched import untouched
 from qtk.capture.without_dropout import WithoutDropout, attentions_that_drop, calls_that_drop
-from qtk.errors import VerificationError
+from qtk.errors import VerificationError, first_line
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.instance_norm import InstanceNorm

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from qtk.cli.imported import called, what_it_did
 from qtk.errors import ConfigError
-from qtk.workflow.forward_pass import Batch, length_of, read
+from qtk.workflow.forward_pass import MOST_UNCOUNTED, Batch, length_of, read
 
 MANY_BATCHES = 10_000
-"""Batches of a source without a length after which a warning says that it may be endless."""
+"""Batches of an evaluation without a length after which a warning says that it may be endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,19 @@ class Batches:
         count = min((number for number in (length_of(source), self.num_batches) if number is not None), default=None)
         batches = read(source, self.num_batches, unreadable=self._unreadable)
         return self._pairs(batches, is_finite=count is not None), count
+
+    def require_end(self, most_uncounted: int = MOST_UNCOUNTED) -> None:
+        """Checks that a calibration with these batches ends: reads them once, before any model runs.
+
+        Nothing is read if the source has a length, or ``num_batches`` is given.
+
+        Raises: ConfigError if there are more than ``most_uncounted``, or they cannot be read.
+        """
+        pairs, count = self.open()
+        if count is None and any(index == most_uncounted for index, _ in enumerate(pairs)):
+            raise ConfigError(f"{self.where}: {self.locator} has no length and gave more than {most_uncounted} "
+                              "batches, so it may never end; say how many to take (data.num_batches; a few hundred "
+                              "samples are enough), or return something with a length, as a list or a DataLoader")
 
     def _unreadable(self, index: int, error: BaseException) -> ConfigError:
         return ConfigError(f"{self.where}: {self.locator}, while batches are read, {what_it_did(error)}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from qtk.cli.example_input import example_input
 from qtk.cli.model_source import Shape, build_model, usual_input_shape
 from qtk.core.dtypes import integer
 from qtk.core.width import FROM_CONFIG, Width
@@ -18,9 +17,6 @@ from qtk.graph.footprint import footprint
 from qtk.public import public
 from qtk.quantsim import QuantSim
 from qtk.report.plan_table import plan_summary, plan_table, unquantized_table
-
-MOST_ELEMENTS = 1 << 31
-"""Elements of an example input: a batch of this size is a mistake in its shape."""
 
 DTYPES = {
     name: getattr(torch, name)
@@ -34,7 +30,7 @@ def inspect(
     console: Console,
     *,
     weights: str | None = None,
-    input_shapes: Sequence[str] = (),
+    input_shapes: Iterable[str] = (),
     config: str = "default",
     weight_bits: Width = FROM_CONFIG,
     activation_bits: Width = FROM_CONFIG,
@@ -96,25 +92,3 @@ def parse_shape(text: str) -> tuple[Shape, torch.dtype]:
         raise ConfigError(f"--input-shape: got {text!r}; must be sizes with an optional dtype of "
                           f"{', '.join(DTYPES)}, as in 1,3,224,224 or 1,16:int64")
     return shape, DTYPES[name]
-
-
-def example_input(shape: Shape, dtype: torch.dtype, *, device: str = "cpu") -> Tensor:
-    """Normally distributed values for a floating dtype, else zeros.
-
-    Raises: ConfigError if there are more than 2³¹, or there is no memory for them.
-
-    >>> example_input((1, 2**40), torch.bool)
-    Traceback (most recent call last):
-    qtk.errors.ConfigError: input_shape (1, 1099511627776) has 1,099,511,627,776 elements, more than 2³¹ or than there \
-is memory for; give the shape of one batch
-    """
-    elements, cause = math.prod(shape), None
-    if elements <= MOST_ELEMENTS:
-        try:
-            if dtype.is_floating_point:
-                return torch.randn(shape, device=device).to(dtype)
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            cause = error
-    raise ConfigError(f"input_shape {shape} has {elements:,} elements, more than 2³¹ or than there is memory for; give "
-                      "the shape of one batch") from cause

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qtk.capture.torch_export import first_line
 from qtk.cli.imported import called
-from qtk.errors import ConfigError
+from qtk.errors import ConfigError, first_line
 from qtk.registry import nearest
 
 PRETRAINED = "pretrained"

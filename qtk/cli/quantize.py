@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
-from qtk.cli.inspect import example_input
+from qtk.cli.example_input import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
@@ -105,6 +105,7 @@ class _Run:
         self.entry = entry
         self.console = console
         self.calibration = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
+        self.calibration.require_end()
         torch.manual_seed(recipe.seed)
         self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
         self.example = self._example()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from qtk.atomic import locked, staged_directory, write_file
 from qtk.errors import ExportError
-from qtk.export.atomic import locked, staged_directory
 from qtk.report.summary import FLOAT, SUMMARY_JSON, SUMMARY_TXT, Score, Summary
 
 
@@ -102,11 +101,8 @@ class Results:
             return
         record = json.dumps(self.summary.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         for name, text in ((SUMMARY_JSON, record), (SUMMARY_TXT, self.summary.text())):
-            staged = self._root / f".{name}.{secrets.token_hex(4)}.part"
             try:
-                staged.write_text(text + "\n", encoding="utf-8")
-                os.replace(staged, self._root / name)
+                write_file(self._root / name, f"{text}\n".encode())
             except OSError as error:
-                staged.unlink(missing_ok=True)
                 raise ExportError(f"cannot write {self._root / name}: {error.strerror or error}; the settings before "
                                   "this one are complete") from error

@@ -73,6 +73,16 @@ def check_levels(value: object, level: int = 0) -> None:
 class _UniqueKeys(yaml.SafeLoader):
     """The safe loader, refusing repeated keys, bombs of aliases, and scalars that are none of their tag."""
 
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        if self.flow_level > MOST_LEVELS:  # the scanner's time grows with the square of the nesting
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        if len(self.indents) > MOST_LEVELS:
+            raise RecursionError
+        return bool(super().add_indent(column))
+
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None:

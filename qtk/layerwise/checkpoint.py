@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from qtk.atomic import remove_unfinished, write_file
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.graph.arithmetic import arithmetic_digest
@@ -29,8 +29,6 @@ from qtk.torch_private import pytree
 
 FORMAT, VERSION = "qtk.layerwise", 2
 RUN_FILE = "run.json"
-PART = ".part"
-"""Suffix of a file that is being written; what was killed meanwhile is deleted by the next run."""
 NUMBERS, TENSORS = ("before", "after"), ("scale", "zero_point", "weight", "bias")
 
 
@@ -68,10 +66,9 @@ class Checkpoint:
             if path.exists():
                 self._check(path, run)
             else:
-                _write(path, json.dumps(run, indent=1).encode())
-            for stem in ("run", *(Path(file).stem for file in self._files.values())):
-                for stale in self._folder.glob(f"{stem}.*{PART}"):
-                    stale.unlink()
+                write_file(path, json.dumps(run, indent=1).encode())
+            for name in (RUN_FILE, *self._files.values()):
+                remove_unfinished(self._folder / name)
         except (OSError, ValueError) as error:  # a name with NUL is a ValueError
             raise CalibrationError(f"checkpoint_dir {directory!r}: {error}") from error
 
@@ -90,7 +87,7 @@ class Checkpoint:
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
         metadata = {"layer": layer.name, **numbers}
         try:
-            _write(path, to_bytes(contents, metadata={**metadata, "digest": _digest([metadata, contents])}))
+            write_file(path, to_bytes(contents, metadata={**metadata, "digest": _digest([metadata, contents])}))
         except OSError as error:
             raise CalibrationError(f"cannot write {path}: {error.strerror or error}; the layers before it are "
                                    "saved, and the same call goes on from there") from error
@@ -145,17 +142,3 @@ def _digest(values: Iterable[object]) -> str:
         else:
             digest.update(repr(leaf).encode())
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all, through a new one beside it that nobody can have put a link in place of."""
-    staged = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PART}")
-    try:
-        with staged.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise

@@ -46,6 +46,7 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
     layers: dict[str, WeightedLayer] = {}
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
+    readers = _readers_of_parameters(model)
     for graph in graphs(model).values():
         flow = Flow(graph.graph)
         for node in graph.graph.nodes:
@@ -58,12 +59,25 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
                 try:
                     _check_readers(flow, port)
                     layer = _layer(graph, row, port, quantizer, shared)
+                    if readers[id(layer.weight)] != {quantizer}:
+                        raise _NotALayer("is read in another format, or in float, by other ops too")
                     known = layers.setdefault(quantizer.site, layer)
                     if known.geometry != layer.geometry:
                         raise _NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
                 except _NotALayer as reason:
                     skipped[quantizer.site] = str(reason)
     return [layer for name, layer in layers.items() if name not in skipped], skipped
+
+
+def _readers_of_parameters(model: nn.Module) -> dict[int, set[Quantizer | None]]:
+    """Id of a parameter → the quantizers that read it in any graph; ``None`` among them for any other reader."""
+    readers: dict[int, set[Quantizer | None]] = {}
+    for graph in graphs(model).values():
+        for node in graph.graph.nodes:
+            if node.op == "get_attr" and node.users:
+                own = readers.setdefault(id(attribute(graph, str(node.target))), set())
+                own |= {quantizer_called(user) for user in node.users}
+    return readers
 
 
 class _NotALayer(Exception):  # noqa: N818 - it is a reason

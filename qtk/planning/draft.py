@@ -51,9 +51,10 @@ class Draft:
 
     ``values``: node → plan of its value. ``edges``: site of an edge → its plan. ``floats``: node whose value stays in
     float → reason. ``held``: node whose value stays in float for an excluded module that reads it → the plan that its
-    other readers get on their edges. ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a
-    line for every tensor whose shape does not fit its granularity. ``formulas``: op → the match of the formula that it
-    is part of. ``groups``: op → its supergroup. ``requests``: what decisions that follow a rule ask for.
+    other readers get on their edges. ``split``: parameter that its readers want in several formats → reason.
+    ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a line for every tensor whose shape
+    does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
+    supergroup. ``requests``: what decisions that follow a rule ask for.
 
     Args:
         graph: the graph.
@@ -89,6 +90,7 @@ class Draft:
         self.edges: dict[Site, SitePlan] = {}
         self.floats: dict[fx.Node, str] = {}
         self.held: dict[fx.Node, SitePlan] = {}
+        self.split: dict[fx.Node, str] = {}
         self.misfits: list[str] = []
         self.requests: list[Request] = []
 

@@ -17,11 +17,23 @@ from qtk.planning.rules import Decision, to_spec
 def plan_parameters(draft: Draft) -> None:
     """Decides weights, biases and constant operands of every compute op.
 
+    A parameter is rounded once. One that its readers want in several formats stays in float, and each reader gets it
+    on its edge: a second rounding of rounded values would be on no grid that anybody asked for.
+
     Requires: values at their producers are decided.
-    Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; the edge to a
-    second reader that needs another spec of a weight is in ``edges``; a spec that does not fit the shape is a line of
-    ``misfits``.
+    Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; the edges to the
+    readers of one that is in ``split`` are in ``edges``; a spec that does not fit the shape is a line of ``misfits``.
     """
+    requests, misfits = len(draft.requests), len(draft.misfits)
+    _plan_ops(draft)
+    if draft.split:  # known only now, when some readers have their plans
+        for node in draft.split:
+            del draft.values[node]
+        del draft.requests[requests:], draft.misfits[misfits:]
+        _plan_ops(draft)
+
+
+def _plan_ops(draft: Draft) -> None:
     for node in draft.graph.nodes:
         row = draft.flow.row(node)
         if row is None or row.role is not Role.COMPUTE or draft.flow.is_static(node):
@@ -104,8 +116,9 @@ def _plan_parameter(
         if role is not None:
             draft.request(role, decision, keys, None)
         return
-    excluded, is_static = draft.excluded_reader(node), draft.flow.is_static(port.value)  # rule 14
-    at_edge = excluded is not None and is_static
+    is_static = draft.flow.is_static(port.value)
+    kept_float = draft.excluded_reader(node) or draft.split.get(node)  # rule 14
+    at_edge = kept_float is not None and is_static
     wanted = _wanted(draft, port, port.value if at_edge else node, axes if at_edge else axes_at_node, decision, why)
     if wanted is None:
         return
@@ -113,20 +126,24 @@ def _plan_parameter(
     if at_edge:
         draft.edges[edge] = wanted
         draft.share_edge(port, edge)
-    elif excluded is not None:
-        draft.floats[port.value] = f"of {value_site(node)}, {excluded}; it has no value before a batch is there"
+    elif kept_float is not None:
+        draft.floats[port.value] = f"of {value_site(node)}, {kept_float}; it has no value before a batch is there"
     else:
         draft.floats.pop(node, None)
         present = draft.values.setdefault(node, wanted)
         if present.spec != wanted.spec and is_static and row is not None and port.arg in row.weights:
-            wanted = _wanted(draft, port, port.value, axes, decision, why)  # a constant operand keeps its encoding
-            if wanted is None:
-                return
-            draft.edges[edge] = wanted
-    if excluded is not None:
-        draft.floats[node] = excluded
+            first = next((reader for reader in draft.flow.readers(node) if reader.user is not port.user), port)
+            draft.split[node] = (f"{_name(port)} wants it in another format than {_name(first)}; each reader rounds it "
+                                 "once, on its edge")  # a constant operand or a bias takes the format that is there
+    if kept_float is not None:
+        draft.floats[node] = kept_float
     if role is not None:
         draft.request(role, decision, keys, wanted)
+
+
+def _name(port: Port) -> str:
+    """The op that reads a value."""
+    return value_site(port.user).name.partition(":")[0]
 
 
 def _wanted(

@@ -22,8 +22,9 @@ The rules, numbered as the code cites them:
 12. A rule with ``feeds`` sets a value, and the constants added to it, for the ops that it names; an op with weights,
     or a matrix product, that reads the value gets it on its edge as it would be without the rule.
 13. A bias set to int32 is one where its op multiplies integer codes; its scale is then that of the products.
-14. A value or parameter that an excluded module reads too stays in float; its other readers get it on their edges,
-    a parameter in the axes that each reads. What only data selects from such a parameter stays in float.
+14. A value or parameter that an excluded module reads too stays in float, and so does a parameter that its readers
+    want in several formats; the (other) readers get it on their edges, rounded once, a parameter in the axes that each
+    reads. What only data selects from such a parameter stays in float.
 15. Counts, indices, offsets and masks stay in float whatever their type, and so do constants that they are added to.
     Casts of integer inputs, and what arithmetic makes of these, are data where an op with weights reads them.
 16. What indices select from a parameter, and what it is expanded to, is a parameter to the op that reads it.

@@ -59,7 +59,7 @@ class BiasQuantizer(Quantizer):
     def learn_range(self) -> None:
         """Does nothing: the scale follows those that are learned."""
 
-    def _simulate(self, x: Tensor) -> Tensor:
+    def _simulate_without_scale(self, x: Tensor) -> Tensor:
         return simulate(x, self.spec, self._product())
 
     def _product(self) -> Tensor:

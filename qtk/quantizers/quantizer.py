@@ -88,13 +88,18 @@ class Quantizer(Tap):
             if self.mode is Mode.OBSERVE:
                 self._observe(x)
             return x
-        if not self.ready:
-            raise NotCalibratedError(
-                f"{self.site} has no encoding to simulate with; run sim.compute_encodings(data) or load encodings first"
-            )
-        if self.scale is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return self._simulate(x)
-        return self.weight_cache.get(self._simulate, x, self.scale, self.zero_point)
+        scale = self.scale  # each read is a search through a module's tables, as long as a small tensor's quantization
+        if scale is None:
+            if not self.ready:
+                raise NotCalibratedError(f"{self.site} has no encoding to simulate with; run "
+                                         "sim.compute_encodings(data) or load encodings first")
+            return self._simulate_without_scale(x)
+        zero_point = self.zero_point
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.weight_cache.enabled:
+            return simulate(x, self.spec, scale, zero_point)
+        return self.weight_cache.get(
+            lambda weight: simulate(weight, self.spec, scale, zero_point), x, scale, zero_point
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: EncodingError for an attribute that nothing would read, a changed spec, or a mode that is no Mode."""
@@ -205,11 +210,8 @@ class Quantizer(Tap):
         elif not is_exporting():  # an exported program holds no observers
             self._listener.observe_when_run(x)
 
-    def _simulate(self, x: Tensor) -> Tensor:
-        if self.spec.dynamic:
-            return simulate_dynamic(x, self.spec)
-        assert self.scale is not None
-        return simulate(x, self.spec, self.scale, self.zero_point)
+    def _simulate_without_scale(self, x: Tensor) -> Tensor:
+        return simulate_dynamic(x, self.spec)
 
     def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
         """Registers both, as parameters or buffers according to their type."""

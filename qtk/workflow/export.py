@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from torch import fx, nn
 
+from qtk.atomic import staged_directory
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
 from qtk.capture.exclusion import excluded_modules
@@ -23,7 +24,6 @@ from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_aimet, encodings_json
-from qtk.export.atomic import staged_directory
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
@@ -184,7 +184,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         qdq.export(graph, call, file, opset=opset)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
-    names = [name for graph, _ in calls.values() for name in saturation.saturating_weights(graph)]
+    names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(

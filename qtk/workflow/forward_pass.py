@@ -29,6 +29,10 @@ Forward: TypeAlias = Callable[[nn.Module, Batch], object]
 Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 """Batches, or a function that runs the model over its own data."""
 
+MOST_UNCOUNTED = 2_048
+"""Batches that a calibration takes of a source without a length: more are a source without an end, for calibration
+needs hundreds of samples, and a source that goes on for good reason can be cut by ``num_batches``."""
+
 
 @runs_model
 def run_batch(model: nn.Module, batch: Batch) -> object:
@@ -52,13 +56,15 @@ def outputs(
     *,
     forward: Forward | None = None,
     num_batches: int | None = None,
+    most_uncounted: int | None = None,
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    ``ended_by``: exceptions that end a batch normally, with the output ``None``.
+    ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after
+    which ``data`` without a length, and without ``num_batches``, are refused.
 
     Raises: CalibrationError if there is no batch, or naming the batch that cannot be read, or that the model does not
         run on.
@@ -76,6 +82,12 @@ def outputs(
     seen = 0
     with caching(model):
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
+            if total is None and index == most_uncounted:
+                raise CalibrationError(
+                    f"{label or 'the data'}: the {type(data).__name__} has no length and gave more than {index} "
+                    "batches, so it may never end; pass num_batches (a few hundred samples are enough), or data with "
+                    "a length"
+                )
             with TRACING, evaluating(model), torch.no_grad():
                 try:
                     output = _called(run, model, batch)
@@ -103,11 +115,12 @@ def run_all(
     *,
     forward: Forward | None = None,
     num_batches: int | None = None,
+    most_uncounted: int | None = MOST_UNCOUNTED,
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
 ) -> None:
-    """Runs the model over all of ``data`` and drops what it returns.
+    """Runs the model over all of ``data`` and drops what it returns; arguments as for ``outputs``.
 
     Raises: CalibrationError as ``outputs``.
     """
@@ -125,7 +138,8 @@ def run_all(
                 raise CalibrationError(f"data(model) raised {type(error).__name__}{at}: {error}") from error
         return
     batches = outputs(
-        model, data, forward=forward, num_batches=num_batches, label=label, progress=progress, ended_by=ended_by
+        model, data, forward=forward, num_batches=num_batches, most_uncounted=most_uncounted, label=label,
+        progress=progress, ended_by=ended_by,
     )
     for _ in batches:
         pass

@@ -261,7 +261,7 @@ def correct_bias(
 
 @public
 def apply_layerwise(
-    sim: HasSimulation, data: Data, methods: str | Sequence[str | LayerwiseMethod], *,
+    sim: HasSimulation, data: Data, methods: str | Iterable[str | LayerwiseMethod], *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -328,7 +328,7 @@ def apply_layerwise(
         CPU. Finished layers stay in ``checkpoint_dir`` alone.
     """
     names = [methods] if isinstance(methods, str) else methods
-    resolved = [method(each) if isinstance(each, str) else each for each in names]
+    resolved = [each if isinstance(each, LayerwiseMethod) else method(each) for each in names]
     if not resolved:
         raise CalibrationError("no methods to apply; name at least one, e.g. 'seq_mse'")
     if not hasattr(sim, "simulation"):

@@ -18,11 +18,11 @@ from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLE, REPORT, WRITES, PreparedGraph, PreparedModel
-from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, first_line, with_batch_of_two
+from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.tracing_lock import TRACING
 from qtk.capture.untouched import untouched
 from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
-from qtk.errors import CaptureError, VerificationError
+from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
 from qtk.nn.fast_path import fast_path_off

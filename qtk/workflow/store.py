@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from qtk.atomic import staged_directory
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError, ExportError
-from qtk.export.atomic import staged_directory
 from qtk.export.encodings_json import load_object
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.arithmetic import arithmetic_digest

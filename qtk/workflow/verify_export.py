@@ -77,7 +77,7 @@ def verify_export(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons))
-        run_all(simulation.model, data, forward=forward, label="verifying", progress=progress)
+        run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
         for witness in witnesses:
             witness.stop()
             if turns:
@@ -105,7 +105,7 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
     )
 
 
-def _circumstances(graph: CapturedGraph, runtime: str) -> Circumstances:
+def _circumstances(graph: CapturedGraph, file: Path, runtime: str) -> Circumstances:
     """What the file of a simulated graph is, and where it runs."""
     from qtk.export.onnx.saturation import saturating_weights  # loaded here: slow to import
 
@@ -114,7 +114,7 @@ def _circumstances(graph: CapturedGraph, runtime: str) -> Circumstances:
         for module in graph.modules()
     )
     is_half = any(parameter.dtype is torch.float16 for parameter in graph.parameters())
-    return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(graph)), has_minifloats, is_half)
+    return Circumstances(runtime, integer_sums_saturate(), tuple(saturating_weights(file)), has_minifloats, is_half)
 
 
 def check_runtime(runtime: str) -> None:
@@ -177,7 +177,7 @@ class _Witness:
 
     def verdict(self, runtime: str) -> Verdict:
         runs = self.files.runs()
-        found = judge(runs, _circumstances(self.graph, runtime))
+        found = judge(runs, _circumstances(self.graph, self.path, runtime))
         return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes)
 
     def _float_file(self, folder: Path, given: str | os.PathLike[str] | None) -> Path:

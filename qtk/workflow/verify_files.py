@@ -17,6 +17,7 @@ from tqdm import tqdm
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
+from qtk.export.onnx.saturation import saturating_weights
 from qtk.export.onnx.session import integer_sums_saturate, require_onnxruntime
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics.affine import expand
@@ -103,7 +104,7 @@ def _verify(
         runs.close()
     has_minifloats = any(isinstance(site.spec.dtype, FloatDtype) for site in stored)
     circumstances = Circumstances(
-        runtime, integer_sums_saturate(), has_minifloats=has_minifloats, random_inputs=data is None,
+        runtime, integer_sums_saturate(), saturating_weights(file), has_minifloats, random_inputs=data is None,
         is_half=any(tensor.dtype is torch.float16 for tensor in first.values()),
     )
     found = judge(results, circumstances)

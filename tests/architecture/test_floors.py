@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS: tuple[tuple[str, ...], ...] = (  # lowest first; an import goes down, or stays inside its package
     ("errors",),
-    ("registry", "torch_private", "public"),
+    ("registry", "torch_private", "public", "atomic"),
     ("core",),
     ("config", "numerics", "nn", "report"),
     ("kernels",),

@@ -97,3 +97,19 @@ def test_a_long_source_is_taken_whole(project, monkeypatch):
     with pytest.warns(UserWarning, match="gave 1 batches so far"):
         assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation").open()[0])) == 2
     assert len(list(Batches(f"{project.module}:evaluation", "data.evaluation", 2).open()[0])) == 2
+
+
+def test_a_calibration_without_an_end_is_refused_with_its_key(project):
+    batches = Batches(f"{project.module}:endless", "data.calibration")
+    with pytest.raises(ConfigError, match=r"data\.calibration: .*:endless has no length and gave more than 20 batches, "
+                                          r"so it may never end; .*data\.num_batches"):
+        batches.require_end(20)
+    Batches(f"{project.module}:endless", "data.calibration", 30).require_end(20)
+    Batches(f"{project.module}:calibration", "data.calibration").require_end(1)
+    Batches(f"{project.module}:evaluation", "data.calibration").require_end(2)
+
+
+def test_what_has_a_number_of_batches_is_not_read_to_find_its_end(project):
+    (project.folder / f"{project.module}_unread.py").write_text(COUNTED)
+    Batches(f"{project.module}_unread:batches", "data.calibration", 3).require_end(1)
+    assert importlib.import_module(f"{project.module}_unread").taken == []

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from qtk.atomic import MARKER, staged_directory
 from qtk.cli import quantize as module
 from qtk.cli.app import app
 from qtk.cli.model_source import build_model
@@ -15,7 +16,6 @@ from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
 from qtk.errors import CalibrationError, ConfigError, ExportError
 from qtk.export import encodings_json
-from qtk.export.atomic import MARKER, staged_directory
 from qtk.export.onnx.session import create_session
 
 W8A8 = {"name": "w8a8", "weight_bits": 8, "activation_bits": 8}
@@ -176,6 +176,14 @@ def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
     text = json.dumps(changes).replace("MODULE", project.module)
     with pytest.raises(error, match=said):
         run(project, tmp_path, **json.loads(text))
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "build_model", lambda *args, **options: pytest.fail("a model was built"))
+    data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:evaluation"}
+    with pytest.raises(ConfigError, match=r"data\.calibration: .*:endless has no length .*data\.num_batches"):
+        run(project, tmp_path, data=data)
     assert not (tmp_path / "results").exists()
 
 

@@ -1,6 +1,7 @@
 """Files read into values, and what is wrong with them said with its line."""
 
 import pytest
+from yaml.scanner import Scanner
 
 from qtk.config.files import read_file
 from qtk.errors import ConfigError
@@ -98,6 +99,24 @@ def test_what_would_take_for_ever_is_refused(tmp_path, name, text, said):
     with pytest.raises(ConfigError, match=said) as caught:
         read_file(written(tmp_path, text, name))
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, "{a: " * 2000, "- " * 2000, "? " * 2000, "[\n" * 2000, "- [" * 1000])
+def test_deep_nesting_is_refused_before_it_is_read_to_its_end(tmp_path, monkeypatch, text):
+    scanned, fetch = [], Scanner.fetch_more_tokens
+    monkeypatch.setattr(Scanner, "fetch_more_tokens", lambda self: (scanned.append(1), fetch(self))[1])
+    with pytest.raises(ConfigError, match=r"config\.yaml: nested too deeply"):
+        read_file(written(tmp_path, text))
+    assert len(scanned) < 500
+
+
+@pytest.mark.parametrize("around", ["[]", "{a: }"])
+def test_as_many_levels_as_allowed_are_read(tmp_path, around):
+    opening, closing = around[:-1], around[-1]
+    value = read_file(written(tmp_path, opening * 100 + "x" + closing * 100))
+    for _ in range(100):
+        (value,) = value.values() if isinstance(value, dict) else value
+    assert value == "x"
 
 
 def test_an_anchor_that_is_used_often_is_no_bomb(tmp_path):

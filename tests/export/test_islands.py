@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.atomic import MARKER
+from qtk.atomic import MARKER
 from qtk.workflow.export import onnx_name
 from tests.capture.islands import SIZES, is_inside, simulated
 from tests.zoo.prepared import slow_but

@@ -10,6 +10,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,32 +156,83 @@ def batches():
 """
 
 
-@pytest.mark.parametrize("count", MOMENTS)
-def test_a_recipe_leaves_whole_settings(count, tmp_path, monkeypatch):
-    (tmp_path / "killed_recipe.py").write_text(RECIPE_MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    settings = [{"name": name, "weight_bits": bits} for name, bits in (("w8", 8), ("w4", 4))]
-    (tmp_path / "recipe.json").write_text(json.dumps({
+FILES = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
+
+
+def write_recipe(folder: Path) -> Path:
+    (folder / "killed_recipe.py").write_text(RECIPE_MODULE)
+    path = folder / "recipe.json"
+    path.write_text(json.dumps({
         "models": [{"name": "net", "model": "killed_recipe:net"}],
         "data": {"calibration": "killed_recipe:batches", "evaluation": "killed_recipe:batches"},
-        "settings": settings, "exports": ["encodings"],
+        "settings": [{"name": name, "weight_bits": bits} for name, bits in (("w8", 8), ("w4", 4))],
+        "exports": ["encodings"],
     }))
-    recipe, target = load_recipe(tmp_path / "recipe.json"), tmp_path / "work" / "results"
-    files = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
+    return path
+
+
+def check_settings(target: Path) -> None:
+    """Checks that the results in ``target`` are whole settings, and a summary of them."""
+    scores = json.loads((target / "summary.json").read_text())["models"]["net"]
+    assert {"fp32", "w8"} <= scores.keys() <= {"fp32", "w8", "w4"}
+    assert (target / "summary.txt").read_text().endswith("\n")
+    folders = {path.name for path in (target / "net").iterdir() if not path.name.startswith(".")}
+    assert scores.keys() - {"fp32"} <= folders <= {"w8", "w4"}
+    for folder in folders:
+        assert {path.name for path in (target / "net" / folder).iterdir()} == FILES
+        encodings_json.read(target / "net" / folder / "encodings.json")
+
+
+@pytest.mark.parametrize("count", MOMENTS)
+def test_a_recipe_leaves_whole_settings(count, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe, target = load_recipe(write_recipe(tmp_path)), tmp_path / "work" / "results"
 
     def work(index: int) -> None:
         quantize(recipe, target, force=True, console=Console(file=io.StringIO()))
 
-    def check(index: int) -> None:
-        scores = json.loads((target / "summary.json").read_text())["models"]["net"]
-        assert {"fp32", "w8"} <= scores.keys() <= {"fp32", "w8", "w4"}
-        assert (target / "summary.txt").read_text().endswith("\n")
-        folders = {path.name for path in (target / "net").iterdir() if not path.name.startswith(".")}
-        assert scores.keys() - {"fp32"} <= folders <= {"w8", "w4"}
-        for folder in folders:
-            assert {path.name for path in (target / "net" / folder).iterdir()} == files
-            encodings_json.read(target / "net" / folder / "encodings.json")
-
-    at_random_moments(count, work, check)
+    at_random_moments(count, work, lambda index: check_settings(target))
     work(0)
+    assert leftovers(target.parent) == []
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_command(recipe: Path, target: Path, *, killed_after_s: float | None = None) -> tuple[bool, float]:
+    """Runs ``qtk quantize``, and kills it so long after it began with the model.
+
+    Returns: whether it was killed at work; for how long it was at work.
+    """
+    command = [sys.executable, "-u", "-m", "qtk.cli.app", "quantize", str(recipe), "-o", str(target), "--force"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=recipe.parent, env=environment, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        assert first.startswith("net: capturing"), first + process.stderr.read()
+        begin = time.perf_counter()
+        try:
+            process.communicate(timeout=killed_after_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
+        return process.returncode != 0, time.perf_counter() - begin
+
+
+@pytest.mark.slow
+def test_the_command_leaves_whole_settings(tmp_path):
+    recipe, target = write_recipe(tmp_path), tmp_path / "work" / "results"
+    _, duration = run_command(recipe, target)
+    check_settings(target)
+    moments, hits, runs = random.Random(0), 0, 0
+    while hits < 6 and runs < 24:
+        hit, _ = run_command(recipe, target, killed_after_s=moments.uniform(0, duration))
+        check_settings(target)
+        duration *= 1.05 if hit else 0.9
+        hits, runs = hits + hit, runs + 1
+    assert hits >= 3, f"only {hits} of {runs} runs were killed at work, which takes about {duration} s"
+    assert run_command(recipe, target)[0] is False
+    check_settings(target)
     assert leftovers(target.parent) == []

@@ -177,7 +177,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
 
 def test_half_files_of_a_killed_run_are_deleted(tmp_path):
     sim, data = problem()
-    (tmp_path / "0001.c0ffee00.part").write_bytes(b"half")
+    (tmp_path / ".0001.safetensors.c0ffee00.part").write_bytes(b"half")
     (tmp_path / "other.part").write_bytes(b"not ours")
     qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     assert [name for name in sorted(os.listdir(tmp_path)) if name.endswith(".part")] == ["other.part"]

@@ -5,7 +5,7 @@ from torch import nn
 
 import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
-from qtk.errors import ConfigError, SpecError
+from qtk.errors import CalibrationError, ConfigError, SpecError
 from tests.planning.plans import PER_CHANNEL, by_name, plan_of
 from tests.zoo.models import ZOO
 
@@ -261,12 +261,62 @@ def test_direct_and_transposed_readers_of_a_square_weight_share_no_scales():
     assert first.spec == turned.spec
 
 
-def test_a_second_reader_with_other_axes_has_the_spec_in_the_axes_that_it_reads():
-    made = tied(lambda weight, x: (F.linear(x[:, :6], weight.t()),), exclude=(), granularity="per_channel")
+def two_axes(weight, x):
+    return (F.linear(x[:, :6], weight.t()),)
+
+
+def test_readers_with_other_axes_have_the_spec_in_the_axes_that_they_read():
+    made = tied(two_axes, exclude=(), granularity="per_channel")
     decided = by_name(made.plan)
-    assert decided["left.weight"].spec.granularity == decided["linear:in[1]"].spec.granularity == PerChannel(0)
+    assert decided["left:in[1]"].spec.granularity == decided["linear:in[1]"].spec.granularity == PerChannel(0)
+    assert decided["left:in[1]"].leader is None
+    assert decided["linear:in[1]"].leader is None
     made.compute_encodings([torch.randn(4, 8)], progress=False)
-    assert made.encodings()["linear:in[1]"].scale.shape == (8,)
+    assert [made.encodings()[name].scale.shape for name in ("left:in[1]", "linear:in[1]")] == [(6,), (8,)]
+    (reason,) = (why for site, why in made.plan.unquantized.items() if site.name == "left.weight")
+    assert reason == "linear wants it in another format than left; each reader rounds it once, on its edge"
+
+
+WIDTHS = [{"match": {"path": "left"}, "weight": {"bits": 4}}, {"match": {"path": "linear"}, "weight": {"bits": 8}}]
+
+
+@pytest.mark.parametrize(("others", "options"), [
+    (two_axes, {"granularity": "per_channel"}),
+    (lambda weight, x: (F.linear(x, weight),), {"rules": WIDTHS}),
+    (lambda weight, x: (F.linear(x, weight),), {"rules": WIDTHS[::-1]}),
+])
+def test_a_weight_that_its_readers_want_in_several_formats_is_rounded_once_for_each(others, options):
+    made = tied(others, exclude=(), **options)
+    made.compute_encodings([torch.randn(4, 8)], progress=False)
+    weight = made.model.get_parameter("left.weight")
+    for name, axes in (("left:in[1]", weight), ("linear:in[1]", weight if others is not two_axes else weight.t())):
+        seen = []
+        made.quantizers[name].register_forward_pre_hook(lambda module, inputs, seen=seen: seen.extend(inputs))
+        made.model(torch.randn(4, 8))
+        assert torch.equal(seen[0], axes)
+
+
+def test_readers_that_agree_share_the_weight_s_own_site_and_one_more_format_takes_it_from_all():
+    def three(weight, x):
+        return F.linear(x, weight), F.linear(x + 1, weight)
+
+    assert "left.weight" in tied(three, exclude=()).quantizers
+    made = tied(three, exclude=(), rules=[{"match": {"path": "linear_1"}, "weight": {"bits": 4}}])
+    assert "left.weight" not in made.quantizers
+    assert made.quantizers["left:in[1]"] is made.quantizers["linear:in[1]"]
+    assert made.quantizers["linear_1:in[1]"].spec.dtype.name == "int4"
+
+
+@pytest.mark.parametrize(("exclude", "others"), [
+    ((), two_axes), (("left",), two_axes), (("left",), lambda weight, x: (F.linear(x, weight),)),
+])
+def test_no_layer_wise_method_rounds_what_another_reader_rounds_otherwise_or_not_at_all(exclude, others):
+    made, x = tied(others, exclude=exclude, granularity="per_channel"), torch.randn(64, 8)
+    made.compute_encodings([x], progress=False)
+    before = made.model.get_parameter("left.weight").clone()
+    with pytest.raises(CalibrationError, match="no layer to work on"):
+        qtk.apply_gptq(made, [x], progress=False)
+    assert torch.equal(before, made.model.get_parameter("left.weight"))
 
 
 def test_what_a_batch_selects_from_a_weight_that_an_excluded_module_reads_stays_in_float():

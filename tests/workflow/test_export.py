@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.atomic import MARKER, staged_directory
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json
-from qtk.export.atomic import MARKER, staged_directory
 from qtk.export.onnx import qdq
 from qtk.workflow.export import EXPORTERS, export
 

@@ -52,6 +52,33 @@ def test_num_batches_stops_early():
     assert len(list(outputs(Add(), iter([ONE] * 5), num_batches=3))) == 3
 
 
+def endless():
+    while True:
+        yield torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("verb", ["compute_encodings", "apply_gptq", "reestimate_batch_norms"])
+def test_a_calibration_without_an_end_is_refused(verb):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    sim = qtk.QuantSim(model, torch.ones(2, 2), config={"version": 1, "fold_batch_norms": False})
+    if verb == "reestimate_batch_norms":
+        sim.compute_encodings([torch.ones(2, 2)], progress=False)
+    act = sim.compute_encodings if verb == "compute_encodings" else lambda *args, **options: getattr(qtk, verb)(
+        sim, *args, **options)
+    with pytest.raises(CalibrationError, match=r"the generator has no length and gave more than 2048 batches, .*"
+                                               r"pass num_batches"):
+        act(endless(), progress=False)
+
+
+def test_a_source_without_a_length_may_have_so_many_batches_and_no_more():
+    run_all(Add(), iter([ONE] * 3), most_uncounted=3)
+    run_all(Add(), [ONE] * 4, most_uncounted=3)
+    run_all(Add(), iter([ONE] * 4), most_uncounted=3, num_batches=4)
+    with pytest.raises(CalibrationError, match="gave more than 3 batches"):
+        run_all(Add(), iter([ONE] * 4), most_uncounted=3)
+    assert len(list(outputs(Add(), iter([ONE] * 4)))) == 4  # an evaluation may be of any length
+
+
 def test_no_batches_is_an_error():
     with pytest.raises(CalibrationError, match="no batches"):
         run_all(Add(), [])

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qtk
+from qtk.atomic import MARKER
 from qtk.core.dtypes import dtype
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError, InternalError
-from qtk.export.atomic import MARKER
 from qtk.graph.insert import drop_sites, insert
 from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode

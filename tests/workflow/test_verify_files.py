@@ -8,6 +8,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError, ExportError
+from qtk.export.onnx.session import integer_sums_saturate
 from qtk.report.verdict import Level
 from qtk.workflow.verify_files import REFERENCE, verify_files
 from tests.export.onnx.without_vnni import QEMU
@@ -43,6 +44,16 @@ def test_random_values_within_the_range_of_the_input(written):
     assert verdict.optimized.nodes.integer == {"QGemm": 1}
     assert [site.name for site in verdict.exact.sites] == ["input:input", "linear:out"]
     assert verdict.exact.total.max_steps == 0.0  # in the scale of the output's site
+
+
+@pytest.mark.skipif(integer_sums_saturate(), reason="the CPU itself shows it")
+def test_weights_that_would_saturate_are_named_on_every_cpu(written):
+    verdict = verified(written / "onnxruntime_vnni")
+    (finding,) = verdict.findings
+    assert (verdict.level, finding.level) == (Level.YELLOW, Level.YELLOW)
+    assert "u8 × s8 products of weight can saturate on x86 without VNNI" in finding.cause
+    assert "config='onnxruntime'" in finding.remedy
+    assert "session.x64quantprecision=1" in finding.remedy
 
 
 @pytest.mark.parametrize("batch", [INPUTS, (INPUTS,), {"input": INPUTS}, [INPUTS]])

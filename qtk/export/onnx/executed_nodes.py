@@ -118,6 +118,8 @@ class _ExportedFile:
         output = self._output_reason(original, op)
         if output is not None:
             return output
+        if original.op_type == "Softmax":
+            return "ONNX Runtime's integer Softmax computes other codes than the simulation"
         dtypes = [str(self.specs[source].dtype) for name in original.input[:count] if (source := self._source(name))]
         return f"no integer kernel for {original.op_type} of {' × '.join(dtypes)}"
 
@@ -160,11 +162,16 @@ class _ExportedFile:
 
     def _moved(self, name: str) -> str:
         """The value that ``name`` is, before it was moved."""
-        while (maker := self.makers.get(name)) is not None and maker.op_type in MOVING and maker.input:
+        while (maker := self.makers.get(name)) is not None and _moves(maker) and maker.input:
             if maker.op_type in ("DequantizeLinear", "Scan", "Loop", "If"):
                 break
             name = maker.input[1 if maker.op_type == "Where" else 0]
         return name
+
+
+def _moves(node: onnx.NodeProto) -> bool:
+    """Whether a node moves or converts values; Max of one input returns it."""
+    return node.op_type in MOVING or (node.op_type == "Max" and len(node.input) == 1)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.moved_codes import CARRIED
-from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.max_of_one import read_through_max
 from qtk.export.onnx.value_names import ValueNames
 
 FORMULAS = ("Sigmoid", "Div", "Erf", "Add", "Mul")
@@ -27,7 +25,8 @@ def fuse_activations(graph: ir.Graph, names: ValueNames) -> None:
             continue
         for factor, other in (product.inputs, tuple(reversed(product.inputs))):
             if factor is not None and (_is_sigmoid_of(other, factor) or _gelu_with_half_inside(product, factor, other)):
-                _read_once(factor, product, names)
+                reads = [(reader, index) for reader, index in factor.uses() if _leads_to(reader, product)]
+                read_through_max(factor, reads, names)
                 break
 
 
@@ -70,31 +69,6 @@ def _only_made_by(value: ir.Value | None, op: str) -> ir.Node | None:
     """The node of kind ``op`` that makes ``value`` for one reader; else ``None``."""
     producer = None if value is None or len(value.uses()) != 1 or value.is_graph_output() else value.producer()
     return producer if producer is not None and producer.op_type == op else None
-
-
-def _read_once(x: ir.Value, product: ir.Node, names: ValueNames) -> None:
-    """Case 2, if ``x`` is dequantized, and possibly moved: what makes ``product`` of it reads it through Max."""
-    if not _is_dequantized(x):
-        return
-    readers = [(reader, index) for reader, index in x.uses() if _leads_to(reader, product)]
-    same = ir.node("Max", [x], outputs=[value_of(x.dtype, x.shape)])
-    names.give(same.outputs[0], names.free(f"{x.name}/Max"))
-    same.name = same.outputs[0].name
-    producer = x.producer()
-    assert producer is not None
-    assert producer.graph is not None
-    producer.graph.insert_after(producer, same)
-    for reader, index in readers:
-        reader.replace_input_with(index, same.outputs[0])
-
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    """Whether ONNX Runtime carries a DequantizeLinear of computed codes to ``value``."""
-    dequantize = dequantize_of(value)
-    if dequantize is not None:
-        return not codes_of(dequantize).is_initializer()
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type in CARRIED and _is_dequantized(producer.inputs[0])
 
 
 def _leads_to(node: ir.Node, product: ir.Node) -> bool:

@@ -50,12 +50,12 @@ def _to_matmul(gemm: ir.Node, names: ValueNames) -> None:
     result = gemm.outputs[0]
     assert right is not None
     if _number(gemm, "transB", 0):
-        right = _insert(gemm, "Transpose", [right], ir.Shape(tuple(right.shape or ())[::-1]), names,
+        right = inserted(gemm, "Transpose", [right], ir.Shape(tuple(right.shape or ())[::-1]), names,
                         [ir.AttrInt64s("perm", [1, 0])])
-    product = _insert(gemm, "MatMul", [left, right], result.shape, names)
+    product = inserted(gemm, "MatMul", [left, right], result.shape, names)
     if bias and bias[0] is not None:
-        product = _insert(gemm, "Add", [product, bias[0]], result.shape, names)
-    _replace(gemm, product, names)
+        product = inserted(gemm, "Add", [product, bias[0]], result.shape, names)
+    replace_by(gemm, product, names)
 
 
 def _subtract_bias(add: ir.Node, names: ValueNames) -> None:
@@ -64,9 +64,9 @@ def _subtract_bias(add: ir.Node, names: ValueNames) -> None:
         product = None if value is None else value.producer()
         bias = add.inputs[1 - index]
         if product is not None and bias is not None and _becomes_gemm(product, add.outputs[0].shape):
-            negated = _insert(add, "Neg", [bias], bias.shape, names)
-            difference = _insert(add, "Sub", [value, negated], add.outputs[0].shape, names)
-            _replace(add, difference, names)
+            negated = inserted(add, "Neg", [bias], bias.shape, names)
+            difference = inserted(add, "Sub", [value, negated], add.outputs[0].shape, names)
+            replace_by(add, difference, names)
             return
 
 
@@ -89,7 +89,7 @@ def _before_transpose(value: ir.Value | None) -> ir.Node | None:
     return producer
 
 
-def _replace(node: ir.Node, value: ir.Value, names: ValueNames) -> None:
+def replace_by(node: ir.Node, value: ir.Value, names: ValueNames) -> None:
     """Removes a node whose result ``value`` is to be instead, under the name of the result."""
     name = node.outputs[0].name
     node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
@@ -99,10 +99,11 @@ def _replace(node: ir.Node, value: ir.Value, names: ValueNames) -> None:
     names.give(value, name)
 
 
-def _insert(
+def inserted(
     before: ir.Node, op: str, inputs: list[ir.Value | None], shape: ir.Shape | None, names: ValueNames,
     attributes: list[ir.Attr] | None = None,
 ) -> ir.Value:
+    """The result of a new node in front of another one, named after it."""
     result = value_of(before.outputs[0].dtype, shape)
     node = ir.Node("", op, inputs, attributes or [], outputs=[result])
     names.give(result, names.free(f"{before.outputs[0].name}/{op}"))

@@ -27,9 +27,9 @@ from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.capture.packed import PackedRecurrent
 from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import input_names, output_nodes
-from qtk.capture.torch_export import first_line, silent_torch
+from qtk.capture.torch_export import silent_torch
 from qtk.core.granularity import PerToken
-from qtk.errors import ExportError
+from qtk.errors import ExportError, first_line
 from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes

@@ -26,6 +26,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.float_softmax import keep_softmax_float
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
 from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
@@ -36,6 +37,7 @@ from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
+from qtk.export.onnx.right_weights import put_weights_right
 from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
@@ -79,8 +81,10 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     move_codes(graph, names)
     pool_codes(graph, names)
     add_hard_sigmoids(graph, names)
+    put_weights_right(graph, names)
     fuse_linear_layers(graph, names)
     fuse_activations(graph, names)
+    keep_softmax_float(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     RemoveUnusedNodesPass()(marked.model)

@@ -8,28 +8,38 @@ weights are exact everywhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+import onnx_ir as ir
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
-from qtk.graph.flow import Flow
-from qtk.graph.graphs import with_nested
-from qtk.graph.insert import quantizer_called
-from qtk.graph.op_row import Product
-from qtk.graph.sites import Port
-from qtk.numerics import affine
+from qtk.core.spec import QuantSpec
+from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 
 SUMS = range(-(2**15), 2**15)
 """What the sum of two products is held in."""
 
+FACTORS = {"Conv": (0, 1), "Gemm": (0, 1), "MatMul": (0, 1), "QLinearMatMul": (0, 3)}
+"""Operators that ONNX Runtime computes in integers → the places of what they multiply, the weight last."""
 
-def saturating_weights(model: fx.GraphModule) -> list[str]:
-    """The sites of the int8 weights with a pair of codes whose products with their input can overflow int16."""
-    constants = {site.node: site for site in simulated_sites(model) if site.constant is not None}
-    names = (name for graph in with_nested(model) for name in _saturating_in(graph, constants))
-    return list(dict.fromkeys(names))
+MOVING = (
+    "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "Expand", "Cast",
+    "Pad",
+)
+"""Operators that ONNX Runtime, or the export, lets move codes between a DequantizeLinear and a product."""
+
+
+def saturating_weights(file: str | os.PathLike[str]) -> list[str]:
+    """The sites of the int8 weights of a file with a pair of codes whose products with their input can overflow int16.
+
+    Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
+    """
+    sites = {site.node: site for site in stored_sites(file)}
+    specs = {node: site.spec for node, site in sites.items()}
+    return list(dict.fromkeys(site.name for site in sites.values() if _saturates(site, specs)))
 
 
 def largest_pair(codes: Tensor) -> int:
@@ -45,46 +55,60 @@ def largest_pair(codes: Tensor) -> int:
     return max(int(pair.max()) for pair in pairs) if codes[..., 1:].numel() else 0
 
 
-def _saturating_in(graph: fx.GraphModule, constants: Mapping[fx.Node, SimulatedSite]) -> Iterator[str]:
-    flow = Flow(graph.graph)
-    for node, site in constants.items():
-        if node.graph is not graph.graph or not site.spec.dtype.signed or site.spec.dtype.bits > 8:
-            continue
-        for port in flow.readers(node):
-            highest = _highest_input(flow, port)
-            if highest and largest_pair(_codes_in_order(flow, port, site)) * highest not in SUMS:
-                yield site.name
+def _saturates(site: StoredSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:
+    codes = site.node.inputs[0]
+    if codes is None or codes.const_value is None or not site.spec.dtype.signed or site.spec.dtype.bits > 8:
+        return False
+    stored = torch.from_numpy(codes.const_value.numpy().astype(np.int32))
+    products = (*_products(codes, stored), *_products(site.node.outputs[0], stored))
+    return any(
+        largest_pair(_in_order(product, moved)) * _highest(product.inputs[FACTORS[product.op_type][0]], specs)
+        not in SUMS
+        for product, moved in products
+    )
 
 
-def _highest_input(flow: Flow, port: Port) -> int:
-    """The highest code of the uint8 input that the weight at ``port`` is multiplied with; 0 if there is none."""
-    row = flow.row(port.user) if port.user.op != "output" else None
-    if row is None or row.product in (None, Product.CONV_TRANSPOSE) or port.arg not in row.weights:
-        return 0
-    quantizers = [quantizer_called(flow.root(data.value)) for data in flow.data_ports(port.user)]
-    specs = [quantizer.spec for quantizer in quantizers if quantizer is not None]
-    return max((int(spec.dtype.maximum) for spec in specs if not spec.dtype.signed and spec.dtype.bits <= 8), default=0)
+def _products(value: ir.Value, codes: Tensor) -> Iterator[tuple[ir.Node, Tensor]]:
+    """The products whose weight is ``value``, possibly moved, and the codes that they read."""
+    for reader, index in value.uses():
+        if FACTORS.get(reader.op_type, (None, None))[1] == index:
+            yield reader, codes
+        elif reader.op_type in MOVING and index == 0:
+            for result in reader.outputs:
+                yield from _products(result, _moved(reader, codes))
 
 
-def _codes_in_order(flow: Flow, port: Port, site: SimulatedSite) -> Tensor:
-    """The codes of a weight, the summed axes last and in the order of ONNX Runtime's kernels: channels innermost.
+def _moved(node: ir.Node, codes: Tensor) -> Tensor:
+    """The codes behind an operator that moves them; in the order of their size, where that one is not followed."""
+    match node.op_type:
+        case "Identity" | "Cast":
+            return codes
+        case "Transpose" if "perm" in node.attributes and len(node.attributes["perm"].as_ints()) == codes.ndim:
+            return codes.permute(*node.attributes["perm"].as_ints())
+    return codes.flatten().sort().values
 
-    Shape: [..., summed]. Of a weight that is moved between quantizer and op: its codes in the order of their size.
+
+def _in_order(product: ir.Node, codes: Tensor) -> Tensor:
+    """The codes with the summed axes last, and in the order of ONNX Runtime's kernels: channels innermost.
+
+    Shape: [..., summed].
     """
-    row, constant, encoding = flow.row(port.user), site.constant, site.encoding
-    assert row is not None
-    assert constant is not None
-    assert encoding is not None
-    spec = encoding.spec
-    codes = affine.quantize(
-        constant, encoding.scale, encoding.zero_point, spec.granularity.block_size(constant.ndim),
-        int(spec.qmin), int(spec.qmax),
-    ).cpu()
-    if port.value is not site.node:
-        return codes.flatten().sort().values
-    match row.product:
-        case Product.CONV:
-            return codes.movedim(1, -1).flatten(1)
-        case Product.IN_OUT:
-            return codes.movedim(-2, -1) if codes.ndim > 1 else codes
-    return codes
+    if codes.ndim < 2:
+        return codes
+    if product.op_type == "Conv":
+        return codes.movedim(1, -1).flatten(1)
+    transposed = product.attributes.get("transB")
+    return codes if transposed is not None and transposed.as_int() else codes.movedim(-2, -1)
+
+
+def _highest(value: ir.Value | None, specs: Mapping[ir.Node, QuantSpec]) -> int:
+    """The highest code of the unsigned 8 bits that ``value`` is, or is dequantized from; 0 if it is something else."""
+    if value is None:
+        return 0
+    producer = value.producer()
+    readers = [reader for reader, index in value.uses() if index == 0]
+    spec = next((specs[node] for node in (producer, *readers) if node in specs), None)
+    if spec is not None:
+        return int(spec.dtype.maximum) if not spec.dtype.signed and spec.dtype.bits <= 8 else 0
+    moves = producer is not None and producer.op_type in MOVING
+    return _highest(producer.inputs[0], specs) if producer is not None and moves else 0

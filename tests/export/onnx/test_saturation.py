@@ -51,8 +51,8 @@ def test_weights_that_can_saturate_are_named_at_export(config, names, tmp_path, 
     x = torch.randn(2, 6, 6, 6)
     sim = qtk.QuantSim(Layers(), x, config=config)
     sim.compute_encodings([x], progress=False)
-    assert sorted(saturating_weights(sim.model)) == names
     sim.export(tmp_path / "out", formats=["onnx"])
+    assert sorted(saturating_weights(tmp_path / "out" / "model.onnx")) == names
     messages = [str(warning.message) for warning in recwarn if "int16" in str(warning.message)]
     assert len(messages) == bool(names)
     if names:
@@ -61,14 +61,57 @@ def test_weights_that_can_saturate_are_named_at_export(config, names, tmp_path, 
         assert "config='onnxruntime'" in messages[0]
 
 
-def test_pairs_run_along_the_channels_of_a_convolution():
+def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
     conv = nn.Conv2d(2, 1, (1, 2), bias=False)
     for weight, saturates in (([[100, 1], [1, 100]], False), ([[100, 1], [100, 1]], True)):
         conv.weight.data = torch.tensor(weight, dtype=torch.float32).reshape(1, 2, 1, 2)
         sim = qtk.QuantSim(conv, torch.rand(2, 2, 4, 4))
         sim.compute_encodings([torch.rand(2, 2, 4, 4)], progress=False)
         sim.set_range("weight", -127.0, 127.0)
-        assert bool(saturating_weights(sim.model)) is saturates
+        sim.export(tmp_path / str(saturates), formats=["onnx"])
+        assert bool(saturating_weights(tmp_path / str(saturates) / "model.onnx")) is saturates
+
+
+@pytest.mark.parametrize(("linear", "shape"), [("gemm", (4, 2)), ("matmul", (4, 3, 2))])
+def test_pairs_run_along_the_inputs_of_a_linear_layer(linear, shape, tmp_path):
+    layer, x = nn.Linear(2, 2), torch.rand(shape)
+    for weight, saturates in (([[100, -1], [100, -1]], False), ([[100, 100], [-1, -1]], True)):
+        layer.weight.data = torch.tensor(weight, dtype=torch.float32)
+        sim = qtk.QuantSim(layer, x)
+        sim.compute_encodings([x], progress=False)
+        sim.set_range("weight", -127.0, 127.0)
+        sim.export(tmp_path / str(saturates), formats=["onnx"])
+        assert bool(saturating_weights(tmp_path / str(saturates) / "model.onnx")) is saturates
+
+
+def stack_of_matrices():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = nn.Parameter(torch.randn(3, 8, 4))
+
+        def forward(self, x):
+            return torch.matmul(x, self.stack)
+
+    return Stack(), torch.randn(3, 5, 8), ["stack"]
+
+
+def plain_rnn():
+    return nn.RNN(6, 5), torch.randn(4, 2, 6), ["weight_hh_l0", "weight_ih_l0"]
+
+
+def transposed_convolution():
+    return nn.ConvTranspose2d(3, 4, 3), torch.randn(2, 3, 6, 6), []
+
+
+@pytest.mark.parametrize("make", [stack_of_matrices, plain_rnn, transposed_convolution])
+def test_other_products(make, tmp_path):
+    model, x, names = make()
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    found = saturating_weights(tmp_path / "out" / "model.onnx")
+    assert sorted(name.rpartition(".")[2] for name in found) == names
 
 
 def integer_products(kind, weight):

@@ -1,4 +1,4 @@
-"""Atomic creation of an output directory: with all of its files, or not at all."""
+"""Atomic writing: a file or an output directory is there whole, or not at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -19,10 +20,42 @@ MARKER = ".written-by-qtk"
 """An empty file in every directory created here; a directory that holds it may be replaced."""
 
 PART, OLD = "part", "old"
-"""Suffixes of directories beside a target: what is being written, and the old target while it is replaced."""
+"""Suffixes of what stands beside a target: what is being written, and the old directory while it is replaced."""
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of writes, which name no file."""
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file: it has all of ``content``, also after a loss of power, or is what it was.
+
+    The bytes go into a new file beside it, of a name that nobody can have put a link at, and from there to the disk.
+
+    Raises: OSError, as the system raises it; nothing is left behind then.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_file(Path(folder) / "run.json", b"{}")
+    ...     (Path(folder) / "run.json").read_bytes()
+    b'{}'
+    """
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{PART}")
+    try:
+        with staged.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what killed processes left beside a file that ``write_file`` writes. Raises: OSError."""
+    for left in path.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{PART}", left.name):
+            left.unlink()
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from qtk import atomic
+from qtk.atomic import MARKER, remove_unfinished, staged_directory, write_file
 from qtk.errors import ExportError
-from qtk.export import atomic
-from qtk.export.atomic import MARKER, staged_directory
 
 
 def listing(root: Path) -> set[str]:
@@ -224,7 +224,7 @@ def test_an_interrupt_between_the_renames_leaves_one_whole_directory(exchanges, 
 KILLED = """
 import os, sys
 from pathlib import Path
-from qtk.export import atomic
+from qtk import atomic
 
 def killed(*paths):
     os.kill(os.getpid(), 9)
@@ -310,3 +310,49 @@ def test_a_file_system_without_locks_is_no_live_run(tmp_path, monkeypatch):
         with staged_directory(tmp_path / "out", force=True) as folder:
             (folder / "file").write_text("whole")
     assert (tmp_path / "out" / "file").exists()
+
+
+def test_a_file_is_written_whole_with_the_permissions_of_a_plain_file(tmp_path):
+    (tmp_path / "plain").write_text("")
+    write_file(tmp_path / "out", b"old")
+    write_file(tmp_path / "out", b"new")
+    assert (tmp_path / "out").read_bytes() == b"new"
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert listing(tmp_path) == {"plain", "out"}
+
+
+@pytest.mark.parametrize(("call", "error"), [("fsync", OSError(errno.ENOSPC, "full")), ("replace", KeyboardInterrupt)])
+def test_a_file_that_cannot_be_finished_is_the_old_one(tmp_path, monkeypatch, call, error):
+    def fail(*arguments):
+        raise error
+
+    write_file(tmp_path / "out", b"old")
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(type(error) if isinstance(error, OSError) else error):
+        write_file(tmp_path / "out", b"new")
+    assert (tmp_path / "out").read_bytes() == b"old"
+    assert listing(tmp_path) == {"out"}
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, replace, fsync = [], os.replace, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    write_file(tmp_path / "out", b"new")
+    assert done == ["fsync", "replace"]
+
+
+def test_a_file_takes_the_place_of_a_link_and_is_not_written_through_it(tmp_path):
+    (tmp_path / "precious").write_text("ten years")
+    (tmp_path / "out").symlink_to("precious")
+    write_file(tmp_path / "out", b"new")
+    assert not (tmp_path / "out").is_symlink()
+    assert (tmp_path / "precious").read_text() == "ten years"
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path):
+    names = {".out.c0ffee00.part", ".outer.c0ffee00.part", ".out.json.c0ffee00.part", "out.part", "out"}
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    remove_unfinished(tmp_path / "out")
+    assert listing(tmp_path) == names - {".out.c0ffee00.part"}
