@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from qtk.nn.recompute import recomputed
@@ -71,6 +72,17 @@ def test_what_would_see_a_second_run_sees_one(prepare):
     module, x = Wave(), inputs()
     prepare(module)
     gradients(recomputed(module, x), x)
+    assert module.calls == 1
+
+
+def test_a_tracer_sees_one_run():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    module, x = Wave(), inputs()
+    with Seen():
+        gradients(recomputed(module, x), x)
     assert module.calls == 1
 
 
