@@ -71,7 +71,8 @@ def export(
         (site.spec for site in sites if site.constant is not None),
         (site.spec for site in sites if site.constant is None),
     )
-    reason = next((f"{site.name} has {why}" for site in sites if (why := needs_21(site.spec)) is not None), None)
+    reasons = ((site.name, needs_21(site.spec, stored=site.constant is not None)) for site in sites)
+    reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
     marked = trace(model, sites, example_inputs, opset=opset)
     replace_markers(marked, sites, opset=opset)

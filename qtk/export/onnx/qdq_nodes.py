@@ -159,7 +159,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
     if value.shape is None or value.dtype is None:
         raise ExportError(f"{site.name}: the exported graph does not tell the shape of this value")
     writer = NodeWriter(graph, marker, name, value.shape)
-    kind = storage_type(site.spec.dtype, opset=opset)
+    kind = storage_type(site.spec.dtype, opset=opset, stored=site.constant is not None)
     if site.encoding is None:
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:

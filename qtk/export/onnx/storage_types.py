@@ -38,31 +38,42 @@ def opset_for(weights: Iterable[QuantSpec], activations: Iterable[QuantSpec]) ->
     weights, activations = list(weights), list(activations)
     if not activations and any(spec.dtype.bits == 2 for spec in weights):
         return TWO_BIT_OPSET
-    return BASE_OPSET if all(needs_21(spec) is None for spec in [*weights, *activations]) else BLOCK_OPSET
+    stored = any(needs_21(spec, stored=True) for spec in weights)
+    return BLOCK_OPSET if stored or any(needs_21(spec, stored=False) for spec in activations) else BASE_OPSET
 
 
-def needs_21(spec: QuantSpec) -> str | None:
+def needs_21(spec: QuantSpec, *, stored: bool) -> str | None:
     """What of a spec QuantizeLinear has since opset 21 only; ``None`` if 19 has it all.
 
+    Args:
+        spec: how a value is quantized.
+        stored: whether its codes are in the file, and not computed at run time.
+
     >>> from qtk.core.dtypes import dtype
-    >>> needs_21(QuantSpec(dtype("int4"), symmetric=True)), needs_21(QuantSpec(dtype("uint8")))
+    >>> int4 = QuantSpec(dtype("int4"), symmetric=True)
+    >>> needs_21(int4, stored=True), needs_21(int4, stored=False)
     ('int4 codes', None)
     """
     if isinstance(spec.granularity, PerBlock):
         return "scales in blocks"
     if isinstance(spec.granularity, PerToken):
         return "scales per token"
-    if not isinstance(spec.dtype, FloatDtype) and spec.dtype != INT32 and not 4 < spec.dtype.bits <= 8:
+    fits = range(5 if stored else 1, 9)
+    if not isinstance(spec.dtype, FloatDtype) and spec.dtype != INT32 and spec.dtype.bits not in fits:
         return f"{spec.dtype} codes"
     return None
 
 
-def storage_type(dtype: QDtype, *, opset: int) -> ir.DataType:
+def storage_type(dtype: QDtype, *, opset: int, stored: bool) -> ir.DataType:
     """The narrowest ONNX type in this opset, of the same signedness, that holds every code.
 
+    Codes that are computed at run time get 8 bits or more: ONNX Runtime (seen in 1.32) fuses QuantizeLinear to 4 bits
+    with Clip, Conv and others that have no such type, and then refuses the model.
+
     >>> from qtk.core.dtypes import dtype
-    >>> storage_type(dtype("uint6"), opset=21).name, storage_type(dtype("int2"), opset=21).name
-    ('UINT8', 'INT4')
+    >>> int2 = dtype("int2")
+    >>> storage_type(int2, opset=21, stored=True).name, storage_type(int2, opset=21, stored=False).name
+    ('INT4', 'INT8')
 
     Raises: ExportError for a float format that QuantizeLinear of this opset does not have.
     """
@@ -73,7 +84,8 @@ def storage_type(dtype: QDtype, *, opset: int) -> ir.DataType:
         return _FLOATS[dtype.name]
     if dtype == INT32:
         return ir.DataType.INT32
-    bits = next(bits for bits in _BITS if bits >= dtype.bits and (bits > 2 or opset >= TWO_BIT_OPSET))
+    lowest = 8 if not stored else 2 if opset >= TWO_BIT_OPSET else 4
+    bits = next(bits for bits in _BITS if bits >= max(dtype.bits, lowest))
     return ir.DataType[f"{'INT' if dtype.signed else 'UINT'}{bits}"]
 
 
