@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import pieces, split_shape
+from qtk.numerics.blocks import align, pieces, split_shape
 from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
 
 RESOLUTION = 65530
@@ -105,7 +105,7 @@ def fake_quantize_backward(
         if of_zero is not None:
             of_zero.sub_(_sum(torch.where(inside, 0.0, grad_part.float()), residual.shape, block_size) * part_scale)
         if of_scale is not None:
-            error = derivative_by_scale(kept, 0.0 if zero is None else zero, qmin, qmax)
+            error = _error(kept, 0.0 if zero is None else zero, qmin, qmax)
             of_scale.add_(_sum(error.mul_(grad_part), residual.shape, block_size))
     return grad_x, None if grad_scale is None else scale_gradient(grad_scale, stored_scale), grad_zero_point
 
@@ -123,7 +123,20 @@ def is_inside(residual: Tensor) -> Tensor:
     return (residual > NOT_A_NUMBER) & (residual < HIGH)
 
 
-def derivative_by_scale(residual: Tensor, zero_point: Tensor | float, qmin: int, qmax: int) -> Tensor:
+def derivative_by_scale(
+    residual: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> tuple[Tensor, Tensor]:
+    """As ``qtk.numerics.straight_through.derivative_by_scale``, from the residual of a learned range."""
+    shape = split_shape(residual.shape, block_size)[0]
+    zero: Tensor | float = 0.0
+    if zero_point is not None:
+        zero = align(effective_zero_point(zero_point, qmin, qmax), residual.shape, block_size)
+        zero = zero if shape else zero.reshape(())
+    residual = residual.reshape(shape)
+    return is_inside(residual), _error(residual, zero, qmin, qmax)
+
+
+def _error(residual: Tensor, zero_point: Tensor | float, qmin: int, qmax: int) -> Tensor:
     """The derivative of x̂ by the effective scale. Shape: as ``residual``, with which ``zero_point`` broadcasts."""
     distance = torch.where(residual == EXACT_ZERO, 0, residual).to(torch.float32) * (1 / RESOLUTION)
     distance = torch.where(residual == NOT_A_NUMBER, torch.nan, distance)

@@ -7,8 +7,9 @@ With ``v = round(x / scale) + zero_point`` and ``inside = qmin ≤ v ≤ qmax``,
     dzero_point = Σ g · (0                              where inside, else -scale)
 
 summed over the elements that share a scale: LSQ (arXiv 1902.08153, eq. 3) and LSQ+ (arXiv 2004.09576, eq. 5), without
-their gradient scaling. Scale and zero point are the effective ones of ``qtk.numerics.effective``. NaN counts as outside
-and makes dscale NaN.
+their gradient scaling. Second derivatives: x̂ is linear in x and in scale where inside, and bilinear in scale and
+zero_point elsewhere, so that only those in (g, ·) and in (scale, zero_point) are not 0. Scale and zero point are the
+effective ones of ``qtk.numerics.effective``. NaN counts as outside and makes dscale NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import pieces, split_shape
+from qtk.numerics.blocks import align, pieces, split_shape
 from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
 
 
@@ -66,6 +67,60 @@ def fake_quantize_backward(
             real = code if zero is None else code.sub_(zero)
             of_scale.add_(_sum(real.sub_(steps).mul_(grad_part), x.shape, block_size))
     return grad_x, None if grad_scale is None else scale_gradient(grad_scale, stored_scale), grad_zero_point
+
+
+def second_backward(
+    grad: Tensor, inside: Tensor, error: Tensor, scale: Tensor, block_size: Sequence[int],
+    of_grads: tuple[Tensor, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``grad``, ``scale`` and ``zero_point``, for given gradients of the results of the first backward.
+
+    Shape: ``grad`` and the first of ``of_grads`` as x; ``inside`` and ``error`` in its split shape; ``scale``, the
+    others of ``of_grads`` and the last two results in the qparam shape.
+
+    Args:
+        grad: the gradient that was the first backward's input.
+        inside: where the code was not clamped.
+        error: derivative of x̂ with respect to the effective scale.
+        scale: as stored, of either sign.
+        block_size: as in ``qtk.ops.fake_quantize``.
+        of_grads: gradients of dx, dscale and dzero_point; ``None`` for those that were not computed.
+    """
+    of_dx, of_dscale, of_dzero = of_grads
+    shape, upstream = grad.shape, grad.to(torch.float32).reshape(inside.shape)
+    of_grad = torch.where(inside, of_dx.to(torch.float32).reshape(inside.shape), 0.0)
+    clipped = torch.where(inside, 0.0, upstream)
+    axes = split_shape(shape, block_size)[1]
+    clipped = (clipped.sum(axes) if axes else clipped).reshape(scale.shape)
+    of_scale = of_zero_point = torch.zeros_like(scale)
+    if of_dscale is not None:
+        signed = scale_gradient(of_dscale, scale)
+        of_grad = of_grad + _aligned(signed, shape, block_size) * error
+        of_zero_point = -signed * clipped
+    if of_dzero is not None:
+        drop = _aligned(of_dzero * effective_scale(scale), shape, block_size)
+        of_grad = of_grad - torch.where(inside, 0.0, drop)
+        of_scale = -scale_gradient(of_dzero * clipped, scale)
+    return of_grad.reshape(shape).to(grad.dtype), of_scale, of_zero_point
+
+
+def derivative_by_scale(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> tuple[Tensor, Tensor]:
+    """Where the code is not clamped, and the derivative of x̂ by the effective scale. Shape: the split shape of x."""
+    step = _aligned(effective_scale(scale), x.shape, block_size)
+    zero = 0.0 if zero_point is None else _aligned(
+        effective_zero_point(zero_point, qmin, qmax), x.shape, block_size
+    )
+    ratio = x.to(torch.float32).reshape(split_shape(x.shape, block_size)[0]) / step
+    code = ratio.round() + zero
+    inside = (code >= qmin) & (code <= qmax)
+    return inside, torch.where(inside, ratio.round() - ratio, code.clamp(qmin, qmax) - zero)
+
+
+def _aligned(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
+    lined = align(values, shape, block_size)
+    return lined if shape else lined.reshape(())
 
 
 def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:

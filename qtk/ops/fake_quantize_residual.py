@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qtk.kernels.backends import triton_unavailable
 from qtk.numerics import residual as numerics
+from qtk.numerics.straight_through import second_backward
 from qtk.torch_private import is_traced, keep_result_as, saves_result
 
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
@@ -88,19 +89,24 @@ class _Backward(torch.autograd.Function):
     def forward(
         ctx: Any, grad: Tensor, residual: Tensor, scale: Tensor, zero_point: Tensor | None, *spec: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(residual, scale, zero_point)
+        ctx.save_for_backward(grad, residual, scale, zero_point)
         ctx.spec = spec
         result: tuple[Tensor, Tensor, Tensor] = _BACKWARD(grad, residual, scale, zero_point, *spec)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *of_range: Tensor | None) -> tuple[Tensor | None, ...]:
-        *spec, wants_scale, wants_zero_point = ctx.spec
-        if wants_scale or wants_zero_point:
-            raise NotImplementedError(
-                "qtk::fake_quantize has no second derivative with respect to a learned range; call fix_range() first"
-            )
-        return _BACKWARD(grad, *ctx.saved_tensors, *spec, False, False)[0], *[None] * 8
+    def backward(
+        ctx: Any, of_dx: Tensor, of_dscale: Tensor, of_dzero_point: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad, residual, scale, zero_point = ctx.saved_tensors
+        block_size, qmin, qmax, wants_scale, wants_zero_point = ctx.spec
+        if not wants_scale and not wants_zero_point:
+            dx, _, _ = _BACKWARD(of_dx, residual, scale, zero_point, block_size, qmin, qmax, False, False)
+            return dx, *[None] * 8
+        inside, error = numerics.derivative_by_scale(residual, zero_point, block_size, qmin, qmax)
+        of_grads = (of_dx, of_dscale if wants_scale else None, of_dzero_point if wants_zero_point else None)
+        of_grad, of_scale, of_zero = second_backward(grad, inside, error, scale, block_size, of_grads)
+        return of_grad, None, of_scale, None if zero_point is None else of_zero, *[None] * 5
 
 
 class _Forward(torch.autograd.Function):

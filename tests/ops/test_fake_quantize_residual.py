@@ -147,3 +147,46 @@ def test_dx_is_differentiable_again():
     dx, = torch.autograd.grad(of_relu(x * 1), x, slope, create_graph=True)
     again, = torch.autograd.grad((dx * torch.tensor([4.0, 5.0, 7.0])).sum(), slope)
     assert again.tolist() == [0.0, 5.0, 0.0]
+
+
+def straight_through(x, scale, zero, block_size, qmin, qmax):
+    """The formula in float64, as autograd sees it."""
+    sizes = block_size or [-1] * x.ndim
+    shape = [length if size == 1 else 1 for length, size in zip(x.shape, sizes, strict=True)]
+    step = scale.abs().reshape(shape)
+    zero = torch.zeros_like(scale) if zero is None else zero
+    offset = (zero + (zero.clamp(qmin, qmax).round() - zero).detach()).reshape(shape)
+    steps = x / step
+    code = (steps + (steps.float().round() - steps).detach()) + offset
+    clipped = code.detach().round().clamp(qmin, qmax)
+    inside = code.detach().round() == clipped
+    return (torch.where(inside, code, clipped) - offset) * step
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "learned"])
+@pytest.mark.parametrize("case", ["per_tensor", "per_channel", "per_channel_conv", "scalar"])
+def test_second_derivatives_of_a_learned_range_are_those_of_the_formula_in_float64(case, zero_point):
+    x, scale, zero, *spec = arguments(case, ZERO_POINTS[zero_point])
+    scale = (-scale).detach().requires_grad_()
+    leaves = [leaf for leaf in (x, scale, zero) if leaf is not None]
+    generator = torch.Generator().manual_seed(1)
+    slope, *weights = (torch.randn(leaf.shape, generator=generator) for leaf in (x, *leaves))
+
+    def derivatives(function, leaves, slope, weights):
+        slope = slope.requires_grad_()
+        first = torch.autograd.grad(function(*leaves), leaves, slope, create_graph=True)
+        weighted = sum((grad * weight).sum() for grad, weight in zip(first, weights, strict=True))
+        return [*first, *torch.autograd.grad(weighted, [*leaves, slope], materialize_grads=True)]
+
+    found = derivatives(
+        lambda x, scale, zero=None: fake_quantize(x * 1, scale, zero, *spec), leaves, slope, weights
+    )
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = derivatives(
+        lambda x, scale, zero=None: straight_through(x, scale, zero, *spec), exact, slope.detach().double(),
+        [weight.double() for weight in weights],
+    )
+    assert float(expected[-1].detach().abs().max()) > 0
+    for own, other in zip(found, expected, strict=True):
+        bound = 1e-5 + 120 * 5 / 131060  # the distance to the code, of at most 120 terms
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=bound)
