@@ -14,11 +14,13 @@ from qtk.kernels.backends import backends
 from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
+from qtk.workflow.block_view import block_view
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
 from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
+from qtk.workflow.qat_schedule import QatSchedule
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
 from qtk.workflow.smooth_quant import apply_smooth_quant
 from qtk.workflow.transforms import TRANSFORMS
@@ -39,6 +41,7 @@ __all__ = [
     "PerToken",
     "PreparedModel",
     "QDtype",
+    "QatSchedule",
     "QtkError",
     "QuantPlan",
     "QuantSim",
@@ -52,6 +55,7 @@ __all__ = [
     "apply_seq_mse",
     "apply_smooth_quant",
     "backends",
+    "block_view",
     "correct_bias",
     "dtype",
     "equalize_model",

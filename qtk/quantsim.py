@@ -40,13 +40,14 @@ from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Batch, Data, Forward
 from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_own
+from qtk.workflow.range_training import RangeTraining
 from qtk.workflow.ranges import forget, freeze, set_range
 from qtk.workflow.store import load, restore, save
 from qtk.workflow.verify_export import verify_export
 
 
 @public
-class QuantSim(Settled):
+class QuantSim(Settled, RangeTraining):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
     >>> import qtk, torch

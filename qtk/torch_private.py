@@ -8,8 +8,10 @@ name, because subclasses of ``nn.Module`` everywhere rely on them.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
 from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
@@ -26,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op
 
 __all__ = [
     "GRAPH_MODULE_NAMES",
+    "HOOK_TABLES",
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
@@ -37,7 +41,10 @@ __all__ = [
     "call_structure",
     "custom_functions",
     "drop_input_guards",
+    "empty_like",
     "flatten_as",
+    "graph_from_bytes",
+    "graph_to_bytes",
     "has_hooks",
     "hooks_on_saved_tensors_work",
     "is_exporting",
@@ -60,6 +67,12 @@ rnn_kernels = torch._VF
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
+
+HOOK_TABLES = {
+    "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook",
+}
+"""Attributes in which ``nn.Module`` keeps the hooks of its calls, and what they are called."""
 
 GRAPH_MODULE_NAMES = ("_graph", "_code", "_in_spec", "_out_spec")
 """Attributes of a ``fx.GraphModule`` instance, which a member of the same name would overwrite."""
@@ -87,12 +100,64 @@ def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return list(named() if named is not None else structure.children_specs)
 
 
+def empty_like(graph: fx.Graph) -> fx.Graph:
+    """A graph without nodes whose generated ``forward`` nests arguments and results as that of ``graph``."""
+    empty = fx.Graph()
+    empty.set_codegen(copy.deepcopy(graph._codegen))
+    return empty
+
+
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:
     """The leaves of ``value``, nested as ``structure``.
 
     Raises: TypeError, ValueError, KeyError, IndexError or AttributeError if it is nested otherwise.
     """
     return list(fx_pytree.tree_flatten_spec(value, structure))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeNumber:
+    """A node among the arguments of another."""
+
+    index: int
+
+
+def graph_to_bytes(graph: fx.Graph, metadata: Collection[str]) -> bytes:
+    """A graph without its module, with the named metadata of its nodes; fake tensors and symbolic sizes stay such.
+
+    Raises: whatever an argument of a node raises that cannot be pickled.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options  # loads parts of Inductor
+
+    numbers: dict[fx.Node, Any] = {node: _NodeNumber(index) for index, node in enumerate(graph.nodes)}
+    records = []
+    for node in graph.nodes:
+        args, kwargs = (fx.node.map_arg(each, numbers.__getitem__) for each in (node.args, node.kwargs))
+        meta = {key: value for key, value in node.meta.items() if key in metadata}
+        stack = meta.get("nn_module_stack")
+        if stack:  # path and type of each module; a type may be local to a function
+            meta["nn_module_stack"] = {key: (path, str(kind)) for key, (path, kind) in stack.items()}
+        records.append((node.op, node.target, args, kwargs, node.name, node.type, meta))
+    return GraphPickler.dumps((records, graph._codegen), Options(ops_filter=None))
+
+
+def graph_from_bytes(data: bytes) -> fx.Graph:
+    """Inverse of ``graph_to_bytes``."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    content: Any = GraphPickler.loads(data, fake_mode)
+    records, codegen = content
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs, name, kind, meta in records:
+        args, kwargs = (
+            fx.node.map_aggregate(each, lambda leaf: nodes[leaf.index] if isinstance(leaf, _NodeNumber) else leaf)
+            for each in (args, kwargs)
+        )
+        nodes.append(graph.create_node(op, target, args, kwargs, name, kind))
+        nodes[-1].meta = meta
+    graph.set_codegen(codegen)
+    return graph
 
 
 def drop_input_guards(program: ExportedProgram) -> None:
@@ -153,7 +218,7 @@ def is_traced() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook is called when ``module`` is, or when its gradient is computed."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    return any(getattr(module, table) for table in HOOK_TABLES)
 
 
 def hooks_on_saved_tensors_work() -> bool:

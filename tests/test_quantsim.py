@@ -302,12 +302,12 @@ def test_it_trains_in_a_plain_loop(sim, batches):
 def test_learned_ranges_are_trained_and_exported_as_codes(sim, batches):
     quantizer = sim.quantizers["relu:out"]
     before = sim.encodings()["relu:out"]
-    quantizer.learn_range()
-    assert any(parameter is quantizer.scale for parameter in sim.model.parameters())
+    assert sim.learn_ranges("relu:out") == ["relu:out"]
+    assert any(parameter is quantizer.scale_factor for parameter in sim.model.parameters())
     sim.model(batches[0]).sum().backward()
-    assert float(quantizer.scale.grad.abs()) > 0
+    assert float(quantizer.scale_factor.grad.abs()) > 0
     with torch.no_grad():
-        quantizer.scale.mul_(1.25)
+        quantizer.scale_factor.fill_(1.25)
     quantizer.fix_range()
     assert torch.equal(sim.encodings()["relu:out"].scale, before.scale * 1.25)
 

@@ -1,5 +1,7 @@
 """What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ from torch import fx, nn
 from qtk import torch_private
 from qtk.torch_private import (
     GRAPH_MODULE_NAMES,
+    HOOK_TABLES,
     MODULE_TABLES,
     BatchNormBase,
     CallStructure,
@@ -21,7 +24,10 @@ from qtk.torch_private import (
     call_structure,
     custom_functions,
     drop_input_guards,
+    empty_like,
     flatten_as,
+    graph_from_bytes,
+    graph_to_bytes,
     has_hooks,
     hooks_on_saved_tensors_work,
     is_exporting,
@@ -57,6 +63,27 @@ def test_every_name_has_a_test():
     assert {name for name in vars(torch_private) if name in torch_private.__all__} == set(torch_private.__all__)
     tested = " ".join(name for name in globals() if name.startswith("test_")).lower()
     assert [name for name in torch_private.__all__ if name.lower() not in tested] == []
+
+
+def test_hook_tables():
+    module = nn.Identity()
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    assert [[*getattr(module, table).values()] for table in HOOK_TABLES] == [[print]] * 4
+
+
+def test_empty_like(program):
+    graph = program.module(check_guards=False).graph
+    empty = empty_like(graph)
+    assert not empty.nodes
+    values = {}
+    for node in graph.nodes:
+        values[node] = empty.node_copy(node, values.__getitem__)
+    x = torch.ones(2, 3)
+    assert torch.equal(fx.GraphModule(nn.Module(), empty)((x, x), options={"x": x})["sum"], 3 * x)
+    assert call_structure(empty) is not call_structure(graph)
 
 
 def test_pytree():
@@ -139,6 +166,40 @@ def test_call_structure_is_a_callstructure_and_flatten_as_follows_it(program):
 class OfFours(nn.Module):
     def forward(self, x):
         return 2 * x if x.shape[0] % 4 == 0 else x
+
+
+def test_graph_to_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
+    assert len(graph_to_bytes(graph, ("val",))) > len(graph_to_bytes(graph, ()))
+    next(iter(graph.nodes)).meta["custom"] = lambda: None
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        graph_to_bytes(graph, ("custom",))
+
+
+def test_graph_from_bytes(program):
+    graph = copy.deepcopy(program.graph_module).graph
+    for node in graph.nodes:
+        node.meta["custom"] = {"label": node.name}
+    again = graph_from_bytes(graph_to_bytes(graph, ("custom", "val", "nn_module_stack")))
+    for node, twin in zip(graph.nodes, again.nodes, strict=True):
+        assert (node.name, node.op, node.target, str(node.args)) == (twin.name, twin.op, twin.target, str(twin.args))
+        assert twin.meta["custom"] == {"label": node.name}
+        assert str(twin.meta.get("val")) == str(node.meta.get("val"))
+        assert "stack_trace" not in twin.meta
+
+
+def ours(x, sizes):
+    return x[sizes]
+
+
+def test_graph_from_bytes_of_functions_and_nested_arguments():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output([graph.call_function(ours, (x, slice(0, graph.call_method("size", (x, 0)), None))), {"x": x}])
+    again = graph_from_bytes(graph_to_bytes(graph, ()))
+    assert [node.target for node in again.nodes] == [node.target for node in graph.nodes]
+    assert str(again) == str(graph)
+    again.lint()
 
 
 def test_drop_input_guards():

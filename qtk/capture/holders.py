@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from qtk.graph.captured_graph import without_effect
 from qtk.graph.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
 
 
+def _without_calls(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+    """``register``, a method of ``nn.Module`` that adds a hook, with a warning if the module is never called."""
+
+    @functools.wraps(register)
+    def registered(holder: Holder, *args: Any, **kwargs: Any) -> RemovableHandle:
+        if not holder._is_called():
+            path = holder._path
+            warnings.warn(
+                f"{register.__name__} on {path!r}: the hook will never be called, for a prepared model runs its graph "
+                f"and calls no {path!r}; put it on view.get_submodule({path!r}) of "
+                f"view = qtk.block_view(sim, {path!r}), the same model with that module called", stacklevel=2,
+            )
+        return register(holder, *args, **kwargs)
+
+    return registered
+
+
 class Holder(nn.Module):
     """Holds members of a module whose code is in a graph, and refuses to be set what that code no longer reads.
+
+    A hook on it, which is never called, is a warning.
 
     Args:
         path: of the module in its model.
@@ -22,11 +47,20 @@ class Holder(nn.Module):
         super().__init__()
         self._path, self._constants = path, constants
 
+    def _is_called(self) -> bool:
+        return False
+
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
         if name in self.__dict__.get("_constants", ()):
             raise without_effect(self, self._path, name)
         super().__setattr__(name, value)  # type: ignore[arg-type]
+
+    register_forward_pre_hook = _without_calls(nn.Module.register_forward_pre_hook)
+    register_forward_hook = _without_calls(nn.Module.register_forward_hook)
+    register_full_backward_pre_hook = _without_calls(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _without_calls(nn.Module.register_full_backward_hook)
+    register_backward_hook = _without_calls(nn.Module.register_backward_hook)
 
 
 def constants_of(module: nn.Module) -> frozenset[str]:

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import pickle
 from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
 from qtk.graph.targets import MEMBERS
-from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES
+from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes
 
 HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_constants"
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
 kind of call → graph of the same module for such calls; names of the attributes that capture has decided."""
 
+PICKLED_METADATA = ("custom", "val", "nn_module_stack")
+"""What a pickled node keeps: its labels, the shape of its value, the modules around it."""
+REVISION = "qtk_revision"
+"""Key of ``meta``: a number that no other code of a graph has had."""
+
+_REVISIONS = itertools.count(1)
+
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def _blank(kind: type[CapturedGraph]) -> CapturedGraph:
+    """A graph module without members, for pickle to fill."""
+    blank: CapturedGraph = kind.__new__(kind)
+    return blank
+
+
+def _not_picklable(name: str, error: Exception) -> CaptureError:
+    return CaptureError(f"a prepared model cannot be pickled if {name} cannot: {type(error).__name__}: {error}; "
+                        "write its state_dict, or the simulation by sim.save(directory)")
 
 
 def without_effect(holder: nn.Module, path: str, name: str) -> CaptureError:
@@ -41,7 +62,7 @@ class CapturedGraph(fx.GraphModule):
         root: holds every parameter and buffer, whether the graph reads it or not.
         graph: the captured code.
 
-    Raises: CaptureError when pickled.
+    Raises: CaptureError when pickled with something that cannot be.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
@@ -63,11 +84,28 @@ class CapturedGraph(fx.GraphModule):
     def _deepcopy_init(self) -> Callable[..., None]:
         return CapturedGraph.__init__
 
-    def __reduce__(self) -> NoReturn:
-        raise CaptureError(
-            "a prepared model cannot be pickled: its graph would lose the names of its sites; "
-            "save its state_dict (or QuantSim.save) and prepare the model again"
-        )
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[type], dict[str, object]]:
+        """Pickles the graph with the labels of its nodes, which ``fx.GraphModule`` would trace anew and lose.
+
+        Raises: CaptureError naming what cannot be pickled.
+        """
+        plain = {name: self.__dict__[name] for name in self.meta.get(LENT, ())}
+        plain |= {name: value for name, value in self.meta.items() if name != VARIANTS}
+        for name, value in plain.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise _not_picklable(name, error) from error
+        try:
+            graph = graph_to_bytes(self.graph, PICKLED_METADATA)
+        except Exception as error:
+            raise _not_picklable("its graph", error) from error
+        members = {name: value for name, value in self.__dict__.items() if name not in GRAPH_MODULE_NAMES}
+        return _blank, (type(self).__mro__[1],), {"members": members, "graph": graph}  # [0] is of this instance alone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["members"])
+        self.graph = graph_from_bytes(state["graph"])
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
@@ -79,6 +117,18 @@ class CapturedGraph(fx.GraphModule):
         if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
             raise without_effect(self, "", name)
         nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
+
+    def recompile(self) -> PythonCode:
+        """As ``fx.GraphModule``, after every edit of the graph."""
+        if "meta" in self.__dict__:  # not yet while it is constructed
+            self.meta[REVISION] = next(_REVISIONS)
+        return super().recompile()
+
+    @property
+    def revision(self) -> int:
+        """A number that changes when the graph does."""
+        revision: int = self.meta[REVISION]
+        return revision
 
     @property
     def variants(self) -> dict[str, CapturedGraph]:

@@ -64,7 +64,8 @@ def insert(
 def _quantizers(plan: QuantPlan, values: Collection[Site], known: Mapping[Site, Quantizer]) -> dict[Site, Quantizer]:
     """Leader → its quantizer, the known one or a new one; those of int32 biases are new: they belong to two others."""
     quantizers = {
-        site: known.get(site) or Quantizer(decided.spec, site=site.name, cache=decided.static and site in values)
+        site: known.get(site) or Quantizer(decided.spec, site=site.name, cache=decided.static and site in values,
+                                           static=decided.static)
         for site, decided in plan.items() if decided.leader is None and decided.factors is None
     }
     for site, decided in plan.items():

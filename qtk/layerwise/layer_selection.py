@@ -39,7 +39,7 @@ def _reason_to_skip(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) ->
     if layer.quantizer.frozen and any(method.searches_scale for method in methods):
         return "its encoding is frozen; sim.unfreeze(name) first"
     if layer.quantizer.learns_range:
-        return "its range is being learned; fix_range() its quantizer first"
+        return "its range is being learned; run sim.fix_ranges() first"
     if layer.bias is None and all(method.needs_bias for method in methods):
         return "it has no bias to correct"
     reasons = (method.refuses(layer.quantizer.spec) for method in methods)

@@ -53,16 +53,23 @@ def fake_quantize_backward(
     grad: Tensor, x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and ``scale``. Shape: as these; dtypes those of ``grad`` and float32."""
-    steps, _ = _in_steps(x, scale, block_size)
-    grad_split = grad.reshape(steps.shape)
-    number = _unbounded(steps, format)
-    inside = number.abs() <= format.largest
+    inside, error = derivative_by_scale(x, scale, block_size, format)
+    grad_split = grad.reshape(inside.shape)
     dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, grad_split, 0.0).reshape(x.shape))
-    error = torch.where(inside, number - steps, number.clamp(-format.largest, format.largest))
     axes = split_shape(x.shape, block_size)[1]
     effective_gradient = grad_split * error
     summed = effective_gradient.sum(axes) if axes else effective_gradient
     return dx, scale_gradient(summed.reshape(scale.shape).to(torch.float32), scale)
+
+
+def derivative_by_scale(
+    x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype
+) -> tuple[Tensor, Tensor]:
+    """Where a number is not clamped, and the derivative of x̂ by the effective scale. Shape: the split shape of x."""
+    steps, _ = _in_steps(x, scale, block_size)
+    number = _unbounded(steps, format)
+    inside = number.abs() <= format.largest
+    return inside, torch.where(inside, number - steps, number.clamp(-format.largest, format.largest))
 
 
 def smallest_exponent(format: FloatDtype) -> int:

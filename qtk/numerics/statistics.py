@@ -62,4 +62,4 @@ def count_scales(shape: Sequence[int], block_size: Sequence[int]) -> int:
     32
     """
     split, inside = split_shape(shape, block_size)
-    return math.prod(length for axis, length in enumerate(split) if axis not in inside)
+    return math.prod([length for axis, length in enumerate(split) if axis not in inside])

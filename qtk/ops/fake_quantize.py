@@ -9,7 +9,7 @@ devices, at a tenth of the overhead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,10 +91,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(input, scale, zero_point)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, grad: Tensor, backward: Callable[..., Any] = BACKWARD) -> tuple[Tensor | None, ...]:
     input, scale, zero_point = ctx.saved_tensors
     wants_x, wants_scale, wants_zero_point, *_ = ctx.needs_input_grad
-    dx, dscale, dzero_point = BACKWARD(grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point)
+    dx, dscale, dzero_point = backward(grad, input, scale, zero_point, *ctx.spec, wants_scale, wants_zero_point)
     return (
         dx if wants_x else None, dscale if wants_scale else None, dzero_point if wants_zero_point else None,
         None, None, None,
@@ -102,18 +102,43 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, input, scale, zero_point, *ctx.spec = inputs
-    ctx.save_for_backward(input, scale, zero_point)
+    grad, input, scale, zero_point, *ctx.spec = inputs
+    ctx.save_for_backward(grad, input, scale, zero_point)
 
 
-def _autograd_twice(ctx: Any, grad: Tensor, *of_ranges: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of dx: linear in the upstream gradient, constant in ``x`` and the range almost everywhere."""
+def _autograd_twice(
+    ctx: Any, of_dx: Tensor, of_dscale: Tensor | None, of_dzero_point: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Second derivatives; if only ``x`` is trained, dx is linear in the upstream gradient and in nothing else."""
+    grad, input, scale, zero_point = ctx.saved_tensors
     *spec, wants_scale, wants_zero_point = ctx.spec
-    if wants_scale or wants_zero_point:
-        raise NotImplementedError(
-            "qtk::fake_quantize has no second derivative with respect to a learned range; call fix_range() first"
-        )
-    return BACKWARD(grad, *ctx.saved_tensors, *spec, False, False)[0], *[None] * 8
+    if not wants_scale and not wants_zero_point:
+        return BACKWARD(of_dx, input, scale, zero_point, *spec, False, False)[0], *[None] * 8
+    inside, error = straight_through.derivative_by_scale(input, scale, zero_point, *spec)
+    of_grad, of_scale, of_zero = straight_through.second_backward(
+        grad, inside, error, scale, spec[0],
+        (of_dx, of_dscale if wants_scale else None, of_dzero_point if wants_zero_point else None),
+    )
+    return of_grad, None, of_scale, None if zero_point is None else of_zero, *[None] * 5
+
+
+class _LearnedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: BACKWARD(*arguments))
+    setup_context = staticmethod(_setup_twice)
+    backward = staticmethod(_autograd_twice)
+
+
+class _Learned(torch.autograd.Function):
+    """The op for ranges that are learned: unlike that of the C++ library, this one has second derivatives."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: _OP(*arguments))
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _autograd(ctx, grad, _LearnedBackward.apply)
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
@@ -127,8 +152,8 @@ def fake_quantize(
 ) -> Tensor:
     """Fake-quantizes ``x``, with the gradients of the straight-through estimator.
 
-    Shape: ``x`` any, of a floating dtype; ``scale`` float32 and ``zero_point`` int32 (float32 while it is learned) in
-    the qparam shape; result as ``x``, same strides.
+    Shape: ``x`` any, of a floating dtype; ``scale`` float32 and ``zero_point`` int32, or float32 and rounded to a
+    code, in the qparam shape; result as ``x``, same strides.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
 
@@ -143,6 +168,10 @@ def fake_quantize(
     if not torch.compiler.is_compiling() and saves_residual(x, scale, zero_point):
         check_fit(scale, x.shape, block_size)
         return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _needs_grad(scale, zero_point):
+        check_fit(scale, x.shape, block_size)
+        result = _Learned.apply(x, scale, zero_point, block_size, qmin, qmax)
+        return result
     if _NATIVE:
         try:
             result = _OP(x, scale, zero_point, block_size, qmin, qmax)
@@ -150,7 +179,7 @@ def fake_quantize(
             check_fit(scale, x.shape, block_size)  # raises a SpecError with the shapes
             raise
         return result
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x, scale, zero_point)):
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x)):
         result = _OP(x, scale, zero_point, block_size, qmin, qmax)
         return result
     with below_autograd():  # the op's autograd layer is Python: as slow as the math of a small x
@@ -158,5 +187,5 @@ def fake_quantize(
     return result
 
 
-def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-    return x.requires_grad or scale.requires_grad or (zero_point is not None and zero_point.requires_grad)
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

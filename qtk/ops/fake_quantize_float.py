@@ -16,6 +16,7 @@ from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import minifloat
 from qtk.numerics.blocks import check_fit
+from qtk.numerics.straight_through import second_backward
 
 _SPEC = "Tensor scale, int[] block_size, int exponent_bits, int mantissa_bits, float largest"
 
@@ -84,18 +85,21 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, input, scale, *ctx.spec, ctx.wants_scale = inputs
-    ctx.save_for_backward(input, scale)
+    grad, input, scale, *ctx.spec, ctx.wants_scale = inputs
+    ctx.save_for_backward(grad, input, scale)
 
 
-def _autograd_twice(ctx: Any, grad: Tensor, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of dx: linear in the upstream gradient, constant in ``x`` almost everywhere."""
-    if ctx.wants_scale:
-        raise NotImplementedError(
-            "qtk::fake_quantize_float has no second derivative with respect to a learned range; call fix_range() first"
-        )
-    twice, _ = torch.ops.qtk.fake_quantize_float_backward.default(grad, *ctx.saved_tensors, *ctx.spec, False)
-    return twice, *[None] * 7
+def _autograd_twice(ctx: Any, of_dx: Tensor | None, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Second derivatives: x̂ is linear in x and scale almost everywhere, so only the upstream gradient has one."""
+    grad, input, scale = ctx.saved_tensors
+    block_size, *numbers = ctx.spec
+    of_dx = torch.zeros_like(grad) if of_dx is None else of_dx
+    if not ctx.wants_scale:
+        twice, _ = torch.ops.qtk.fake_quantize_float_backward.default(of_dx, input, scale, *ctx.spec, False)
+        return twice, *[None] * 7
+    inside, error = minifloat.derivative_by_scale(input, scale, block_size, _format(*numbers))
+    of_grad, _, _ = second_backward(grad, inside, error, scale, block_size, (of_dx, of_scale, None))
+    return of_grad, *[None] * 7
 
 
 def _format(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtype:

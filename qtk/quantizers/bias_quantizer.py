@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
 from qtk.numerics.effective import effective_scale
+from qtk.ops.gradient_scale import GradientScale
 from qtk.ops.simulate import simulate
 from qtk.quantizers.quantizer import Quantizer
 
@@ -24,7 +26,6 @@ class BiasQuantizer(Quantizer):
         of_weight: quantizer of its weight, symmetric.
         site: name of the site, for messages.
 
-    >>> import torch
     >>> from qtk.core.dtypes import INT32, dtype
     >>> from qtk.core.granularity import PerChannel
     >>> x = Quantizer(QuantSpec(dtype("uint8"), symmetric=True), site="input")
@@ -56,14 +57,15 @@ class BiasQuantizer(Quantizer):
         raise EncodingError(f"{self.site} has the scale of {of_input} times that of {of_weight}; load encodings "
                             "for these")
 
-    def learn_range(self) -> None:
+    def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
         """Does nothing: the scale follows those that are learned."""
 
     def _simulate_without_scale(self, x: Tensor) -> Tensor:
         return simulate(x, self.spec, self._product())
 
     def _product(self) -> Tensor:
-        of_input, of_weight = (factor.scale for factor in self.factors)
-        assert of_input is not None
-        assert of_weight is not None
-        return effective_scale(of_input.detach()) * effective_scale(of_weight.detach())
+        with torch.no_grad():
+            (of_input, _), (of_weight, _) = (factor.range() for factor in self.factors)
+            assert of_input is not None
+            assert of_weight is not None
+            return effective_scale(of_input) * effective_scale(of_weight)

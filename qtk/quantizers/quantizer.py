@@ -14,13 +14,16 @@ from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
 from qtk.nn.tap import Tap
-from qtk.numerics.effective import effective_scale, effective_zero_point
+from qtk.numerics.effective import SMALLEST_SCALE, effective_zero_point
+from qtk.numerics.tracking import tracked_range
 from qtk.observers.observer import Observer
+from qtk.ops.gradient_scale import GradientScale, scale_gradient
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
+from qtk.ops.statistics import min_max
 from qtk.public import public
 from qtk.quantizers.weight_cache import WeightCache
-from qtk.torch_private import is_exporting
+from qtk.torch_private import is_exporting, is_traced
 
 
 class Mode(enum.Enum):
@@ -31,28 +34,38 @@ class Mode(enum.Enum):
     SIMULATE = "simulate"
 
 
-SETTLED = ("spec", "site", "cache", "weight_cache", "factors")
+SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
 """Attributes of a quantizer that its constructor sets for good."""
 
-ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "rewrote_weight", "training", "forward")
+ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
+          "momentum", "rewrote_weight", "training", "forward")
 """Those that may be set at any time; libraries wrap ``forward``."""
+
+FLAGS = ("frozen", "rewrote_weight", "momentum", "gradient_scale")
+"""Attributes in the ``state_dict``, as tensors, where they are not those of a new quantizer."""
 
 
 @public
 class Quantizer(Tap):
     """Returns a tensor unchanged (BYPASS), after its observer has seen it (OBSERVE), or fake-quantized (SIMULATE).
 
-    ``scale`` and ``zero_point`` are ``None`` before the first encoding, then buffers; parameters while the range is
-    learned. Learned values are simulated as they are exported: ``|scale|``, and ``zero_point`` rounded to a code.
+    ``scale`` and ``zero_point`` are ``None`` before the first encoding, then float32 buffers. A zero point is rounded
+    to a code where it is used, so that averages of models keep its fraction.
 
-    With a dynamic spec both stay ``None``: each tensor is quantized in its own range.
+    While a range is learned, the parameters ``scale_factor`` and ``zero_point_shift`` move it:
+    ``scale · scale_factor``, and ``zero_point + (qmax - qmin) · zero_point_shift``. So a learning rate is relative to
+    the range where learning started, whatever its size.
 
-    ``rewrote_weight`` is whether a layer-wise method has changed the parameter that it quantizes.
+    With a dynamic spec all of them stay ``None``: each tensor is quantized in its own range.
+
+    ``rewrote_weight`` is whether a layer-wise method has changed the parameter that it quantizes. ``momentum`` is the
+    weight of each new tensor in a range that follows its tensors while the model trains; ``None``: it does not.
 
     Args:
         spec: how to quantize.
         site: name of the site, for messages.
         cache: whether ``caching`` acts on it: for parameters, which seldom change.
+        static: whether it quantizes a value of parameters alone, whose first axis does not count samples.
 
     >>> from qtk.core.dtypes import dtype
     >>> quantizer = Quantizer(QuantSpec(dtype("int4"), symmetric=True), site="fc:out")
@@ -64,8 +77,10 @@ class Quantizer(Tap):
 
     scale: Tensor | None
     zero_point: Tensor | None
+    scale_factor: nn.Parameter | None
+    zero_point_shift: nn.Parameter | None
 
-    def __init__(self, spec: QuantSpec, *, site: str, cache: bool = False) -> None:
+    def __init__(self, spec: QuantSpec, *, site: str, cache: bool = False, static: bool = False) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
@@ -73,10 +88,12 @@ class Quantizer(Tap):
         self.frozen = False
         self.rewrote_weight = False
         self.cache = cache
+        self.static = static or cache
+        self.gradient_scale = GradientScale.LSQ
+        self.momentum: float | None = None
         self._listener = Listener[Observer](site)
         self.weight_cache = WeightCache()
-        self.register_buffer("scale", None)
-        self.register_buffer("zero_point", None)
+        self._clear()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: any; result as ``x``.
@@ -95,6 +112,9 @@ class Quantizer(Tap):
                                          "sim.compute_encodings(data) or load encodings first")
             return self._simulate_without_scale(x)
         zero_point = self.zero_point
+        if self._learns or self.momentum is not None:
+            scale, zero_point = self._moved(x, scale, zero_point)
+            return simulate(x, self.spec, scale, zero_point)
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.weight_cache.enabled:
             return simulate(x, self.spec, scale, zero_point)
         return self.weight_cache.get(
@@ -139,17 +159,22 @@ class Quantizer(Tap):
 
     @property
     def encoding(self) -> Encoding | None:
-        """A copy of the encoding; ``None`` if there is none yet, and with a dynamic spec."""
-        if self.scale is None:
-            return None
-        scale, zero_point = self.scale.detach(), self.zero_point
-        if zero_point is not None:
-            zero_point = effective_zero_point(zero_point.detach(), self.spec.qmin, self.spec.qmax)
-            zero_point = zero_point.to(torch.int32, copy=True)
-        return Encoding(self.spec, effective_scale(scale) if self.learns_range else scale.clone(), zero_point)
+        """A copy of the encoding; ``None`` if there is none yet, and with a dynamic spec.
+
+        Raises: EncodingError if a learned or averaged scale is not positive and finite.
+        """
+        with torch.no_grad():
+            scale, zero_point = self.range()
+            if scale is None:
+                return None
+            if scale.device.type != "meta":
+                self._refuse_lost_range(scale)
+            if zero_point is not None:
+                zero_point = effective_zero_point(zero_point, self.spec.qmin, self.spec.qmax).to(torch.int32)
+            return Encoding(self.spec, scale.clamp(min=SMALLEST_SCALE), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
-        """Sets the encoding.
+        """Sets the encoding; a range that is learned is learned on from there.
 
         Raises: EncodingError if its spec differs, this quantizer is dynamic, or it is frozen.
         """
@@ -158,24 +183,32 @@ class Quantizer(Tap):
         if encoding.spec != self.spec:
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
-        device = encoding.scale.device if self.scale is None else self.scale.device
-        with torch.inference_mode(False):  # tensors created in inference mode could never be trained
-            self._hold(encoding.scale.detach().to(device, copy=True), None if encoding.zero_point is None
-                       else encoding.zero_point.detach().to(device, copy=True))
+        device, zero_point = encoding.scale.device if self.scale is None else self.scale.device, encoding.zero_point
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could never be trained
+            self.scale = encoding.scale.detach().to(device, copy=True)
+            self.zero_point = None if zero_point is None else zero_point.detach().to(device, torch.float32)
+            if self.scale_factor is not None:  # written in place: an optimizer holds them
+                self.scale_factor.fill_(1.0)
+            if self.zero_point_shift is not None:
+                self.zero_point_shift.zero_()
 
     def drop_encoding(self) -> None:
-        """Deletes the encoding. Raises: EncodingError if frozen."""
+        """Deletes the encoding; the range is learned no more. Raises: EncodingError if frozen."""
         self.refuse_if_frozen()
-        del self.scale, self.zero_point
-        self.register_buffer("scale", None)
-        self.register_buffer("zero_point", None)
+        self._clear()
+
+    def range(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and zero point that it simulates with; of a learned range with gradients, as the true ones."""
+        if self.scale is None or not self._learns:
+            return self.scale, self.zero_point
+        return self._learned(self.scale, self.zero_point, 1.0)
 
     @property
     def learns_range(self) -> bool:
-        """Whether scale and zero point are parameters of the model."""
-        return isinstance(self.scale, nn.Parameter)
+        """Whether scale and zero point are moved by parameters of the model."""
+        return self._learns
 
-    def learn_range(self) -> None:
+    def learn_range(self, gradient_scale: GradientScale = GradientScale.LSQ) -> None:
         """Makes scale and zero point trainable.
 
         Raises: NotCalibratedError without an encoding to start from; EncodingError if frozen, dynamic, or with scales
@@ -188,18 +221,21 @@ class Quantizer(Tap):
         if self.spec.scale_format is not None:
             raise EncodingError(f"{self.site} stores its scales as {self.spec.scale_format.value}, which gradients "
                                 "would leave; train the weights with fixed ranges")
+        self.gradient_scale, self.momentum = gradient_scale, None
         if not self.learns_range:
-            zero_point = self.zero_point
-            self._hold(
-                nn.Parameter(self.scale.clone()),
-                None if zero_point is None else nn.Parameter(zero_point.to(torch.float32)),
-            )
+            self._make_parameters()
 
     def fix_range(self) -> None:
-        """Makes learned scale and zero point buffers again: ``|scale|``, and the zero point rounded to a code."""
+        """Makes a learned range a fixed one: its scale, and its zero point rounded to a code.
+
+        Raises: EncodingError if a scale is not positive and finite.
+        """
         encoding = self.encoding
         if self.learns_range and encoding is not None:
-            self._hold(encoding.scale, encoding.zero_point)
+            frozen, self.frozen = self.frozen, False
+            self._clear()
+            self.load_encoding(encoding)
+            self.frozen = frozen
 
     def extra_repr(self) -> str:
         return f"{self.site}: {self.spec}, {self.mode.value}"
@@ -213,14 +249,70 @@ class Quantizer(Tap):
     def _simulate_without_scale(self, x: Tensor) -> Tensor:
         return simulate_dynamic(x, self.spec)
 
-    def _hold(self, scale: Tensor, zero_point: Tensor | None) -> None:
-        """Registers both, as parameters or buffers according to their type."""
-        del self.scale, self.zero_point
-        for name, value in (("scale", scale), ("zero_point", zero_point)):
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(name, value)
-            else:
-                self.register_buffer(name, value)
+    def _moved(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The range that ``x`` is quantized with, after it has followed ``x`` and as its parameters move it."""
+        if self.momentum is not None and self.training and not self.frozen:
+            scale, zero_point = self._tracked(x, scale, zero_point, self.momentum)
+        if not self._learns:
+            return scale, zero_point
+        exporting = is_exporting()  # an exported program is not trained
+        factor = 1.0 if exporting else self.gradient_scale.factor(
+            x.shape, scale.numel(), float(self.spec.qmax), static=self.static
+        )
+        return self._learned(scale, zero_point, factor)
+
+    def _tracked(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The range after it has followed ``x``; the buffers are set to it."""
+        with torch.no_grad():
+            extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
+            low, high = (extreme.reshape(scale.shape) for extreme in extremes)
+            moved = tracked_range(low, high, scale, zero_point, momentum=momentum, qmin=self.spec.qmin,
+                                  qmax=self.spec.qmax)
+            # a backward pass still needs the tensors of this forward pass, the buffers may change again before
+            scale.copy_(moved[0])
+            if zero_point is not None and moved[1] is not None:
+                zero_point.copy_(moved[1])
+        return moved
+
+    def _learned(
+        self, scale: Tensor, zero_point: Tensor | None, factor: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The range as its parameters move it, their gradients multiplied by ``factor``."""
+        scale_factor, shift = self.scale_factor, self.zero_point_shift
+        assert scale_factor is not None
+        scale = scale * scale_gradient(scale_factor, factor)
+        is_readable = scale.device.type == "cpu" and not torch.compiler.is_compiling() and not is_traced()
+        if torch.is_grad_enabled() and is_readable:  # on an accelerator, sim.check() and the export look
+            self._refuse_lost_range(scale.detach())
+        if zero_point is not None and shift is not None:
+            zero_point = zero_point + float(self.spec.qmax - self.spec.qmin) * scale_gradient(shift, factor)
+        return scale, zero_point
+
+    def _refuse_lost_range(self, scale: Tensor) -> None:
+        """Raises: EncodingError if a scale is not positive and finite."""
+        smallest, largest = (float(end) for end in torch.aminmax(scale))
+        if not (smallest > 0 and largest < torch.inf):
+            raise EncodingError(
+                f"{self.site}: a scale has become {largest if smallest > 0 else smallest:.4g}, but must be positive "
+                "and finite; train sim.range_parameters() with a lower learning rate and without weight decay"
+            )
+
+    def _make_parameters(self) -> None:
+        assert self.scale is not None
+        with torch.inference_mode(False):
+            self.scale_factor = nn.Parameter(torch.ones_like(self.scale))
+            self.zero_point_shift = None if self.zero_point is None else nn.Parameter(torch.zeros_like(self.scale))
+        self._learns = True
+
+    def _clear(self) -> None:
+        """Registers everything that holds numbers, anew and empty."""
+        for name in ("scale", "zero_point"):
+            self.register_buffer(name, None)
+        for name in ("scale_factor", "zero_point_shift"):
+            self.register_parameter(name, None)
+        self._learns = False
 
     def refuse_if_frozen(self) -> None:
         """Raises: EncodingError if frozen."""
@@ -241,6 +333,22 @@ class Quantizer(Tap):
         super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        how = list(GradientScale).index(self.gradient_scale) if self.learns_range else None
+        flags = dict(zip(FLAGS, (self.frozen, self.rewrote_weight, self.momentum, how), strict=True))
+        destination.update({prefix + flag: torch.tensor(value, device="cpu") for flag, value in flags.items() if value})
+
+    def _load_flags(self, stored: dict[str, Any], prefix: str) -> None:
+        """Sets the flags that the checkpoint names, and takes them out of it."""
+        flags = {name: stored.pop(prefix + name).item() for name in FLAGS if prefix + name in stored}
+        if "gradient_scale" in flags:
+            flags["gradient_scale"] = list(GradientScale)[flags["gradient_scale"]]
+        elif prefix + "scale_factor" in stored:
+            flags["gradient_scale"] = GradientScale.LSQ
+        for name, value in flags.items():
+            setattr(self, name, value)
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -251,13 +359,11 @@ class Quantizer(Tap):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As ``nn.Module``; a quantizer without an encoding takes that of the checkpoint."""
+        """As ``nn.Module``; a quantizer without an encoding takes that of the checkpoint, and learns it if it was
+        learned there. One that learns its range learns on from a fixed one.
+        """
         stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         scale, zero_point = stored.get(prefix + "scale"), stored.get(prefix + "zero_point")
-        if isinstance(zero_point, Tensor) and zero_point.is_floating_point() and not self.learns_range:
-            # a learned zero point for a range that is not learned: round it as the simulation does
-            rounded = zero_point.detach().round().clamp(self.spec.qmin, self.spec.qmax)
-            zero_point = stored[prefix + "zero_point"] = rounded.to(torch.int32)
         if isinstance(scale, Tensor) and isinstance(zero_point, Tensor | None):
             fits = scale.ndim == self._scale_rank() and (zero_point is None) == self.spec.symmetric
             if self.spec.dynamic or not fits:
@@ -266,9 +372,19 @@ class Quantizer(Tap):
                     f"{'out' if zero_point is None else ''} a zero point; load it into a model quantized like it"
                 )
                 return
+            if zero_point is not None:  # a code, or a float that averages and learning left between two
+                zero_point = stored[prefix + "zero_point"] = zero_point.to(torch.float32)
             if self.scale is None:
                 self.scale = torch.empty_like(scale, dtype=torch.float32)
                 self.zero_point = None if zero_point is None else torch.empty_like(zero_point)
+            if prefix + "scale_factor" in stored:
+                if not self.learns_range:
+                    self._make_parameters()
+            elif self.learns_range:
+                stored[prefix + "scale_factor"] = torch.ones_like(scale)
+                if zero_point is not None:
+                    stored[prefix + "zero_point_shift"] = torch.zeros_like(scale)
+        self._load_flags(stored, prefix)
         super()._load_from_state_dict(
             stored, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -16,6 +16,7 @@ from qtk.capture.calls import Call, detached, raised_in
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
+from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLE, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, with_batch_of_two
@@ -154,6 +155,7 @@ def _prepared(
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
     difference, differences = _train_difference(model, prepared, args, kwargs, expected) if verify else (None, [])
     _restore_training_flags(prepared, model)
+    warn_of_hooks(model, prepared)
     if is_meta:
         prepared.meta[REPORT] = replace(prepared.report, eval_difference=None)
     prepared.meta[WRITES] = bool(written)

@@ -33,10 +33,10 @@ def raise_scales(simulation: Simulation, weights: Collection[Site] | None = None
     floors: dict[Site, list[Tensor]] = defaultdict(list)
     for site, bias in static_values(simulation.model, biases):
         of_input, of_weight = biases[site]
-        scale = quantizers[of_input].scale
-        assert scale is not None
+        encoding = quantizers[of_input].encoding
+        assert encoding is not None
         magnitude = bias.detach().double().abs()
-        floors[plan[of_weight].leader or of_weight].append(magnitude / scale.detach().double() / INT32.maximum * MARGIN)
+        floors[plan[of_weight].leader or of_weight].append(magnitude / encoding.scale.double() / INT32.maximum * MARGIN)
     for site, minima in floors.items():
         quantizer, encoding = quantizers[site], quantizers[site].encoding
         assert encoding is not None

@@ -3,8 +3,8 @@
 ``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
 buffers that are not persistent, and tensors that the model's code holds without registering them.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
-``transforms.safetensors``), name, dtype and shape of every tensor, which encodings are frozen, which weights were
-rounded and which quantizers are switched off, digests of the files, and that of the model's arithmetic.
+``transforms.safetensors``), name, dtype and shape of every tensor, which quantizers are switched off, digests of the
+files, and that of the model's arithmetic.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
 from qtk.nn.device import META, is_dry_run
+from qtk.numerics.effective import effective_zero_point
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
 
-FORMAT, VERSION = "qtk.sim", 4
+FORMAT, VERSION, READ_VERSIONS = "qtk.sim", 5, (4, 5)
 STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
-FLAGS = ("frozen", "rewrote_weight")
-"""Flags of quantizers that are stored."""
+OLD_FLAGS = ("frozen", "rewrote_weight")
+"""Flags of quantizers that version 4 stored beside the tensors; they are in the ``state_dict`` now."""
 
 BYPASSED = "bypassed"
-"""Key beside the flags: the quantizers in BYPASS; all others come back in SIMULATE, for observers are not stored."""
+"""Key of the quantizers in BYPASS; all others come back in SIMULATE, for observers are not stored."""
 
 LISTED = 10
 """Findings that an error lists."""
@@ -96,7 +97,7 @@ def save(
     """
     if is_dry_run(simulation.model):
         raise ExportError(META)
-    state = _full_state(simulation.model)
+    state = {name: _whole(name, tensor) for name, tensor in _full_state(simulation.model).items()}
     originals = _originals(state)
     kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
     steps, step_tensors = steps_to_json(steps_of(simulation.model))
@@ -110,10 +111,7 @@ def save(
         "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
         "tied": {name: original for name, original in originals.items() if original != name},
-        "flags": {
-            flag: [site.name for site, quantizer in simulation.quantizers.items() if getattr(quantizer, flag)]
-            for flag in FLAGS
-        } | {BYPASSED: [site.name for site, q in simulation.quantizers.items() if q.mode is Mode.BYPASS]},
+        "flags": {BYPASSED: [site.name for site, q in simulation.quantizers.items() if q.mode is Mode.BYPASS]},
     }
     with staged_directory(directory, force=force) as folder:
         try:
@@ -135,8 +133,9 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     record = load_object(Path(directory) / SIM_FILE)
     if record.get("format") != FORMAT:
         raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
-    if record.get("version") != VERSION:
-        raise EncodingError(f"{directory}: version {record.get('version')} is not known; this qtk reads {VERSION}")
+    if record.get("version") not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
+        raise EncodingError(f"{directory}: version {record.get('version')} is not known; this qtk reads {known}")
     if record.get("digest") != _record_digest(record):
         raise EncodingError(f"{Path(directory) / SIM_FILE} is damaged or was edited; copy the directory again")
     match record:
@@ -226,14 +225,23 @@ def restore(stored: Stored, simulation: Simulation) -> Simulation:
             if name not in registered:
                 buffer.copy_(stored.state[name])
     for site, quantizer in simulation.quantizers.items():
-        for flag in FLAGS:
-            setattr(quantizer, flag, site.name in stored.flags.get(flag, ()))
+        for flag in OLD_FLAGS:
+            if site.name in stored.flags.get(flag, ()):
+                setattr(quantizer, flag, True)
         if site.name in stored.flags.get(BYPASSED, ()):
             quantizer.mode = Mode.BYPASS
     return simulation
 
 
-def _quantizer_state(state: Mapping[str, Tensor]) -> set[str]:
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    """A quantizer's zero point as int32, unless averaging has left it between two codes; any other tensor as it is."""
+    if name not in _quantizer_state((name,)) or not name.endswith(".zero_point"):
+        return tensor
+    codes = tensor.to(torch.int32)
+    return codes if torch.equal(codes.to(tensor.dtype), tensor) else tensor
+
+
+def _quantizer_state(state: Iterable[str]) -> set[str]:
     return {name for name in state if QUANTIZERS in name.split(".")}
 
 
@@ -296,7 +304,9 @@ def _encoding_findings(stored: Mapping[str, Tensor], model: nn.Module) -> Iterat
         scale, zero_point = stored.get(f"{path}.scale"), stored.get(f"{path}.zero_point")
         if isinstance(quantizer, Quantizer) and scale is not None:
             try:
-                Encoding(quantizer.spec, scale, None if zero_point is None else zero_point.round().int())
+                if zero_point is not None:
+                    zero_point = effective_zero_point(zero_point, quantizer.spec.qmin, quantizer.spec.qmax).int()
+                Encoding(quantizer.spec, scale, zero_point)
             except EncodingError as error:
                 yield f"{quantizer.site}: {error}"
 

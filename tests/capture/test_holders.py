@@ -87,3 +87,27 @@ def test_what_acts_can_be_set():
     assert not prepared.train()(x).any()
     prepared.my_note = "mine"
     assert prepared.my_note == "mine"
+
+
+REGISTERS = (
+    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
+    "register_full_backward_hook", "register_backward_hook",
+)
+
+
+@pytest.mark.parametrize("register", REGISTERS)
+@pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])
+def test_a_hook_on_what_is_never_called_is_a_warning(made, register):
+    prepared = made(qtk.prepare_model(Outer(), torch.randn(2, 4)))
+    with pytest.warns(UserWarning, match=rf"{register} on 'fc': .*qtk.block_view\(sim, 'fc'\)") as seen:
+        getattr(prepared.get_submodule("fc"), register)(lambda *_: None)
+    assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("path", ["", "drop.dropout"])
+def test_a_hook_on_what_is_called_fires_without_a_warning(path, recwarn):
+    prepared, calls = qtk.prepare_model(Outer(), torch.randn(2, 4)), []
+    prepared.get_submodule(path).register_forward_hook(lambda *_: calls.append(1))
+    prepared(torch.randn(2, 4))
+    assert calls == [1]
+    assert not [warning for warning in recwarn if "hook" in str(warning.message)]

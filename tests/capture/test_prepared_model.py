@@ -1,9 +1,14 @@
 import copy
+import io
 import pickle
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import qtk
 from qtk.capture.prepared_model import PreparedGraph
@@ -11,6 +16,7 @@ from qtk.errors import CaptureError
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import simulated, slow_but
 
 
 class Named(nn.Module):
@@ -107,9 +113,40 @@ def test_tied_parameters_stay_tied_in_a_copy():
     assert block.first is block.second
 
 
-def test_pickling_is_refused():
-    with pytest.raises(CaptureError, match="cannot be pickled"):
-        pickle.dumps(prepared("splits"))
+@pytest.mark.parametrize("name", slow_but(ZOO, "tied", "reused_block", "nested_input", "gru", "in_place"))
+def test_a_pickled_simulation_is_the_same(name):
+    sim, entry = simulated(name), ZOO[name]
+    file = io.BytesIO()
+    torch.save(sim.model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        expected, found = (pytree.tree_leaves(entry.run(each)) for each in (sim.model, twin))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True) if isinstance(a, torch.Tensor))
+    assert list(twin.state_dict()) == list(sim.model.state_dict())
+    assert [name for name, _ in twin.named_parameters()] == [name for name, _ in sim.model.named_parameters()]
+    assert {p.data_ptr() for p in twin.parameters()}.isdisjoint(p.data_ptr() for p in sim.model.parameters())
+    assert str(twin.report) == str(sim.model.report)
+    assert type(twin).__mro__[1:] == type(sim.model).__mro__[1:]
+
+
+def test_sizes_that_were_dynamic_are_dynamic_after_pickling():
+    model = prepare_model(nn.Linear(4, 2).eval(), torch.randn(3, 4))
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin(torch.randn(7, 4)).shape == (7, 2)
+    with pytest.raises(CaptureError) as caught:
+        model(torch.randn(7, 5))
+    with pytest.raises(CaptureError, match=re.escape(str(caught.value))):
+        twin(torch.randn(7, 5))
+
+
+def test_another_process_can_train_what_was_pickled(tmp_path):
+    sim = simulated("residual")
+    torch.save(sim.model, tmp_path / "model.pt")
+    code = ("import sys, torch; model = torch.load(sys.argv[1], weights_only=False); model.train(); "
+            "sum(p.sum() for p in model.parameters()).backward(); print(len(model.state_dict()))")
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert run.stdout.strip() == str(len(sim.model.state_dict())), run.stderr
 
 
 def test_every_node_knows_its_value():

@@ -76,6 +76,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "apply_adaround": (lambda **k: qtk.apply_adaround(sim(), **k), {
         "data": [X], "iterations": 3, "through_activation": False, "progress": False}),
     "equalize_model": (qtk.equalize_model, {"sim": PREPARED}),
+    "block_view": (qtk.block_view, {"sim": PREPARED, "blocks": "0", "checkpoint": False}),
     "fold_batch_norms": (qtk.fold_batch_norms, {"prepared_or_sim": PREPARED}),
     "apply_smooth_quant": (lambda **k: qtk.apply_smooth_quant(**{"sim": sim(), **k}), {"data": [X], "alpha": 0.5,
                                                                                      "num_batches": 1}),

@@ -69,6 +69,29 @@ def test_plain_attributes_are_lent_and_copied():
     assert twin.labels is not original.labels
 
 
-def test_pickling_is_refused():
-    with pytest.raises(CaptureError, match="state_dict"):
-        pickle.dumps(ramp(nn.Linear(2, 2)))
+def test_a_pickled_graph_is_the_same_and_keeps_what_its_nodes_know():
+    original = nn.Linear(2, 2)
+    original.labels = ["a", "b"]
+    graph = ramp(original)
+    graph.lend_attributes(original)
+    for node in graph.graph.nodes:
+        node.meta["custom"] = {"label": node.name}
+    twin = pickle.loads(pickle.dumps(graph))
+    x = torch.randn(3, 4)
+    assert torch.equal(twin(x), graph(x))
+    assert twin.labels == ["a", "b"]
+    assert [node.name for node in twin.graph.nodes] == [node.name for node in graph.graph.nodes]
+    assert [node.meta.get("custom") for node in twin.graph.nodes] == [
+        node.meta.get("custom") for node in graph.graph.nodes]
+    twin.to(torch.float64)
+    assert twin.weight.dtype == torch.float64
+    assert graph.weight.dtype == torch.float32
+
+
+def test_what_cannot_be_pickled_is_named_with_the_way_out():
+    original = nn.Linear(2, 2)
+    original.schedule = lambda step: step
+    graph = ramp(original)
+    graph.lend_attributes(original)
+    with pytest.raises(CaptureError, match=r"cannot be pickled if schedule cannot: .* sim\.save\(directory\)"):
+        pickle.dumps(graph)

@@ -168,11 +168,70 @@ def test_dx_is_differentiable_again():
     assert again.tolist() == [5.0, 0.0]
 
 
-def test_a_second_derivative_of_a_learned_range_is_refused_not_wrong():
-    x, scale = torch.randn(5, requires_grad=True), torch.ones(1, requires_grad=True)
-    dx, = torch.autograd.grad(fake_quantize(x, scale, None, [], -8, 7).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        dx.sum().backward()
+class Round(torch.autograd.Function):
+    """Rounds exactly, so that a code at the edge of the range stays there; its gradient is 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+class ClampStraight(torch.autograd.Function):
+    """Clamps; its gradient is 1 everywhere."""
+
+    @staticmethod
+    def forward(ctx, x, low, high):
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone(), None, None
+
+
+def brute_force(x, scale, zero, block_size, qmin, qmax):
+    """LSQ+ by autograd: clamp, and a round whose gradient is 1."""
+    sizes = block_size or [-1] * x.ndim
+    shape = [length if size == 1 else 1 for length, size in zip(x.shape, sizes, strict=True)]
+    step, offset = scale.abs().reshape(shape), 0.0
+    if zero is not None:
+        offset = Round.apply(ClampStraight.apply(zero, qmin, qmax)).reshape(shape)
+    code = Round.apply(x / step) + offset
+    code = torch.where((code >= qmin) & (code <= qmax), code, code.detach().clamp(qmin, qmax))
+    return (code - offset) * step
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("case", ["per_tensor", "per_channel", "per_channel_conv", "scalar"])
+@pytest.mark.parametrize("zero_point", ["symmetric", "learned"])
+def test_first_and_second_derivatives_of_a_learned_range_are_those_of_lsq_plus_in_float64(case, zero_point, negative):
+    x, scale, zero, *spec = arguments(case, ZERO_POINTS[zero_point])
+    if negative:
+        scale = (-scale).detach().requires_grad_()
+    leaves = [leaf for leaf in (x, scale, zero) if leaf is not None]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact_zero = exact[2] if zero is not None else None
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(x.shape, generator=generator).requires_grad_()
+    of_grads = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+    exact_upstream = upstream.detach().double().requires_grad_()
+
+    def derivatives(result, leaves, upstream, of_grads):
+        first = torch.autograd.grad(result, leaves, upstream, create_graph=True)
+        weighted = sum((grad * weight).sum() for grad, weight in zip(first, of_grads, strict=True))
+        second = torch.autograd.grad(weighted, [*leaves, upstream], allow_unused=True, materialize_grads=True)
+        return [*first, *second]
+
+    found = derivatives(fake_quantize(x, scale, zero, *spec), leaves, upstream, of_grads)
+    expected = derivatives(
+        brute_force(exact[0], exact[1], exact_zero, *spec), exact, exact_upstream, [g.double() for g in of_grads]
+    )
+    assert float(expected[-1].abs().max()) > 0
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)  # sums of at most 30 terms below 10
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

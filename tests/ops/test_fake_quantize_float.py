@@ -147,7 +147,22 @@ def test_the_second_derivative_is_straight_through_too():
     twice, = torch.autograd.grad(slope(x).sum(), x)
     value = fake_quantize_float(x, fixed, block_size, "fp8_e4m3").detach()
     torch.testing.assert_close(twice, 6 * value)  # nothing is clipped here
-    of_scale, = torch.autograd.grad(fake_quantize_float(x, scale, block_size, "fp8_e4m3").pow(3).sum(), scale,
-                                    create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        of_scale.sum().backward()
+
+
+def test_second_derivatives_of_a_learned_scale_are_those_of_autograd_in_float64():
+    """For fp4_e2m1, some of whose values are clamped: x̂ = x + scale · error inside, ± scale · 6 outside."""
+    x, scale = torch.linspace(-9, 9, 37).requires_grad_(), torch.tensor([0.7], requires_grad=True)
+    leaves, steps = (x, scale), (x.detach().double() / scale.detach().double())
+    inside = steps.abs() < 6.9  # the next number would be 8, and a value at 7 goes there
+    value = fake_quantize_float(x, scale, [], "fp4_e2m1").detach().double() / scale.detach().double()
+    error = torch.where(inside, value - steps, value)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    def derivatives(result, leaves):
+        first = torch.autograd.grad(result.pow(3).sum(), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(first[0].square().sum() + first[1].sum(), leaves)]
+
+    found = derivatives(fake_quantize_float(x, scale, [], "fp4_e2m1"), leaves)
+    expected = derivatives(torch.where(inside, exact[0], 0.0) + exact[1] * error, exact)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-4, atol=1e-3)  # sums of 37 terms up to 10⁴

@@ -317,6 +317,25 @@ def test_flags_are_stored(tmp_path):
     assert [name for name, quantizer in again.quantizers.items() if quantizer.rewrote_weight] == ["0.weight"]
 
 
+def test_version_4_had_the_flags_beside_the_tensors(tmp_path):
+    simulation = calibrated()
+    save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
+    path = tmp_path / "sim" / "sim.json"
+    record = json.loads(path.read_text())
+    frozen, rewrote = "conv:out", "conv.weight"
+    record |= {"version": 4, "flags": {"frozen": [frozen], "rewrote_weight": [rewrote], "bypassed": []}}
+    path.write_text(json.dumps(record | {"digest": store._record_digest(record)}))
+    assert any(name.endswith("zero_point") for name in record["tensors"])
+    assert all(kind[0] == "int32" for name, kind in record["tensors"].items() if name.endswith("zero_point"))
+    other, _ = fresh(Tied(seed=1))
+    restore(load(tmp_path / "sim"), other)
+    flags = {site.name: (q.frozen, q.rewrote_weight) for site, q in other.quantizers.items()}
+    assert [name for name, (is_frozen, _) in flags.items() if is_frozen] == [frozen]
+    assert [name for name, (_, is_rewritten) in flags.items() if is_rewritten] == [rewrote]
+    for site, quantizer in simulation.quantizers.items():
+        assert other.quantizers[site].encoding.equals(quantizer.encoding)
+
+
 @pytest.mark.parametrize("change", [
     {"tied": {"0.weight": {}}}, {"flags": {"frozen": None}}, {"arguments": {"in_place": True}},
     {"arguments": {"nonsense": 3}}, {"plan": {}}, {"steps": [3]},

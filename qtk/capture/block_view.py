@@ -1,0 +1,204 @@
+"""A prepared model whose graph is cut into modules that are called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qtk.capture.holders import Holder
+from qtk.capture.prepared_model import PreparedGraph
+from qtk.graph.block_cut import cut
+from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
+from qtk.graph.insert import quantizer_called
+from qtk.graph.sites import prefixes
+from qtk.graph.targets import called_module
+from qtk.torch_private import MODULE_TABLES
+
+
+class Block(Holder):
+    """A part of a captured graph as a module, with the members of the module whose calls it computes.
+
+    Its tables of members are those of ``holder``: what is moved, trained, sharded or replaced in one is so in both.
+
+    Args:
+        holder: the module of the prepared model.
+        recompute: whether its values are computed again in the backward pass.
+    """
+
+    def __init__(self, holder: nn.Module, *, recompute: bool) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(holder).items() if name not in vars(self)})
+        self.__dict__.update({name: vars(holder)[name] for name in (*MODULE_TABLES, "training", "_path", "_constants")
+                              if name in vars(holder)})
+        self._recompute, self._current = recompute, 0
+        self._codes: list[CapturedGraph] = []
+        self._states: list[list[tuple[dict[str, Any], str]]] = []
+
+    def forward(self, *args: Any) -> Any:
+        """Runs the graph of the current call."""
+        code, state = self._codes[self._current], self._states[self._current]
+        if not (self._recompute and torch.is_grad_enabled()):
+            return code(*args)
+        if not state or torch.compiler.is_compiling():  # a compiler writes to a buffer once
+            return checkpoint(code, *args, use_reentrant=False)
+        return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(state)))
+
+    def _is_called(self) -> bool:
+        return True
+
+    def _take(self, codes: list[CapturedGraph]) -> None:
+        """Sets the graphs of its calls."""
+        self._codes, self._states = codes, [_state(code) for code in codes]
+
+
+def call_block(block: Block, index: int, *args: object) -> object:
+    """Calls a block, which is to run the graph of its call with that index."""
+    block._current = index
+    return block(*args)
+
+
+def _state(code: CapturedGraph) -> list[tuple[dict[str, Any], str]]:
+    """Tables and names of the buffers that modules called by ``code``, such as batch norms, may write to."""
+    state = []
+    for node in code.graph.nodes:
+        if node.op == "call_module" and quantizer_called(node) is None:
+            module = called_module(node)
+            assert module is not None
+            state += [(vars(inner)["_buffers"], name) for inner in module.modules() for name in vars(inner)["_buffers"]]
+            for value in node.all_input_nodes:
+                owner, _, leaf = str(value.target).rpartition(".")
+                if value.op == "get_attr" and leaf in (table := vars(code.get_submodule(owner))["_buffers"]):
+                    state.append((table, leaf))
+    return state
+
+
+@contextmanager
+def _on_copies(state: Collection[tuple[dict[str, Any], str]]) -> Iterator[None]:
+    """Lets the body write to copies of buffers: computed a second time, a batch must not count twice."""
+    before = [(table, name, table[name]) for table, name in state if isinstance(table[name], Tensor)]
+    for table, name, buffer in before:
+        table[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for table, name, buffer in before:
+            table[name] = buffer
+
+
+class BlockView(nn.Module):
+    """A prepared model whose graph is cut at modules, which are called: see ``qtk.block_view``.
+
+    Args:
+        model: the prepared model.
+        paths: of the modules to cut at, none inside another.
+        recompute: see ``Block``.
+
+    Raises: CaptureError if a cut is not convex.
+    """
+
+    _model: PreparedGraph
+    _outer: PreparedGraph
+    _paths: tuple[str, ...]
+    _blocks: dict[nn.Module, Block]
+    _seen: list[int]
+    _recompute: bool
+
+    def __init__(self, model: PreparedGraph, paths: Collection[str], *, recompute: bool) -> None:
+        super().__init__()
+        self.__dict__.update(_model=model, _paths=tuple(paths), _recompute=recompute, _blocks={}, _seen=[])
+        self.training = model.training
+        self._refresh()
+        self.register_state_dict_pre_hook(_refresh_first)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_refresh_first)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes what the prepared model computes."""
+        if self._is_stale():
+            refresh: Callable[[], None] = self._refresh
+            if torch.compiler.is_compiling():  # outside the compiled code; the decorator would import the compiler
+                refresh = torch.compiler.disable(refresh)  # type: ignore[no-untyped-call]
+            refresh()
+        return self._outer(*args, **kwargs)
+
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """Path → block."""
+        return {path: self._blocks[self._model.get_submodule(path)] for path in self._paths}
+
+    def train(self, mode: bool = True) -> BlockView:
+        """Sets the mode of the prepared model too."""
+        self._model.train(mode)
+        return super().train(mode)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module``, of the prepared model as it is now."""
+        self._refresh()
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The submodule at a path of the original, whatever attributes of a module have names on it."""
+        name, _, rest = target.partition(".")
+        child = self._modules.get(name)
+        return super().get_submodule(target) if child is None else child.get_submodule(rest)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockView:
+        self._model._apply(fn, recurse)
+        return self
+
+    def _is_stale(self) -> bool:
+        return self._seen != [self._model.revision, *(graph.revision for graph in self._model.variants.values())]
+
+    def _refresh(self) -> None:
+        """Cuts the graphs again if they have changed: calibration may drop sites, a transform rewrite the model."""
+        if not self._is_stale():
+            return
+        graphs = [self._model, *self._model.variants.values()]
+        holders = {self._model.get_submodule(path): path for path in self._paths}
+        codes: dict[nn.Module, list[CapturedGraph]] = {holder: [] for holder in holders}
+        outer = [cut(graph, holders, codes, call_block) for graph in graphs]
+        for holder, graphs_of_calls in codes.items():
+            self._blocks.setdefault(holder, Block(holder, recompute=self._recompute))._take(graphs_of_calls)
+        self._mirror()
+        main, *variants = [_callable(self, code, graph) for code, graph in zip(outer, graphs, strict=True)]
+        if variants:
+            main.meta[VARIANTS] = dict(zip(self._model.variants, variants, strict=True))
+        self.__dict__.update(_outer=main, _seen=[graph.revision for graph in graphs])
+
+    def _mirror(self) -> None:
+        """Takes over the tree of the prepared model, with blocks in the place of what they stand for."""
+        everything = dict(self._model.named_modules(remove_duplicate=False))
+        around = {everything[outer] for path, module in everything.items() if module in self._blocks
+                  for outer in prefixes(path)[:-1]}
+        twins: dict[nn.Module, nn.Module] = {self._model: self, **self._blocks}
+
+        def twin(module: nn.Module) -> nn.Module:
+            if module not in around:
+                return twins.get(module, module)
+            if module not in twins:
+                twins[module] = copy.copy(module)  # which shares the tables
+                twins[module].__dict__["_modules"] = members(module)
+            return twins[module]
+
+        def members(module: nn.Module) -> dict[str, nn.Module | None]:
+            return {name: child and twin(child) for name, child in module._modules.items()}
+
+        tables = {name: vars(self._model)[name] for name in MODULE_TABLES}
+        self.__dict__.update({**tables, "_modules": members(self._model)})
+
+
+def _refresh_first(view: BlockView, *_: object) -> None:
+    view._refresh()
+
+
+def _callable(view: BlockView, outer: Any, graph: CapturedGraph) -> PreparedGraph:
+    """The outer graph of a cut as a module that takes the calls of ``graph``."""
+    prepared = PreparedGraph(view, outer)
+    prepared.meta.update({key: value for key, value in graph.meta.items() if key not in (HOME, LENT, VARIANTS)})
+    return prepared

@@ -1,0 +1,72 @@
+"""How the gradient of a learned range is scaled: by LSQ's factor, not at all, or to nothing."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradientScale(enum.Enum):
+    """What the gradient of a learned range is multiplied by: ``1 / √(N · q_max)``, 1, or 0, which holds the range."""
+
+    LSQ = "lsq"
+    NONE = "none"
+    HELD = "held"
+
+    def factor(self, shape: Sequence[int], scales: int, qmax: float, *, static: bool) -> float:
+        """The factor for a tensor of ``shape`` with so many scales.
+
+        LSQ (arXiv 1902.08153, section 2.2): N counts the weights of a layer, or the features of an activation, which
+        are those of one sample; here those that share a scale. LSQ+ (arXiv 2004.09576) scales the gradient of its
+        offset alike.
+
+        Args:
+            shape: of the tensor; unless static its first axis counts samples, if it has others.
+            scales: how many scales it has.
+            qmax: largest code.
+            static: whether it is computed from parameters alone.
+
+        >>> GradientScale.LSQ.factor((16, 25), 16, qmax=4, static=True)
+        0.1
+        >>> GradientScale.LSQ.factor((32, 25), 1, qmax=4, static=False)
+        0.1
+        """
+        if self is not GradientScale.LSQ:
+            return 1.0 if self is GradientScale.NONE else 0.0
+        sample = shape if static or len(shape) < 2 else shape[1:]
+        return 1 / math.sqrt(max(math.prod(sample) / scales, 1.0) * qmax)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_gradient(x, 0.5).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    if factor == 1 or not torch.is_grad_enabled():
+        return x
+    result: Tensor = _ScaleGradient.apply(x, factor)
+    return result

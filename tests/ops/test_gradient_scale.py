@@ -1,0 +1,35 @@
+import copy
+
+import pytest
+import torch
+
+from qtk.ops.gradient_scale import GradientScale, scale_gradient
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.0, 1.0])
+def test_the_gradient_is_scaled_and_the_values_are_not(factor):
+    x = torch.randn(3, requires_grad=True)
+    y = scale_gradient(x, factor)
+    assert torch.equal(y, x)
+    grad, = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 3 * x**2 * factor)
+    twice, = torch.autograd.grad(grad.sum(), x) if factor else (torch.zeros(3),)
+    torch.testing.assert_close(twice, 6 * x.detach() * factor**2)  # the inner one passes the scaled path, too
+
+
+def test_without_gradients_nothing_is_added_to_the_graph():
+    x = torch.randn(3, requires_grad=True)
+    with torch.no_grad():
+        assert scale_gradient(x, 0.5) is x
+
+
+def test_n_counts_the_elements_of_a_sample_that_share_a_scale():
+    for shape, scales, qmax, static, elements in (
+        ((8, 3, 5), 1, 127, False, 15), ((8, 3, 5), 8, 7, True, 15), ((8, 3, 5), 3, 7, False, 5),
+        ((6,), 1, 7, False, 6), ((0, 3), 1, 7, True, 1),
+    ):
+        factor = GradientScale.LSQ.factor(shape, scales, qmax, static=static)
+        assert factor == pytest.approx((elements * qmax) ** -0.5)
+    assert (GradientScale.NONE.factor((8,), 1, 7, static=True), GradientScale.HELD.factor((8,), 1, 7, static=True)) == (
+        1.0, 0.0)
+    assert copy.deepcopy(GradientScale.HELD) is GradientScale.HELD

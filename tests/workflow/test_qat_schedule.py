@@ -1,0 +1,103 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import ConfigError, NotCalibratedError
+from tests.workflow.test_learned_ranges import batches, equal_encodings, simulated
+
+KEPT = {"version": 1, "fold_batch_norms": False}
+
+
+def with_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    sim = qtk.QuantSim(model, batches()[0], config=KEPT)
+    sim.compute_encodings(batches(), progress=False)
+    return sim
+
+
+def run(sim, schedule, optimizer, steps):
+    """The encodings after each step."""
+    seen = []
+    for number in range(steps):
+        sim.model.train()
+        schedule.step()
+        optimizer.zero_grad()
+        sim.model(3 * batches()[number % 3]).square().sum().backward()
+        optimizer.step()
+        seen.append(sim.encodings())
+    return seen
+
+
+def test_ranges_are_observed_then_stay_then_are_learned_by_one_optimizer():
+    sim = simulated()
+    schedule = qtk.QatSchedule(sim, observe_until=2, learn_ranges_from=4)
+    optimizer = torch.optim.Adam(
+        [{"params": sim.weight_parameters()}, {"params": sim.range_parameters(), "lr": 1e-2}], lr=1e-4)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    start = sim.encodings()
+    first, second, third, fourth, fifth, _ = run(sim, schedule, optimizer, 6)
+    activations, weights = ("input:input", "1:out", "3:out"), ("0.weight", "3.weight")
+    for name in activations:  # three times as wide: they grow, a little with each batch
+        assert start[name].scale < first[name].scale < second[name].scale < 1.1 * start[name].scale
+    assert equal_encodings(third, second)
+    assert equal_encodings(fourth, second)
+    assert all(torch.equal(start[name].scale, fourth[name].scale) for name in weights)
+    assert not any(torch.equal(fourth[name].scale, fifth[name].scale) for name in (*activations, *weights))
+
+
+def test_batch_norms_stay_frozen_through_train():
+    sim = with_batch_norm()
+    schedule = qtk.QatSchedule(sim, freeze_batch_norms_at=2)
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=1e-4)
+    before = sim.model.state_dict()["1.running_mean"].clone()
+    run(sim, schedule, optimizer, 2)
+    frozen = sim.model.state_dict()["1.running_mean"].clone()
+    assert not torch.equal(frozen, before)
+    run(sim, schedule, optimizer, 3)
+    assert torch.equal(sim.model.state_dict()["1.running_mean"], frozen)
+    assert not any(quantizer.learns_range for quantizer in sim.quantizers.values())
+
+
+def test_what_is_frozen_or_already_chosen_is_respected():
+    sim = simulated()
+    sim.freeze("1:out")
+    sim.learn_ranges("0.weight", gradient_scale=None)
+    before = sim.encodings()
+    schedule = qtk.QatSchedule(sim, observe_until=1, learn_ranges_from=1)
+    optimizer = torch.optim.Adam(sim.range_parameters(), lr=1e-2)
+    first, second = run(sim, schedule, optimizer, 2)
+    assert second["1:out"].equals(before["1:out"])
+    assert first["0.weight"].equals(before["0.weight"])
+    assert not second["0.weight"].equals(before["0.weight"])
+    assert not sim.quantizers["3.weight"].learns_range
+
+
+def test_a_resumed_training_goes_on_where_it_was():
+    sim = simulated()
+    schedule = qtk.QatSchedule(sim, observe_until=1, learn_ranges_from=3)
+    run(sim, schedule, torch.optim.SGD(sim.model.parameters(), lr=1e-5), 2)
+    again = copy.deepcopy(sim)
+    resumed = qtk.QatSchedule(again, observe_until=1, learn_ranges_from=3)
+    resumed.load_state_dict(schedule.state_dict())
+    for each, its in ((sim, schedule), (again, resumed)):
+        run(each, its, torch.optim.SGD(each.model.parameters(), lr=1e-5), 3)
+    assert equal_encodings(sim.encodings(), again.encodings())
+    assert resumed.steps == 5
+
+
+def test_bad_settings_and_an_uncalibrated_simulation_are_refused():
+    sim = simulated()
+    with pytest.raises(ConfigError, match="observe_until counts steps, got -1"):
+        qtk.QatSchedule(sim, observe_until=-1)
+    with pytest.raises(ConfigError, match="cannot be learned from step 3 and observed until 5"):
+        qtk.QatSchedule(sim, observe_until=5, learn_ranges_from=3)
+    with pytest.raises(ConfigError, match="no 'steps', only epoch"):
+        qtk.QatSchedule(sim).load_state_dict({"epoch": 3})
+    sim.forget("1:out")
+    with pytest.raises(NotCalibratedError, match=r"1 sites have no encoding to train with, 1:out; run sim\.compute"):
+        qtk.QatSchedule(sim, learn_ranges_from=0)
+    assert not any(quantizer.learns_range for quantizer in sim.quantizers.values())
