@@ -145,8 +145,8 @@ class Quantizer(Tap):
 
     @property
     def repeatable(self) -> bool:
-        """Whether it observes nothing, so that calling it again leaves no trace."""
-        return self.mode is not Mode.OBSERVE
+        """Whether it neither observes nor moves its range, so that calling it again leaves no trace."""
+        return self.mode is not Mode.OBSERVE and self.momentum is None
 
     @property
     def observer(self) -> Observer | None:

@@ -568,6 +568,9 @@ def test_libraries_may_wrap_forward():
     assert len(seen) == 1
 
 
-def test_it_may_be_called_again_unless_it_observes():
-    assert calibrated(OUTPUT).repeatable
+def test_it_may_be_called_again_unless_it_observes_or_moves_its_range():
+    quantizer = calibrated(WEIGHT)
+    assert quantizer.repeatable
+    quantizer.momentum = 0.9
+    assert not quantizer.repeatable
     assert not calibrated(OUTPUT, mode=Mode.OBSERVE).repeatable
