@@ -239,9 +239,9 @@ def keep_result_as(x: Tensor, rebuild: Callable[[], Tensor]) -> None:
     written in place, of which autograd will tell.
     """
     node: Any = x.grad_fn
-    with contextlib.suppress(RuntimeError):
-        node._saved_result  # noqa: B018  raises if it has been written
-        node._raw_saved_result.register_hooks(lambda _: None, lambda _: rebuild())
+    if version_of(x) == 0:  # reading what is saved would run the hooks of others, and a checkpoint again
+        with contextlib.suppress(RuntimeError):
+            node._raw_saved_result.register_hooks(lambda _: None, lambda _: rebuild())
 
 
 def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:

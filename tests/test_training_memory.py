@@ -59,7 +59,5 @@ def test_gradients_are_those_of_a_graph_that_keeps_every_float(monkeypatch, name
 def test_a_transformer_keeps_little_more_than_in_float(learned, limit):
     sim = simulation("digits_vit")
     if learned:
-        for quantizer in sim.quantizers.values():
-            if quantizer.scale is not None:
-                quantizer.learn_range()
+        sim.learn_ranges()
     assert kept_bytes(sim.model.train()) <= limit * kept_bytes(build("digits_vit").train())

@@ -80,9 +80,7 @@ def ways(name: str, batch_size: int, device: str) -> dict[str, nn.Module]:
     fixed, learned = qtk.QuantSim(original, x), qtk.QuantSim(original, x)
     for sim in (fixed, learned):
         sim.compute_encodings([x], progress=False)
-    for quantizer in learned.quantizers.values():
-        if quantizer.scale is not None:
-            quantizer.learn_range()
+    learned.learn_ranges()
     models = {ORIGINAL: original, FIXED: fixed.model, LEARNED: learned.model, TORCH: with_torchs_operator(fixed.model)}
     return {way: model.to(device).train() for way, model in models.items()}
 

@@ -130,6 +130,19 @@ def test_checkpointing_saves_nothing_and_gives_the_same(reentrant):
         assert saved_bytes(lambda: checkpoint(of_relu, x, use_reentrant=False)) <= x.nbytes
 
 
+def test_a_checkpoint_runs_twice_the_second_time_in_the_backward_pass():
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return of_relu(x * 1)
+
+    result = checkpoint(counted, torch.randn(10, requires_grad=True), use_reentrant=False)
+    assert len(calls) == 1
+    result.sum().backward()
+    assert len(calls) == 2
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_function_transforms_see_the_plain_op():
     x = torch.randn(4, 10)
