@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from qtk.capture.holders import Holder
@@ -17,8 +17,8 @@ from qtk.graph.block_cut import cut
 from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import prefixes
-from qtk.graph.targets import called_module
-from qtk.torch_private import MODULE_TABLES
+from qtk.graph.targets import attribute, called_module
+from qtk.torch_private import MODULE_TABLES, OpOverload
 
 
 class Block(Holder):
@@ -64,24 +64,29 @@ def call_block(block: Block, index: int, *args: object) -> object:
 
 
 def _state(code: CapturedGraph) -> list[tuple[dict[str, Any], str]]:
-    """Tables and names of the buffers that modules called by ``code``, such as batch norms, may write to."""
-    state = []
+    """Tables and names of the buffers that ``code`` gives to what is no op of torch's, such as a batch norm."""
+    modules, state = [], []
     for node in code.graph.nodes:
         if node.op == "call_module" and quantizer_called(node) is None:
-            module = called_module(node)
-            assert module is not None
-            state += [(vars(inner)["_buffers"], name) for inner in module.modules() for name in vars(inner)["_buffers"]]
-            for value in node.all_input_nodes:
-                owner, _, leaf = str(value.target).rpartition(".")
-                if value.op == "get_attr" and leaf in (table := vars(code.get_submodule(owner))["_buffers"]):
-                    state.append((table, leaf))
-    return state
+            modules.append(called_module(node))
+        elif node.op == "get_attr" and any(_may_write(user) for user in node.users):
+            owner, _, leaf = str(node.target).rpartition(".")
+            if isinstance(value := attribute(code, str(node.target)), nn.Module):
+                modules.append(value)
+            elif leaf in (table := vars(code.get_submodule(owner))["_buffers"]):
+                state.append((table, leaf))
+    tables = [vars(inner)["_buffers"] for module in modules if module is not None for inner in module.modules()]
+    return state + [(table, name) for table in tables for name in table]
+
+
+def _may_write(node: fx.Node) -> bool:
+    return node.op != "output" and not isinstance(node.target, OpOverload) and quantizer_called(node) is None
 
 
 @contextmanager
 def _on_copies(state: Collection[tuple[dict[str, Any], str]]) -> Iterator[None]:
     """Lets the body write to copies of buffers: computed a second time, a batch must not count twice."""
-    before = [(table, name, table[name]) for table, name in state if isinstance(table[name], Tensor)]
+    before = [(table, name, value) for table, name in state if isinstance(value := table[name], Tensor)]
     for table, name, buffer in before:
         table[name] = buffer.clone()
     try:

@@ -172,7 +172,8 @@ class PreparedTree(PreparedModel):
             return getattr(self.__dict__["_parent"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = "_parent" not in self.__dict__ or name in self.__dict__
+        is_protocol = name.startswith("__")  # fully_shard sets the class of what it shards
+        is_own = is_protocol or "_parent" not in self.__dict__ or name in self.__dict__
         super().__setattr__(name, value) if is_own else setattr(self._parent, name, value)
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import fx, nn
 
 from qtk.capture.block_view import BlockView
 from qtk.capture.prepared_model import PreparedGraph, PreparedModel
@@ -15,7 +15,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS
 from qtk.graph.simulation import HasSimulation
 from qtk.graph.sites import prefixes
-from qtk.graph.targets import called_module
+from qtk.graph.targets import attribute, called_module
 from qtk.public import public
 from qtk.registry import nearest
 
@@ -92,7 +92,8 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
     Raises: CaptureError naming a glob without one.
     """
     nodes = [node for graph in (model, *model.variants.values()) for node in graph.graph.nodes]
-    as_it_is = {inner for node in nodes if (module := called_module(node)) is not None for inner in module.modules()}
+    used = [called_module(node) if node.op == "call_module" else _module_read(node) for node in nodes]
+    as_it_is = {inner for module in used if module is not None for inner in module.modules()}
     called = {path for node in nodes for path in module_stack(node)}
     computing = {outer for path in called for outer in prefixes(path)}
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False)
@@ -111,11 +112,18 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
     return [path for path in selected.values() if paths.isdisjoint(prefixes(path)[:-1])]
 
 
+def _module_read(node: fx.Node) -> nn.Module | None:
+    """The module that a node hands on, ``None`` if it hands on none."""
+    owner = node.graph.owning_module
+    value = attribute(owner, str(node.target)) if node.op == "get_attr" and owner is not None else None
+    return value if isinstance(value, nn.Module) else None
+
+
 def _nothing(glob: str, matched: list[str], known: list[str], model: PreparedGraph) -> str:
     as_it_is = [path for path, _ in model.named_modules() if fnmatchcase(path, glob) and path]
     if matched:
         return f"{matched[0]!r}, the match of {glob!r}, computes nothing in the captured graph; cut at another module"
     if as_it_is:
-        return (f"{as_it_is[0]!r}, the match of {glob!r}, is a module that the graph calls as it is: hooks on it fire; "
-                "cut at a module around it, or leave it out")
+        return (f"{as_it_is[0]!r}, the match of {glob!r}, is a module that the graph uses as it is; cut at a module "
+                "around it")
     return f"{glob!r} matches no module of the model; {nearest(glob, known)}"

@@ -259,3 +259,23 @@ def test_submodules_are_found_by_the_users_names(branches):
         model.get_submodule("graph.nowhere")
     with pytest.raises(CaptureError, match="setting 'graph' would have no effect"):
         prepare_model(Named(*HIDDEN).eval(), torch.randn(4, 3, 8, 8)).graph = nn.Linear(2, 2)
+
+
+def test_the_class_of_a_model_with_islands_is_its_own():
+    """``fully_shard`` gives what it shards a new class."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x) if float(x.sum()) > 0 else -self.a(x)
+
+    x = torch.ones(2, 4)
+    prepared = prepare_model(Branches().eval(), x)
+    expected, kind = prepared(x), type(prepared)
+    prepared.__class__ = type("Sharded", (kind,), {})
+    assert type(prepared) is not kind
+    assert isinstance(prepared, kind)
+    assert torch.equal(prepared(x), expected)

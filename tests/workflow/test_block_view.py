@@ -1,6 +1,7 @@
 """The block view against the simulation it was made of: same bits, same tensors, and modules that are called."""
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -286,6 +287,31 @@ def test_copies_are_separate_and_moves_reach_both():
     assert torch.equal(view(x.double()), sim.model(x.double()))  # all zeros, hook or not
 
 
+def test_a_pickled_view_shares_with_the_model_it_brings_along():
+    view, x, file = qtk.block_view(vit(), "blocks.*", checkpoint=True), torch.randn(BATCH, 1, 8, 8), io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(x), view(x))
+    assert list(twin.named_blocks()) == list(view.named_blocks())
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+    assert torch.equal(twin(x), twin._model(x))
+    assert not torch.equal(twin(x), view(x))
+
+
+def test_ranges_that_become_learned_are_learned_in_the_view():
+    sim = vit()
+    view, x, before = qtk.block_view(sim, "blocks.*"), torch.randn(BATCH, 1, 8, 8), len(list(sim.model.parameters()))
+    learn(sim)
+    parameters = list(view.parameters())
+    assert len(parameters) > before + 20
+    assert all(a is b for a, b in zip(parameters, sim.model.parameters(), strict=True))
+    (_, seen), (_, expected) = (step(model, lambda model: model(x), parameters) for model in (view, sim.model))
+    assert same(seen, expected)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_view(recompute):
     sim, x = vit(), torch.randn(BATCH, 1, 8, 8)
@@ -346,6 +372,10 @@ def test_bad_input():
     ):
         with pytest.raises(CaptureError, match=message):
             qtk.block_view(sim, blocks)
+    sim = vit()
+    dropout = next(path for path, module in sim.model.named_modules() if "Dropout" in type(module).__name__)
+    with pytest.raises(CaptureError, match="is a module that the graph uses as it is"):
+        qtk.block_view(sim, dropout)
     with pytest.raises(CaptureError, match="traced without inputs"):
         qtk.block_view(qtk.prepare_model(nn.Linear(2, 2)), "weight")
     with pytest.raises(CaptureError, match="got Linear"):
@@ -376,7 +406,8 @@ def main(directory):
     """What each process of the FSDP test runs."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    torch.save([sharded(rank, recompute=recompute) for recompute in (False, True)], Path(directory, f"{rank}.pt"))
+    views = [sharded(rank, recompute=recompute) for recompute in (False, True)]
+    torch.save({"views": views, "islands": sharded_islands()}, Path(directory, f"{rank}.pt"))
     distributed.barrier()
     os._exit(0)  # torch's own threads now and then abort the interpreter's shutdown
 
@@ -422,12 +453,28 @@ def sharded(rank, *, recompute):
     }
 
 
+def sharded_islands():
+    """Whether the model of ``test_islands_are_modules_that_are_called`` computes the same with its islands sharded."""
+    torch.manual_seed(0)
+    x = -torch.rand(2, 4)
+    sim = qtk.QuantSim(Branches().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    expected = sim.model(x)
+    for module in (sim.model.get_submodule("a"), sim.model.get_submodule("b"), sim.model):
+        fully_shard(module, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    output = sim.model(x)
+    output.sum().backward()
+    return torch.equal(output, expected) and all(isinstance(p.grad, DTensor) for p in sim.model.parameters())
+
+
 def test_fsdp_shards_every_block(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    for result in (result for rank in range(RANKS) for result in torch.load(tmp_path / f"{rank}.pt")):
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert all(rank["islands"] for rank in ranks)
+    for result in (view for rank in ranks for view in rank["views"]):
         assert result["all_sharded"]
         assert result["seen"] == ["Parameter"] * 3  # gathered when the block runs
         assert result["resharded"]
