@@ -17,6 +17,7 @@ from qtk.capture.calls import Call
 from qtk.capture.exclusion import exclude_paths
 from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.torch_export import DynamicShapes
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
@@ -83,6 +84,7 @@ class QuantSim(Settled, RangeTraining):
         activation_bits: width of activations likewise; ``None`` for a weight-only simulation.
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
+        dynamic_shapes: the sizes that may vary, as for ``prepare_model``: ``"all"`` for sequences of any length.
 
     Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """
@@ -99,13 +101,14 @@ class QuantSim(Settled, RangeTraining):
         activation_bits: Width = FROM_CONFIG,
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
+        dynamic_shapes: DynamicShapes = "batch",
     ) -> None:
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
-        self.config, self.example_inputs = load_config(config), example_inputs
+        self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
         example = Call(*split_inputs(example_inputs), None)
-        prepared = prepare_own(model, example_inputs, in_place=in_place)
+        prepared = prepare_own(model, example_inputs, in_place=in_place, dynamic_shapes=dynamic_shapes)
         exclude_paths(prepared, self.config.exclude)
         if self.config.fold_batch_norms and not is_transformed(prepared):
             fold_batch_norms(prepared, example)
@@ -265,11 +268,7 @@ class QuantSim(Settled, RangeTraining):
         check(self._simulation)
 
     def compare(
-        self,
-        data: Iterable[Batch],
-        *,
-        forward: Forward | None = None,
-        num_batches: int | None = None,
+        self, data: Iterable[Batch], *, forward: Forward | None = None, num_batches: int | None = None,
         progress: bool = True,
     ) -> list[SiteError]:
         """SQNR in dB and largest error in scale units at every site, against float, worst first.
@@ -361,8 +360,8 @@ class QuantSim(Settled, RangeTraining):
         """
         arguments = {
             "scheme": self.scheme,
-            "weight_bits": width_to_json(self.weight_bits),
-            "activation_bits": width_to_json(self.activation_bits),
+            "weight_bits": width_to_json(self.weight_bits), "activation_bits": width_to_json(self.activation_bits),
+            "dynamic_shapes": self.dynamic_shapes if isinstance(self.dynamic_shapes, str | None) else "batch",
             "config": self.config.model_dump(mode="json", exclude_none=True),
         }
         save(directory, self._simulation, arguments=arguments, force=force)
@@ -382,7 +381,7 @@ class QuantSim(Settled, RangeTraining):
 
         Args:
             directory: what ``save`` wrote.
-            model: the float model; its parameter values do not matter, the stored ones are loaded.
+            model: the float model, whose parameter values do not matter; prepared, if ``dynamic_shapes`` are explicit.
             example_inputs: as for the constructor.
             in_place: share the parameters of ``model``, and so overwrite them.
 
@@ -392,9 +391,10 @@ class QuantSim(Settled, RangeTraining):
         widths = ("weight_bits", "activation_bits")
         arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
         config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]
-        arguments["config"] = config.with_rules_optional()
-        prepared = prepare_own(model, example_inputs, in_place=in_place)
+        arguments["config"], shapes = config.with_rules_optional(), arguments.pop("dynamic_shapes", "batch")
+        of_model = "batch" if isinstance(model, PreparedModel) else shapes
+        prepared = prepare_own(model, example_inputs, in_place=in_place, dynamic_shapes=of_model)  # type: ignore[arg-type]
         make(prepared, stored.steps)
         sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
-        vars(sim)["config"], sim._simulation = config, restore(stored, sim._simulation)
+        vars(sim).update(config=config, dynamic_shapes=shapes, _simulation=restore(stored, sim._simulation))
         return sim

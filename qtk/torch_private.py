@@ -24,6 +24,7 @@ from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # the base of every dropout
 from torch.utils import _pytree as pytree  # nested values: flattening, mapping, naming the path to a leaf
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every ATen op that runs
 
@@ -33,6 +34,7 @@ __all__ = [
     "MODULE_TABLES",
     "BatchNormBase",
     "CallStructure",
+    "DropoutBase",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
@@ -188,6 +190,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something runs before or after the forward or backward of ``module``, besides hooks of all modules."""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
+
+
 def length_hint(length: int | torch.SymInt) -> int:
     """A length of the example inputs: of a dynamic axis without fixing it, which ``int()`` would do."""
     return length if isinstance(length, int) else int(str(length.node.hint))
@@ -214,11 +222,6 @@ def is_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook is called when ``module`` is, or when its gradient is computed."""
-    return any(getattr(module, table) for table in HOOK_TABLES)
 
 
 def hooks_on_saved_tensors_work() -> bool:

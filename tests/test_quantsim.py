@@ -1,6 +1,7 @@
 """The handle a user holds, end to end on models small enough to check by hand."""
 
 import copy
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -326,3 +327,58 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     sim.compute_encodings([torch.randn(3, 4)], num_batches=np.int32(1), progress=False)
     sim.save(tmp_path / "sim")
     assert qtk.QuantSim.load(tmp_path / "sim", nn.Linear(4, 2), torch.randn(3, 4)).weight_bits == 4
+
+
+class Tokens(nn.Module):
+    """A model of sequences, as in transformers: a config, optional labels, a dict with or without a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"vocab_size": 11}
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        x = self.embedding(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask[..., None]
+        logits = self.head(x)
+        if labels is None:
+            return OrderedDict(logits=logits)
+        return OrderedDict(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+def tokens(length, **more):
+    return {"input_ids": torch.randint(0, 11, (2, length)), "attention_mask": torch.ones(2, length), **more}
+
+
+def test_sequences_of_any_length(tmp_path):
+    model = Tokens().eval()
+    sim = qtk.QuantSim(model, tokens(5), dynamic_shapes="all")
+    sim.compute_encodings([tokens(5), tokens(9)], progress=False)
+    batch = tokens(7)
+    assert sim.model(**batch)["logits"].shape == (2, 7, 3)
+    assert sim.model.config["vocab_size"] == 11
+    with pytest.raises(ConfigError, match="dynamic_shapes"):
+        sim.dynamic_shapes = "batch"
+    sim.save(tmp_path / "sim")
+    for source in (model, qtk.prepare_model(model, tokens(5), dynamic_shapes="all")):
+        again = qtk.QuantSim.load(tmp_path / "sim", source, tokens(5))
+        assert torch.equal(again.model(**batch)["logits"], sim.model(**batch)["logits"])
+        assert again.dynamic_shapes == "all"
+        again.save(tmp_path / "again", force=True)
+    with pytest.raises(CaptureError, match="prepared already; give dynamic_shapes when preparing it"):
+        qtk.QuantSim(qtk.prepare_model(model, tokens(5)), tokens(5), dynamic_shapes="all")
+
+
+def test_another_length_names_the_argument():
+    sim = qtk.QuantSim(Tokens(), tokens(5))
+    with pytest.raises(CaptureError, match=r'captured for \(any, 5\); .* with dynamic_shapes="all"'):
+        sim.model(**tokens(7))
+
+
+def test_labels_at_capture_alone_or_at_the_call_alone_are_named():
+    labels = torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(CaptureError, match="input labels is None, the model was captured with a tensor"):
+        qtk.QuantSim(Tokens(), tokens(5, labels=labels)).model(**tokens(5))
+    with pytest.raises(CaptureError, match="input labels was not given when the model was captured"):
+        qtk.QuantSim(Tokens(), tokens(5)).model(**tokens(5, labels=labels))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
+from qtk.capture.train_only import TrainOnly
 from qtk.graph.captured_graph import CONSTANTS, CapturedGraph
 from qtk.graph.sites import name_sites
 from qtk.graph.targets import MEMBERS, path_of
@@ -28,7 +30,12 @@ SLICE, SLICE_SCATTER = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_scatter
 
 
 def canonicalize(
-    program: ExportedProgram, original: nn.Module, kind: type[Captured], *, place: str = ""
+    program: ExportedProgram,
+    original: nn.Module,
+    kind: type[Captured],
+    *,
+    place: str = "",
+    train_only: TrainOnly = MappingProxyType({}),
 ) -> tuple[Captured, tuple[tuple[str, int], ...]]:
     """Builds the captured graph of ``original`` from its exported program.
 
@@ -40,6 +47,7 @@ def canonicalize(
         original: the module it was exported from.
         kind: class of the graph.
         place: module path of ``original`` in the whole model.
+        train_only: the modules that were captured as ops.
 
     Returns: the graph, and the number of modules recovered of each kind.
     """
@@ -63,7 +71,7 @@ def canonicalize(
         elif _takes_all(node):  # x[:]
             node.replace_all_uses_with(node.args[0 if node.target is SLICE else 1])
             graph.erase_node(node)
-    swaps = recover(root, graph, original)
+    swaps = recover(root, graph, original, train_only)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)

@@ -11,7 +11,9 @@ import torch
 from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from qtk.graph.captured_graph import without_effect
+from qtk.capture.tree import TABLES, with_islands
+from qtk.graph.captured_graph import is_decided, without_effect
+from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.targets import attribute, path_of
 from qtk.torch_private import MODULE_TABLES
 
@@ -41,18 +43,31 @@ class Holder(nn.Module):
     Args:
         path: of the module in its model.
         constants: see ``constants_of``.
+        attributes: what can be read of the module.
     """
 
-    def __init__(self, path: str = "", constants: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, path: str = "", constants: frozenset[str] = frozenset(), attributes: PlainAttributes | None = None
+    ) -> None:
         super().__init__()
-        self._path, self._constants = path, constants
+        self._path, self._constants, self._attributes = path, constants, attributes
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises: AttributeError saying where a member of the original is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            attributes = self.__dict__.get("_attributes")
+            if attributes is None or name.startswith("_"):
+                raise
+            return attributes.read(name)
 
     def _is_called(self) -> bool:
         return False
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises: CaptureError for a constant of the captured code."""
-        if name in self.__dict__.get("_constants", ()):
+        if is_decided(self, name, self.__dict__.get("_constants", ())):
             raise without_effect(self, self._path, name)
         super().__setattr__(name, value)  # type: ignore[arg-type]
 
@@ -72,12 +87,52 @@ def constants_of(module: nn.Module) -> frozenset[str]:
     return frozenset((*plain, *module._modules))
 
 
+def keep_type(root: nn.Module, path: str, original: nn.Module, *, runs: bool) -> nn.Module:
+    """The module at ``path`` as an instance of the class of ``original``, in the place of its holder. Changes ``root``.
+
+    It has the members that the holder has, and the plain attributes of ``original``, but no hooks: what they do is in
+    the graph.
+
+    Args:
+        root: the tree of holders.
+        path: of the module.
+        original: the module it holds the members of.
+        runs: whether its own code will run, and needs its children as they are.
+    """
+    old = holder(root, path)
+    if type(old) is type(original):
+        return old
+    twin = with_islands(original, {})
+    fresh = vars(nn.Module())
+    twin.__dict__.update({name: fresh[name] for name in TABLES if name not in MODULE_TABLES})
+    if not runs:
+        twin.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
+    _replace(root, old, twin)
+    return twin
+
+
+def forget_type(root: nn.Module, path: str) -> None:
+    """Puts a holder in the place of the module at ``path``, which nothing calls any more. Changes ``root``."""
+    old = holder(root, path)
+    plain = Holder(path_of(path), constants_of(old), PlainAttributes(old))
+    plain.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
+    plain.training = old.training
+    _replace(root, old, plain)
+
+
+def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for module in list(root.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
 def hold(original: nn.Module) -> nn.Module:
     """Builds a tree with the names, order and tensor objects of ``original``; a shared module is one holder."""
     root = nn.Module()
     holders = {original: root}
     for path, module in original.named_modules():
-        holders.setdefault(module, Holder(path, constants_of(module)))
+        holders.setdefault(module, Holder(path, constants_of(module), PlainAttributes(module)))
     for module, twin in holders.items():
         for name, child in module._modules.items():
             twin.add_module(name, None if child is None else holders[child])

@@ -213,7 +213,7 @@ def _check_shape(name: object, shape: torch.Size, captured: torch.Size) -> None:
     needed = ", ".join("any" if is_free(size) else str(int(size)) for size in captured)
     raise CaptureError(
         f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); prepare it again with such an "
-        "input, or name the axes that vary in dynamic_shapes"
+        'input, or with dynamic_shapes="all", or name there the axes that vary'
     )
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import REPORT, SIGNATURE, PreparedGraph, PreparedTree
+from qtk.capture.prepared_model import ATTRIBUTES, REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.capture.torch_export import RUNGS, DynamicShapes, capture
+from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import CaptureError, QtkError, VerificationError, first_line
+from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
 
@@ -52,6 +55,7 @@ def capture_graph(
     place: str = "",
     expected: Outcome | None = None,
     owns_inputs: bool = False,
+    train_only: TrainOnly = MappingProxyType({}),
 ) -> PreparedGraph:
     """Captures ``model`` as one graph by the first rung whose outputs equal the model's in every one of ``calls``.
 
@@ -63,6 +67,7 @@ def capture_graph(
         place: module path of ``model`` in the whole model.
         expected: the outcome of the only call, if it is known.
         owns_inputs: see ``capture``.
+        train_only: the modules in ``model`` that act in train mode only.
 
     Returns: the graph, with a report of the capture.
 
@@ -85,7 +90,7 @@ def capture_graph(
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
         try:
             with untouched(model):
-                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs)
+                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs, train_only)
             graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
         except Exception as error:  # whatever torch refuses, the next rung may take
             reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
@@ -104,16 +109,19 @@ def capture_graph(
 
 
 def _on_rung(
-    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool
+    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
+    train_only: TrainOnly,
 ) -> tuple[PreparedGraph, PrepareReport]:
     if rung == BUILT:
         graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
     else:
-        captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,), owns_inputs=owns_inputs)
-        graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place)
+        with as_ops(model, train_only):
+            captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,), owns_inputs=owns_inputs)
+        graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only)
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)
     graph.meta[SIGNATURE] = inspect.signature(model.forward)
+    graph.meta[ATTRIBUTES] = PlainAttributes(model)
     return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 
@@ -133,6 +141,7 @@ def capture_tree(
     reason: CaptureError,
     *,
     expected: Outcome,
+    train_only: TrainOnly = MappingProxyType({}),
     excluded: Collection[str] = (),
 ) -> PreparedTree:
     """Keeps the Python of ``model`` and captures the modules it calls as islands.
@@ -140,7 +149,7 @@ def capture_tree(
     Raises: VerificationError if the result differs from the model although no single island does, or the model differs
         from itself when run twice.
     """
-    search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded)
+    search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded, train_only)
     with untouched(model):  # the whole model: a submodule may write to modules around it
         search.inside(model, "", [Call(args, kwargs, None)], reason)
     search.note_uncalled(model)
@@ -163,8 +172,11 @@ def capture_tree(
 class _IslandSearch:
     """The search for islands: those captured so far, and one ``Part`` for every module that was tried."""
 
-    def __init__(self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str], train_only: TrainOnly
+    ) -> None:
         self.dynamic_shapes = dynamic_shapes
+        self.train_only = train_only
         self.excluded = frozenset(excluded)
         self.paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self.islands: dict[nn.Module, PreparedGraph] = {}
@@ -185,6 +197,9 @@ class _IslandSearch:
         path, calls = self.paths[module], self.calls[module]
         if path in self.excluded:
             self._note(module, path, EXCLUDED, None)
+            return
+        if module in self.train_only:
+            self._note(module, path, OPAQUE, CaptureError("it acts in train mode only"))
             return
         try:
             island = self._island(module, path, calls)
@@ -207,7 +222,8 @@ class _IslandSearch:
             )
         islands = []
         for same_kind in kinds.values():
-            island = capture_graph(module, same_kind, self.dynamic_shapes, verify=True, place=path)
+            island = capture_graph(module, same_kind, self.dynamic_shapes, verify=True, place=path,
+                                   train_only=self.train_only)
             if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
                 raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
             islands.append(island)

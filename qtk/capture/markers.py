@@ -1,4 +1,4 @@
-"""Marker ops that protect dropout, batch norm, instance norm and no-grad regions from functionalization.
+"""Marker ops that protect what differs in training, and no-grad regions, from functionalization.
 
 Functionalization removes eval-mode dropout, splits batch norm into a native form that cannot train, fixes instance norm
 to its running statistics, and drops the bounds of regions without gradients. ``mark`` makes such nodes call marker ops,
@@ -27,6 +27,8 @@ torch.library.define(
     "bool cudnn) -> Tensor",
 )
 torch.library.define("qtk::captured_detach", "(Tensor x) -> Tensor")
+torch.library.define("qtk::captured_module", "(Tensor x, str path) -> Tensor")
+torch.library.define("qtk::captured_module_", "(Tensor(a!) x, str path) -> Tensor(a!)")
 
 
 @torch.library.impl("qtk::captured_dropout", "CompositeExplicitAutograd")
@@ -53,10 +55,24 @@ def _detach(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.impl("qtk::captured_module", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_module")  # type: ignore[untyped-decorator]
+def _module(x: Tensor, path: str) -> Tensor:
+    return x.clone()
+
+
+@torch.library.impl("qtk::captured_module_", "CompositeExplicitAutograd")
+@torch.library.register_fake("qtk::captured_module_")  # type: ignore[untyped-decorator]
+def _writing_module(x: Tensor, path: str) -> Tensor:
+    return x
+
+
 DROPOUT = torch.ops.qtk.captured_dropout.default
 BATCH_NORM = torch.ops.qtk.captured_batch_norm.default
 INSTANCE_NORM = torch.ops.qtk.captured_instance_norm.default
 DETACH = torch.ops.qtk.captured_detach.default
+MODULE = torch.ops.qtk.captured_module.default
+WRITING_MODULE = torch.ops.qtk.captured_module_.default
 MEAN = 3
 """Argument of ``instance_norm`` with the running mean."""
 
@@ -66,7 +82,9 @@ def mark(module: fx.GraphModule) -> None:
     purify(module.graph)
     for node in list(module.graph.nodes):
         name = (aten_name(node.target) or "").removesuffix("_")
-        if ROWS.get(name) is DROPOUT_ROW:
+        if node.target is WRITING_MODULE:
+            node.target = MODULE
+        elif ROWS.get(name) is DROPOUT_ROW:
             node.target = DROPOUT
             node.args = (*node.args, name)
         elif name == "batch_norm":

@@ -17,10 +17,12 @@ from qtk.capture.canonicalize import canonicalize
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import is_free
 from qtk.capture.torch_export import capture
+from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import name_sites, value_site
+from qtk.torch_private import DropoutBase
 
 
 def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
@@ -74,8 +76,10 @@ def _example(node: fx.Node) -> Any:
 
 
 def _captured(part: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> CapturedGraph:
-    captured = capture(part.eval(), inputs, {}, shapes)
-    return canonicalize(captured.program, part, CapturedGraph)[0]
+    dropouts: TrainOnly = {module: False for module in part.modules() if isinstance(module, DropoutBase)}
+    with as_ops(part, dropouts):
+        captured = capture(part.eval(), inputs, {}, shapes)
+    return canonicalize(captured.program, part, CapturedGraph, train_only=dropouts)[0]
 
 
 def _values(node: fx.Node) -> list[Tensor]:

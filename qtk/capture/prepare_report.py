@@ -47,6 +47,7 @@ class PrepareReport:
         parts: how the model and its submodules were captured, if it is not one graph.
         excluded: the modules that are excluded from quantization.
         notes: warnings for the user.
+        train_notes: what the original does in train mode and the prepared model does not.
         transforms: what rewrites did to the model afterwards, a line each.
         elapsed_s: duration of ``prepare_model`` in seconds.
     """
@@ -65,6 +66,7 @@ class PrepareReport:
     parts: tuple[Part, ...] = ()
     excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    train_notes: tuple[str, ...] = ()
     transforms: tuple[str, ...] = ()
     elapsed_s: float = 0.0
 
@@ -86,7 +88,7 @@ class PrepareReport:
         lines += [f"opaque, its inside is not quantized: {name}" for name in self.opaque_parts]
         if self.excluded:
             lines.append(f"excluded, in float with what they read: {', '.join(self.excluded)}")
-        return "\n".join([*lines, *self.reasons, *self.notes, *self.transforms])
+        return "\n".join([*lines, *self.reasons, *self.notes, *self.train_notes, *self.transforms])
 
     def _line(self, part: Part) -> str:
         share = part.parameters / self.parts[0].parameters if self.parts[0].parameters else 0.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,13 @@ from qtk.nn.fast_path import fast_path_off
 from qtk.public import runs_model
 from qtk.torch_private import MODULE_TABLES, pytree
 
+Model = TypeVar("Model", bound="PreparedModel")
+
 REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
+WARNED, ATTRIBUTES = "qtk_warned", "qtk_attributes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
-with, whether the original writes to its inputs."""
+with, whether the original writes to its inputs, whether ``train`` has warned, what can be read of the
+original."""
 
 
 class PreparedModel(nn.Module):
@@ -47,6 +52,14 @@ class PreparedModel(nn.Module):
         report = self.meta[REPORT]
         assert isinstance(report, PrepareReport)
         return replace(report, covered=coverage(self))
+
+    def train(self: Model, mode: bool = True) -> Model:
+        """As torch's; the first time warns of what the original does in train mode and this model does not."""
+        if mode and self.meta[REPORT].train_notes and not self.meta.get(WARNED):
+            self.meta[WARNED] = True
+            warnings.warn("in train mode the prepared model is not the original:\n  "
+                          + "\n  ".join(self.meta[REPORT].train_notes), stacklevel=2)
+        return super().train(mode)
 
     def get_submodule(self, target: str) -> nn.Module:
         """The submodule at a path of the original, whatever attributes of a prepared model have names on it."""
@@ -118,6 +131,16 @@ class PreparedGraph(CapturedGraph, PreparedModel):
             args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
             check_inputs(self.graph, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reads plain attributes of the original too. Raises: AttributeError saying where others are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            attributes = self.__dict__.get("meta", {}).get(ATTRIBUTES)
+            if attributes is None or name.startswith("_"):
+                raise
+            return attributes.read(name)
 
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
         """The graph that serves calls with such arguments: itself, or one of its variants."""

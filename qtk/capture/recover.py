@@ -1,25 +1,39 @@
-"""Replaces marker ops, fused recurrent ops and attention by modules with the original's train and eval behaviour."""
+"""Replaces marker ops, fused recurrent ops and attention by calls with the original's train and eval behaviour."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qtk.capture.composites import composite_of
-from qtk.capture.holders import free_name, holder
-from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM
-from qtk.nn.batch_norm import BatchNorm
+from qtk.capture.holders import free_name, holder, keep_type
+from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
+from qtk.capture.train_only import TrainOnly
+from qtk.graph.targets import attribute, path_of
+from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
-from qtk.torch_private import BatchNormBase
+from qtk.nn.train_only import train_only
+from qtk.torch_private import BatchNormBase, DropoutBase
 
 
-def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Replaces every marker op, recurrent op and attention op in ``graph`` by a module, added to ``root``.
+def recover(
+    root: nn.Module, graph: fx.Graph, original: nn.Module, acting: TrainOnly
+) -> tuple[tuple[str, int], ...]:
+    """Replaces every marker op, recurrent op and attention op in ``graph`` by the call of a module in ``root``.
+
+    Batch norms and train-only modules keep their place and class, of which the graph reads the module; for the others
+    one of qtk's is added.
+
+    Args:
+        root: the tree of holders. Changed.
+        graph: the graph. Changed.
+        original: the module that was captured.
+        acting: its train-only modules.
 
     Returns: how many modules were recovered, by kind.
     """
@@ -31,7 +45,16 @@ def recover(root: nn.Module, graph: fx.Graph, original: nn.Module) -> tuple[tupl
         if node.target is DROPOUT:
             kind, (module, arguments) = "dropout", _dropout(node)
         elif node.target is BATCH_NORM:
-            kind, (module, arguments) = "batch_norm", _batch_norm(node, root, original)
+            recovered["batch_norm"] += 1
+            _batch_norm(node, root, original)
+            continue
+        elif node.target is MODULE:
+            recovered[_train_only(node, root, original, acting)] += 1
+            continue
+        elif _drops_weights(node, _owner(node, original)):
+            recovered["dropout"] += 1
+            _drop_weights(node, root, original)
+            continue
         elif node.target is INSTANCE_NORM:
             kind, (module, arguments) = "instance_norm", _instance_norm(node)
         elif (composite := composite_of(node, _owner(node, original))) is not None:
@@ -50,15 +73,65 @@ def _dropout(node: fx.Node) -> tuple[nn.Module, Sequence[fx.node.Argument]]:
     return Dropout(kind, p, always=bool(train)), (x,)  # type: ignore[arg-type]
 
 
-def _batch_norm(
-    node: fx.Node, root: nn.Module, original: nn.Module
-) -> tuple[nn.Module, Sequence[fx.node.Argument]]:
+def _batch_norm(node: fx.Node, root: nn.Module, original: nn.Module) -> None:
+    """Calls ``batch_norm`` with the settings of the module that owns the parameters, or of a new one."""
     x, weight, bias, mean, var, by_batch, momentum, eps, _ = node.args
+    owner, path, counter = _owner(node, original), _owner_path(node), None
+    is_own = isinstance(owner, BatchNormBase) and path and eps == owner.eps and all(
+        tensor is None if getattr(owner, name) is None else _read(root, tensor) is getattr(owner, name)
+        for name, tensor in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var))
+    ) and bool(by_batch) == (mean is None) and momentum == (owner.momentum or 0.0)
+    if is_own:
+        keep_type(root, path, owner, runs=False)
+    else:
+        if isinstance(owner, BatchNormBase) and owner.momentum is None:
+            momentum = None  # a cumulative average, of which export shows a weight of 0
+        module = BatchNorm(momentum, eps, always_batch_statistics=bool(by_batch))  # type: ignore[arg-type]
+        path, counter = _add(node, root, "batch_norm", module), _batches_tracked(root, mean)
+    _call(node, batch_norm, (x, weight, bias, mean, var, counter), path)
+
+
+def _read(root: nn.Module, node: fx.node.Argument) -> object:
+    """The member that a node reads; ``None`` if it reads none."""
+    return attribute(root, path_of(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None
+
+
+def _train_only(node: fx.Node, root: nn.Module, original: nn.Module, acting: TrainOnly) -> str:
+    """Calls a train-only module. Returns: its kind."""
+    x, path = node.args
+    module = original.get_submodule(str(path))
+    keep_type(root, str(path), module, runs=True)
+    _call(node, train_only, (x,), str(path), acting[module])
+    return "dropout" if isinstance(module, DropoutBase) else type(module).__name__
+
+
+def _drops_weights(node: fx.Node, owner: nn.Module) -> bool:
+    """Whether ``node`` makes the attention weights of an ``nn.MultiheadAttention`` that drops some in train mode."""
+    is_softmax = node.target in (torch.ops.aten.softmax.int, torch.ops.aten._softmax.default)
+    return is_softmax and isinstance(owner, nn.MultiheadAttention) and owner.dropout > 0
+
+
+def _drop_weights(node: fx.Node, root: nn.Module, original: nn.Module) -> None:
+    """Drops attention weights: the code in torch leaves the op out in eval mode."""
     owner = _owner(node, original)
-    if isinstance(owner, BatchNormBase) and owner.momentum is None:
-        momentum = None  # a cumulative average, of which export shows a weight of 0
-    module = BatchNorm(momentum, eps, always_batch_statistics=bool(by_batch))  # type: ignore[arg-type]
-    return module, (x, weight, bias, mean, var, _batches_tracked(root, mean))
+    assert isinstance(owner, nn.MultiheadAttention)
+    target = _add(node, root, "dropout", Dropout("dropout", owner.dropout))
+    with node.graph.inserting_after(node):
+        call = node.graph.create_node("call_module", target, (node,))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+
+
+def _call(
+    node: fx.Node, function: Callable[..., Tensor], arguments: Sequence[fx.node.Argument], path: str, *settings: bool
+) -> None:
+    """Replaces ``node`` by a call of ``function`` with ``arguments``, the module at ``path``, and ``settings``."""
+    with node.graph.inserting_before(node):
+        module = node.graph.create_node("get_attr", path)
+        call = node.graph.call_function(function, (*arguments, module, *settings))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
 
 
 def _instance_norm(node: fx.Node) -> tuple[nn.Module, Sequence[fx.node.Argument]]:
@@ -102,14 +175,20 @@ def _owner(node: fx.Node, original: nn.Module) -> nn.Module:
 def _replace(
     node: fx.Node, root: nn.Module, name: str, module: nn.Module, arguments: Sequence[fx.node.Argument]
 ) -> None:
-    target = free_name(root, ".".join(filter(None, (_owner_path(node), name))))
-    owner, _, leaf = target.rpartition(".")
-    holder(root, owner).add_module(leaf, module)
+    target = _add(node, root, name, module)
     with node.graph.inserting_before(node):
         call = node.graph.create_node("call_module", target, tuple(arguments))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     node.graph.erase_node(node)
+
+
+def _add(node: fx.Node, root: nn.Module, name: str, module: nn.Module) -> str:
+    """Adds ``module`` to the module that calls the op of ``node``. Returns: its path."""
+    target = free_name(root, ".".join(filter(None, (_owner_path(node), name))))
+    owner, _, leaf = target.rpartition(".")
+    holder(root, owner).add_module(leaf, module)
+    return target
 
 
 def _owner_path(node: fx.Node) -> str:

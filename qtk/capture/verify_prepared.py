@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from qtk.capture.adopt_drops import adopt_drops
 from qtk.capture.calls import detached
 from qtk.capture.custom_backward import lost_backwards
 from qtk.capture.untouched import untouched
-from qtk.capture.without_dropout import WithoutDropout, attentions_that_drop, calls_that_drop
-from qtk.errors import VerificationError, first_line
+from qtk.capture.without_dropout import WithoutDropout
+from qtk.errors import VerificationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.nn.batch_norm import BatchNorm
+from qtk.graph.graphs import graphs
+from qtk.graph.targets import batch_norm_called, called_module
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.torch_private import branches, pytree
 
@@ -64,10 +66,11 @@ def train_difference(
     kwargs: dict[str, Any],
     *,
     in_eval: Outcome | None = None,
+    train_only: Collection[nn.Module] = (),
 ) -> tuple[float, list[str]]:
     """Largest absolute difference of outputs and buffers after one forward pass in train mode without dropout.
 
-    Restores the state of both models.
+    Restores the state of both models, except that the dropouts of ``prepared`` get the probabilities of the original's.
 
     Args:
         original: the reference.
@@ -76,42 +79,43 @@ def train_difference(
         kwargs: keyword arguments.
         in_eval: the result of ``eval_outcome(prepared, args, kwargs)``, if it is known; a graph without batch or
             instance norm is not run again.
+        train_only: the modules of the original that act in train mode only.
 
     Returns: the difference, and notes on dropout and custom backward functions that the capture has lost.
 
     Raises: VerificationError naming the first output or buffer that differs by more than ``TOLERANCE``.
     """
-    outcomes: list[Outcome] = []
-    modules, calls = [], []
-    known = in_eval is not None and _does_the_same_in_both_modes(prepared)
-    attentions = attentions_that_drop(original) - attentions_that_drop(prepared)
-    for model in (original,) if known else (original, prepared):
-        with untouched(model):
-            mode = WithoutDropout(model.train())
-            with torch.no_grad(), mode:
-                outcomes.append(_outcome(model, *detached((args, kwargs))))
-        modules.append(Counter(type(module).__name__ for module in mode.modules))
-        calls.append(mode.calls)
-    if in_eval is not None and isinstance(prepared, CapturedGraph) and known:
-        outcomes.append(in_eval)
-        modules.append(Counter[str]())
-        calls.append(calls_that_drop(prepared))
-    lost = modules[0] - modules[1] + Counter({"MultiheadAttention": attentions}) + (calls[0] - calls[1])
-    notes = [
-        f"in train mode {count} × {name} drop nothing: capture is made in eval mode, where they leave no trace"
-        for name, count in lost.items()
-    ]
+    expected, drops = _train_outcome(original, args, kwargs, train_only)
+    notes = list(adopt_drops(prepared, drops))
+    if in_eval is not None and _does_the_same_in_both_modes(prepared):
+        actual = in_eval
+    else:
+        modules = dict(prepared.named_modules(remove_duplicate=False))
+        paths = [path for path, module in original.named_modules() if module in train_only]
+        actual, _ = _train_outcome(prepared, args, kwargs, [modules[path] for path in paths if path in modules])
     notes += [
         f"the backward of {name} is not captured: the prepared model has the gradient of the ops in its forward"
         for name in lost_backwards(original, prepared, args, kwargs)
     ]
-    return _both_differences(*outcomes), notes
+    return _both_differences(expected, actual), notes
+
+
+def _train_outcome(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], train_only: Collection[nn.Module]
+) -> tuple[Outcome, Mapping[str, Sequence[float]]]:
+    """The outcome in train mode with dropout off, and what would have dropped; see ``WithoutDropout``."""
+    with untouched(model):
+        mode = WithoutDropout(model.train(), train_only)
+        with torch.no_grad(), mode:
+            return _outcome(model, *detached((args, kwargs))), mode.drops
 
 
 def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
     """Whether train mode computes what eval mode does, apart from dropout."""
-    modules = prepared.modules()
-    return isinstance(prepared, CapturedGraph) and not any(isinstance(m, (BatchNorm, InstanceNorm)) for m in modules)
+    return isinstance(prepared, CapturedGraph) and not any(
+        batch_norm_called(node) is not None or isinstance(called_module(node), InstanceNorm)
+        for graph in graphs(prepared).values() for node in graph.graph.nodes
+    )
 
 
 def _both_differences(expected: Outcome, actual: Outcome) -> float:
@@ -191,11 +195,3 @@ def tensor_difference(name: str, a: Tensor, b: Tensor) -> float:
     if worst > TOLERANCE * size:
         raise VerificationError(f"{name} differs by {worst:.3g}, its largest value is {size:.3g}")
     return worst
-
-
-def failure(error: Exception) -> str:
-    """The line of the report for a mismatch in train mode."""
-    return (
-        "train mode is not the original's (its forward may branch on self.training, which capture decides in eval "
-        f"mode): {first_line(error)}"
-    )

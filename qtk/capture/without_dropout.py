@@ -1,43 +1,54 @@
-"""Runs a model in train mode with dropout off, so that it can be compared with another."""
+"""Runs a model in train mode with dropout off, so that it can be compared with another, and notes what would drop."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from qtk.capture.calls import detached
-from qtk.graph.captured_graph import CapturedGraph
 from qtk.nn.attention import Attention
-from qtk.nn.dropout import Dropout
 from qtk.nn.recurrent import Recurrent
-from qtk.torch_private import version_of
 
 
 class WithoutDropout(TorchFunctionMode):
-    """A mode in which dropout functions return their input and attention drops no weights.
+    """A mode in which dropout functions return their input, attention drops no weights, train-only modules do nothing.
 
-    Modules that return their input in eval mode and something else in train mode (stochastic depth, DropBlock) return
-    it too. ``calls`` counts the function calls that would have dropped, by name; ``modules`` holds such modules.
+    ``drops``: path of a module → the probabilities with which the dropout functions and attentions that its own code
+    called would have dropped, in order; 0 where they would not.
 
     Args:
         model: the model to run, in train mode. Changes it: probabilities become 0, some ``forward``s are replaced.
+        train_only: its modules that act in train mode only.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, train_only: Collection[nn.Module] = ()) -> None:
         super().__init__()
-        self.calls = Counter[str]()
-        self.modules: set[nn.Module] = set()
+        self.drops: dict[str, list[float]] = defaultdict(list)
+        self._running = [""]
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for module, attribute in list(_probabilities(model)):
             setattr(module, attribute, 0.0)
-        captured = {inner for graph in model.modules() if isinstance(graph, CapturedGraph) for inner in graph.modules()}
-        for module in model.modules():
-            if module not in captured and _may_drop(module):
-                module.forward = self._without_drop(module)
+        for module in train_only:
+            vars(module)["forward"] = lambda x: x
+
+    def __enter__(self) -> WithoutDropout:
+        for module in self._paths:
+            if not isinstance(module, torch.jit.ScriptModule):
+                # a holder, which runs nothing, would warn
+                self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter, prepend=True))
+                self._handles.append(nn.Module.register_forward_hook(module, self._leave, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,50 +58,21 @@ class WithoutDropout(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             bound = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.calls[name] += bound.get("dropout_p", 0.0) > 0.0
+            self.drops[self._running[-1]].append(bound.get("dropout_p", 0.0))
             return func(**{**bound, "dropout_p": 0.0})
         if "dropout" in name:
             probability, training = (*args, *(None, None))[1:3]
             probability = kwargs.get("p", 0.5 if probability is None else probability)
             training = kwargs.get("training", kwargs.get("train", True if training is None else training))
-            self.calls["dropout"] += bool(training and probability)
+            self.drops[self._running[-1]].append(probability if training else 0.0)
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
 
-    def _without_drop(self, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._running.append(self._paths[module])
 
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            random, calls = torch.get_rng_state(), self.calls.copy()
-            probe_args, probe_kwargs = detached((args, kwargs))
-            output = forward(*args, **kwargs)
-            inputs = [*args, *kwargs.values()]
-            if not module.training or any(output is value for value in inputs):
-                return output
-            after, calls_after = torch.get_rng_state(), self.calls
-            self.calls = calls
-            index = _returned_in_eval(module, forward, probe_args, probe_kwargs)
-            if index is None:
-                self.calls = calls_after
-                torch.set_rng_state(after)
-                return output
-            torch.set_rng_state(random)
-            self.modules.add(module)
-            return inputs[index]
-
-        return kept
-
-
-def attentions_that_drop(model: nn.Module) -> int:
-    """Number of attention modules, torch's and those of captured graphs, with a dropout probability above 0."""
-    return sum(isinstance(module, (nn.MultiheadAttention, Attention)) for module, _ in _probabilities(model))
-
-
-def calls_that_drop(graph: CapturedGraph) -> Counter[str]:
-    """``WithoutDropout.calls`` after a run of a captured graph, found without running it."""
-    names = {Dropout: "dropout", Attention: "scaled_dot_product_attention"}
-    droppers = [module for module in graph.modules() if isinstance(module, (Dropout, Attention)) and module.p > 0]
-    return Counter(names[type(module)] for module in droppers)
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self._running.pop()
 
 
 def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -105,26 +87,3 @@ def _probabilities(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 continue
         if getattr(module, attribute) > 0:
             yield module, attribute
-
-
-def _may_drop(module: nn.Module) -> bool:
-    """Whether a module has no children, parameters or buffers, as modules that only drop do."""
-    members = (module.children(), module.parameters(), module.buffers())
-    return not isinstance(module, torch.jit.ScriptModule) and not any(True for table in members for _ in table)
-
-
-def _returned_in_eval(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | None:
-    """Index of the argument that ``module`` returns unchanged in eval mode; ``None`` if it returns none."""
-    inputs = [*args, *kwargs.values()]
-    versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in inputs]
-    module.training = False
-    try:
-        output = forward(*args, **kwargs)
-    except Exception:  # a module may run in train mode only
-        return None
-    finally:
-        module.training = True
-    returned = (i for i, value in enumerate(inputs) if output is value and isinstance(value, Tensor))
-    return next((i for i in returned if version_of(inputs[i]) == versions[i]), None)

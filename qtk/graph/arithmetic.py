@@ -10,7 +10,7 @@ from torch import fx, nn
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import called_module
+from qtk.graph.targets import batch_norm_called, called_module, train_only_called
 
 
 def arithmetic_digest(model: nn.Module) -> str:
@@ -59,6 +59,10 @@ class _Name(str):
 def _target(node: fx.Node) -> str:
     if node.op == "placeholder":
         return ""
+    if (norm := batch_norm_called(node)) is not None:
+        return f"batch_norm eps={norm.eps}"
+    if train_only_called(node) is not None:  # in eval mode all are the same
+        return "train_only"
     module = called_module(node)
     if module is None or isinstance(module, CapturedGraph):
         return str(node.target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +28,12 @@ REVISION = "qtk_revision"
 _REVISIONS = itertools.count(1)
 
 Home: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def is_decided(module: nn.Module, name: str, constants: Collection[str]) -> bool:
+    """Whether capture has decided the attribute ``name``, which is not so of a child that the graph calls."""
+    child = module.__dict__.get("_modules", {}).get(name)
+    return name in constants and (child is None or "_constants" in vars(child))
 
 
 def _blank(kind: type[CapturedGraph]) -> CapturedGraph:
@@ -114,7 +120,7 @@ class CapturedGraph(fx.GraphModule):
             object.__setattr__(self, name, value)
             return
         is_new_module = isinstance(value, nn.Module) and name not in self.__dict__.get("_modules", ())
-        if name in self.__dict__.get("meta", {}).get(CONSTANTS, ()) and not is_new_module:
+        if is_decided(self, name, self.__dict__.get("meta", {}).get(CONSTANTS, ())) and not is_new_module:
             raise without_effect(self, "", name)
         nn.Module.__setattr__(self.__dict__[MEMBERS] if hides else self, name, value)  # type: ignore[arg-type]
 
@@ -143,6 +149,7 @@ class CapturedGraph(fx.GraphModule):
             lent = {
                 name: value for name, value in vars(module).items()
                 if not name.startswith("_") and name not in holder.__dict__ and not hasattr(type(holder), name)
+                and name not in holder.__dict__["_modules"]
             }
             holder.__dict__.update(lent)
             if holder is self:

@@ -30,13 +30,14 @@ from qtk.graph.op_axes import (
 from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
-from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.batch_norm import batch_norm
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
+from qtk.nn.train_only import train_only
 from qtk.torch_private import schema_of
 
 COMPUTE, MOVEMENT, MERGE, CREATE, COUNT = Role.COMPUTE, Role.MOVEMENT, Role.MERGE, Role.CREATE, Role.COUNT
@@ -226,8 +227,6 @@ def row_of(node: fx.Node) -> OpRow | None:
     """The row of the op that a node calls; ``None`` if the op has no row, or the node calls no op."""
     if node.op == "call_module":
         match called_module(node):
-            case BatchNorm():
-                return ROWS["batch_norm"]
             case ChannelClamp():
                 return ROWS["qtk::channel_clamp"]
             case ScaleShift():
@@ -247,7 +246,7 @@ def row_of(node: fx.Node) -> OpRow | None:
         return None
     schema = schema_of(node.target)
     if schema is None:
-        return GETITEM if node.target is operator.getitem else None
+        return OF_FUNCTIONS.get(node.target)
     name = schema.name.removeprefix("aten::")
     if name in ("constant_pad_nd", "pad") and _fill_value(node):
         return PAD_WITH_VALUE
@@ -257,6 +256,9 @@ def row_of(node: fx.Node) -> OpRow | None:
 
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
+
+OF_FUNCTIONS: dict[object, OpRow] = {operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], train_only: DROPOUT}
+"""Functions in Python that graphs call → their rows."""
 
 ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")
 """A group norm over all channels: a layer norm, by which transformers on images normalize their tokens."""

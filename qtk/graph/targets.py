@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from qtk.nn.batch_norm import batch_norm
+from qtk.nn.train_only import train_only
+
 MEMBERS = "qtk_members"
 """The attribute by which a graph reads those members of the original whose names ``fx.GraphModule`` or a prepared model
 uses itself: the weight of a child called ``graph`` is the target ``qtk_members.graph.weight``."""
@@ -34,3 +37,22 @@ def called_module(node: fx.Node) -> nn.Module | None:
     """The module that ``node`` calls; ``None`` if it calls none, or no module owns its graph."""
     owner = node.graph.owning_module
     return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+
+
+def batch_norm_called(node: fx.Node) -> nn.Module | None:
+    """The module by whose settings the batch norm of ``node`` normalises; ``None`` if it calls none."""
+    return _module_read(node, 6) if node.target is batch_norm else None
+
+
+def train_only_called(node: fx.Node) -> nn.Module | None:
+    """The module that acts in train mode only and that ``node`` calls; ``None`` if it calls none."""
+    return _module_read(node, 1) if node.target is train_only else None
+
+
+def _module_read(node: fx.Node, index: int) -> nn.Module:
+    read, owner = node.args[index], node.graph.owning_module
+    assert isinstance(read, fx.Node)
+    assert owner is not None
+    module = attribute(owner, str(read.target))
+    assert isinstance(module, nn.Module)
+    return module

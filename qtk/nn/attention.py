@@ -89,8 +89,22 @@ class Attention(nn.Module):
         self.is_causal = is_causal
         self.scale = scale
         self.enable_gqa = enable_gqa
-        self.p = p
         self.core: nn.Module = AttentionCore(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, p=p)
+
+    @property
+    def p(self) -> float:
+        """Dropout probability of the attention weights in train mode, that of the dropout in ``core``."""
+        return self._dropout.p
+
+    @p.setter
+    def p(self, p: float) -> None:
+        self._dropout.p = p
+
+    @property
+    def _dropout(self) -> nn.Dropout:
+        dropout = self.core.get_submodule("dropout")
+        assert isinstance(dropout, nn.Dropout)
+        return dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Shape: as ``AttentionCore``."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from qtk.capture.holders import forget_type
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.op_row import Product
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import join
 from qtk.graph.targets import attribute
+from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.scale_shift import ScaleShift
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside, erase, read_parameter, weight_parameter
 from qtk.transforms.steps import State
@@ -123,20 +125,29 @@ class FoldBatchNorm:
                 new = _give_bias(graph, node, layer, new)
 
     def _edit_call(self, graph: CapturedGraph, node: fx.Node) -> None:
-        x, mean = node.args[0], node.args[3]
+        x, mean, module = node.args[0], node.args[3], node.args[-1]
         assert isinstance(x, fx.Node)
         assert isinstance(mean, fx.Node)
+        assert isinstance(module, fx.Node)
         replacement = x if self.into is not Into.SCALE_SHIFT else self._scale_shift(graph, node, x, mean)
         node.replace_all_uses_with(replacement)
-        graph.delete_submodule(str(node.target))
         erase(node)
+        if not any(read.target == module.target for read in graph.graph.find_nodes(op="get_attr")):
+            self._forget(graph, str(module.target))
+
+    def _forget(self, graph: CapturedGraph, target: str) -> None:
+        """Leaves of the batch norm at ``target`` what its members are read from."""
+        if isinstance(graph.get_submodule(target), BatchNorm):
+            graph.delete_submodule(target)
+        else:
+            forget_type(graph, target)
 
     def _scale_shift(self, graph: CapturedGraph, node: fx.Node, x: fx.Node, mean: fx.Node) -> fx.Node:
         """A new call of ``ScaleShift`` on ``x``, with parameters beside the statistics."""
         new = torch.zeros_like(attribute(graph, str(mean.target)))
         names = [beside(str(mean.target), name.rpartition(".")[2]) for name in (self.scale, self.shift)]
         parameters = [read_parameter(graph, name, mean, new=new) for name in names]
-        target = add_module(graph, beside(str(node.target), "scale_shift"), ScaleShift())
+        target = add_module(graph, beside(str(mean.target), "scale_shift"), ScaleShift())
         with node.graph.inserting_before(node):
             call = node.graph.call_module(target, (x, *parameters))
         call.meta = dict(node.meta)

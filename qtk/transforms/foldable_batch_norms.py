@@ -15,8 +15,7 @@ from qtk.graph.op_row import OpRow, Product
 from qtk.graph.op_table import DROPOUT, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import EXCLUDED, OWNER, Port, join, label, value_site
-from qtk.graph.targets import attribute, called_module
-from qtk.nn.batch_norm import BatchNorm
+from qtk.graph.targets import attribute, batch_norm_called
 from qtk.torch_private import length_hint
 from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import beside, weight_parameter
@@ -32,20 +31,25 @@ class _Call:
         graph: the graph that calls it.
         flow: of the graph.
         node: the call.
-        module: what it calls.
+        module: by whose settings it normalises.
         tensors: names of γ, β, mean, variance; ``None`` where there is none.
     """
 
     graph: CapturedGraph
     flow: Flow
     node: fx.Node
-    module: BatchNorm
+    module: nn.Module
     tensors: tuple[str | None, ...]
 
     @property
     def identity(self) -> tuple[object, ...]:
         """Equal for calls that compute the same function."""
-        return (*self.tensors, self.module.eps)
+        return (*self.tensors, self.eps)
+
+    @property
+    def eps(self) -> float:
+        """Added to the variance."""
+        return float(self.module.eps)  # type: ignore[arg-type]
 
 
 class _NotFoldable(Exception):  # noqa: N818 - it is a reason
@@ -71,7 +75,7 @@ class _Finder:
             for node in graph.graph.nodes:
                 if node.op == "get_attr" and (name := self._name(node)) is not None:
                     self._uses.setdefault(name, []).extend(node.users)
-                if isinstance(module := called_module(node), BatchNorm):
+                if (module := batch_norm_called(node)) is not None:
                     tensors = tuple(self._name(argument) for argument in node.args[1:5])
                     self._calls.append(_Call(graph, flow, node, module, tensors))
         self._outside = _held_outside(model, self._members)
@@ -90,7 +94,7 @@ class _Finder:
         name = label(call.node, OWNER) or str(call.node.target)
         if label(call.node, EXCLUDED):
             return Group(name, (), "excluded from quantization"), [call]
-        if call.module.always_batch_statistics or None in call.tensors[2:]:
+        if getattr(call.module, "always_batch_statistics", False) or None in call.tensors[2:]:
             return Group(name, (), "normalises by the statistics of the batch, it has no running ones"), [call]
         try:
             layer, calls, ops = self._producer(call, together)
@@ -120,7 +124,7 @@ class _Finder:
         output_mean = torch.zeros_like(like) if bias is None else self._members.tensor(bias).detach()
         output_std = torch.ones_like(like) if weight is None else self._members.tensor(weight).detach().abs()
         return FoldBatchNorm(
-            sites, into, layers, weight, bias, mean, var, calls[0].module.eps, *affine, output_mean, output_std
+            sites, into, layers, weight, bias, mean, var, calls[0].eps, *affine, output_mean, output_std
         )
 
     def _producer(self, call: _Call, together: list[_Call]) -> tuple[Layer, list[_Call], list[fx.Node]]:

@@ -93,7 +93,7 @@ def read_parameter(graph: CapturedGraph, name: str, like: fx.Node, *, new: Tenso
     module = holder(graph, owner)
     if module._parameters.get(leaf) is None:
         module.__dict__.pop(leaf, None)
-        module.register_parameter(leaf, new if isinstance(new, nn.Parameter) else nn.Parameter(new))
+        module._parameters[leaf] = new if isinstance(new, nn.Parameter) else nn.Parameter(new)
     with graph.graph.inserting_after(like):
         node = graph.graph.create_node("get_attr", name)
     node.meta = dict(like.meta)

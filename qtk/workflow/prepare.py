@@ -21,8 +21,10 @@ from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLE, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.tracing_lock import TRACING
+from qtk.capture.train_branches import failure
+from qtk.capture.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched
-from qtk.capture.verify_prepared import Outcome, eval_outcome, failure, train_difference
+from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
@@ -121,12 +123,16 @@ def prepare_model(
         return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
 
 
-def prepare_own(model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool) -> PreparedModel:
+def prepare_own(
+    model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool, dynamic_shapes: DynamicShapes = "batch"
+) -> PreparedModel:
     """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``.
 
-    Raises: CaptureError if it cannot be copied.
+    Raises: CaptureError if it cannot be copied, or is prepared and other ``dynamic_shapes`` are given.
     """
-    prepared = prepare_model(model, example_inputs)
+    if isinstance(model, PreparedModel) and model.report.complete and dynamic_shapes != "batch":
+        raise CaptureError("the model is prepared already; give dynamic_shapes when preparing it")
+    prepared = prepare_model(model, example_inputs, dynamic_shapes=dynamic_shapes)
     if in_place:
         return prepared
     try:
@@ -144,16 +150,20 @@ def _prepared(
 ) -> PreparedModel:
     started = time.perf_counter()
     notes = [*_register_dataclasses((args, kwargs))]
-    expected, written = _run_once(model, args, kwargs)
+    expected, written, train_only = _run_once(model, args, kwargs)
     notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works on "
               "a copy of it" for index in written]
     is_meta = any(tensor.is_meta for tensor in _tensors(model, args, kwargs))
     notes += ["tensors without values (meta): nothing could be compared with the original"] if is_meta else []
     verify = verify and not is_meta
     notes += _register_dataclasses(expected[0])
-    prepared = _captured(model, args, kwargs, dynamic_shapes, expected=expected, excluded=excluded, verify=verify)
+    prepared = _captured(
+        model, args, kwargs, dynamic_shapes, expected=expected, excluded=excluded, verify=verify, train_only=train_only
+    )
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
-    difference, differences = _train_difference(model, prepared, args, kwargs, expected) if verify else (None, [])
+    difference, differences = (
+        _train_difference(model, prepared, args, kwargs, expected, train_only) if verify else (None, [])
+    )
     _restore_training_flags(prepared, model)
     warn_of_hooks(model, prepared)
     if is_meta:
@@ -164,7 +174,8 @@ def _prepared(
         prepared.report,
         train_difference=difference,
         opaque_parts=(*prepared.report.opaque_parts, *_nested_ops(prepared)),
-        notes=(*notes, *differences),
+        notes=tuple(notes),
+        train_notes=tuple(differences),
         elapsed_s=time.perf_counter() - started,
     )
     return prepared
@@ -202,39 +213,51 @@ def _captured(
     expected: Outcome,
     excluded: Collection[set[str]],
     verify: bool,
+    train_only: TrainOnly,
 ) -> PreparedModel:
     """Captures one graph if possible, else islands in the model's own Python."""
     try:
         calls = [Call(args, kwargs, None)]
-        return capture_graph(model, calls, dynamic_shapes, verify=verify, expected=expected, owns_inputs=True)
+        return capture_graph(model, calls, dynamic_shapes, verify=verify, expected=expected, owns_inputs=True,
+                             train_only=train_only)
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             raise  # explicit dynamic shapes are those of one graph
         paths = set().union(*excluded)
-        return capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=paths)
+        return capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=paths,
+                            train_only=train_only)
 
 
 def _train_difference(
-    model: nn.Module, prepared: PreparedModel, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome
+    model: nn.Module, prepared: PreparedModel, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome,
+    train_only: TrainOnly,
 ) -> tuple[float | None, list[str]]:
     """The difference in train mode, ``None`` if it is too large or unknown, and notes."""
     try:
         with untouched(model):
             several = with_batch_of_two(model.eval(), args, kwargs) if prepared.report.dynamic else (args, kwargs)
         equal = prepared.report.eval_difference == 0.0 and several[0] is args and several[1] is kwargs
-        return train_difference(model, prepared, *several, in_eval=expected if equal else None)
+        return train_difference(
+            model, prepared, *several, in_eval=expected if equal else None, train_only=train_only.keys()
+        )
     except VerificationError as error:
-        return None, [failure(error)]
+        return None, [failure(model, args, kwargs, train_only, error)]
     except Exception as error:  # whatever a user's train mode does, eval is captured: say so and go on
         return None, [f"train mode could not be compared: {first_line(error)}"]
 
 
-def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outcome, list[int]]:
-    """The outcome in eval mode, and which inputs the model writes to. Raises: CaptureError if it does not run."""
+def _run_once(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Outcome, list[int], TrainOnly]:
+    """The outcome in eval mode, which inputs the model writes to, and which modules act in train mode only.
+
+    Raises: CaptureError if it does not run.
+    """
     given = detached((args, kwargs))
     versions = [_version(leaf) for leaf in pytree.tree_leaves(given)]
     try:
-        outcome = eval_outcome(model, *given)
+        with finding_train_only(model) as train_only:
+            outcome = eval_outcome(model, *given)
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         path = raised_in(model, error)
@@ -247,7 +270,7 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in pytree.tree_leaves((given, outcome[0]))):
         raise CaptureError(f"{type(model).__name__} takes or returns nested tensors; pad them to dense ones")
     leaves = zip(pytree.tree_leaves(given), versions, strict=True)
-    return outcome, [index for index, (leaf, version) in enumerate(leaves) if _version(leaf) != version]
+    return outcome, [index for index, (leaf, version) in enumerate(leaves) if _version(leaf) != version], train_only
 
 
 def _tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from qtk.core.site import Site
@@ -17,9 +17,10 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
-from qtk.graph.targets import attribute, called_module
-from qtk.nn.batch_norm import BatchNorm
+from qtk.graph.targets import attribute, batch_norm_called
+from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.public import public
+from qtk.torch_private import BatchNormBase
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.workflow.forward_pass import Data, Forward, run_all
 
@@ -31,7 +32,7 @@ class _Norm:
     name: str
     graph: CapturedGraph
     node: fx.Node
-    module: BatchNorm
+    module: BatchNorm | BatchNormBase
     mean: Tensor
     var: Tensor
 
@@ -109,11 +110,10 @@ def reestimate_batch_norms(
 def _norms(model: nn.Module) -> Iterator[_Norm]:
     for graph in graphs(model).values():
         for node in graph.graph.nodes:
-            module = called_module(node)
-            if isinstance(module, BatchNorm) and not module.always_batch_statistics:
-                mean, var = node.args[3], node.args[4]
-                assert isinstance(mean, fx.Node)
-                assert isinstance(var, fx.Node)
+            module, (mean, var) = batch_norm_called(node), (*node.args, *[None] * 5)[3:5]
+            if not isinstance(module, (BatchNorm, BatchNormBase)) or getattr(module, "always_batch_statistics", False):
+                continue  # none, a frozen one, or one that takes no running statistics
+            if isinstance(mean, fx.Node) and isinstance(var, fx.Node):
                 tensors = attribute(graph, str(mean.target)), attribute(graph, str(var.target))
                 yield _Norm(label(node, OWNER) or str(node.target), graph, node, module, *tensors)
 
@@ -121,25 +121,27 @@ def _norms(model: nn.Module) -> Iterator[_Norm]:
 @contextmanager
 def _averaging(norms: list[_Norm]) -> Iterator[None]:
     """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too."""
-    means = {norm.module: norm.mean for norm in norms}
-    momenta = {module: module.momentum for module in means}
     calls = Counter[int]()
 
-    def before(module: BatchNorm, args: tuple[Any, ...]) -> None:
-        calls[id(means[module])] += 1
-        module.momentum = 1 / calls[id(means[module])]
+    def averaged(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module
+    ) -> Tensor:
+        calls[id(mean)] += 1
+        eps = float(module.eps)  # type: ignore[arg-type]
+        return F.batch_norm(x, mean, var, weight, bias, True, 1 / calls[id(mean)], eps)
 
-    handles = [module.register_forward_pre_hook(before) for module in means]
     try:
-        for module in means:
-            module.always_batch_statistics = True
+        _set_target(norms, averaged)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, momentum in momenta.items():
-            module.always_batch_statistics = False
-            module.momentum = momentum
+        _set_target(norms, batch_norm)
+
+
+def _set_target(norms: list[_Norm], function: Callable[..., Tensor]) -> None:
+    for norm in norms:
+        norm.node.target = function
+    for graph in {id(norm.graph): norm.graph for norm in norms}.values():
+        graph.recompile()
 
 
 def _behind(simulation: Simulation, norms: list[_Norm]) -> list[Site]:

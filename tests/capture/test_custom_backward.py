@@ -65,5 +65,5 @@ def test_the_report_of_a_model_names_it():
         def forward(self, x):
             return Sign.apply(x)
 
-    (note,) = prepare_model(Binary(), torch.randn(2, 3)).report.notes
+    (note,) = prepare_model(Binary(), torch.randn(2, 3)).report.train_notes
     assert note.startswith("the backward of Sign is not captured")

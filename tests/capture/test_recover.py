@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qtk.nn.batch_norm import BatchNorm
+from qtk.graph.targets import batch_norm_called
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.workflow.prepare import prepare_model
@@ -55,10 +55,10 @@ def test_a_step_of_training_is_the_original_step(name):
     assert_trains_alike(ZOO[name].model(), ZOO[name].inputs())
 
 
-def test_modules_stand_beside_their_owner():
+def test_modules_stand_at_their_path_and_functions_beside_their_owner():
     prepared = prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs())
-    names = set(modules(prepared, Dropout))
-    assert names == {f"blocks.{i}.{name}.dropout" for i in (0, 1) for name in ("attn.attn_drop", "mlp.2")}
+    names = {name for name, module in prepared.named_modules() if isinstance(module, nn.Dropout)}
+    assert names == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.attn_drop", "mlp.2")}
     functional = prepare_model(ZOO["functional_dropout"].model(), ZOO["functional_dropout"].inputs())
     assert {name: module.kind for name, module in modules(functional, Dropout).items()} == {
         "dropout": "dropout", "dropout_1": "alpha_dropout", "dropout_2": "feature_dropout",
@@ -73,17 +73,19 @@ def test_a_name_the_model_has_is_not_taken():
 
 def test_batch_norm_keeps_momentum_eps_and_the_cumulative_average():
     prepared = prepare_model(ZOO["batch_norms"].model(), ZOO["batch_norms"].inputs())
-    found = {name: (m.momentum, m.eps, m.always_batch_statistics)
-             for name, m in modules(prepared, BatchNorm).items()}
-    assert found["vector.batch_norm"] == (0.3, 1e-3, False)
-    assert found["sequence.batch_norm"] == (None, 1e-5, False)
-    assert found["untracked.batch_norm"] == (0.1, 1e-5, True)
-    assert found["batch_norm"] == (0.2, 1e-5, False)
+    found = {node.args[-1].target: (type(m).__name__, m.momentum, m.eps)
+             for node in prepared.graph.nodes if (m := batch_norm_called(node)) is not None}
+    assert found["vector"] == ("BatchNorm1d", 0.3, 1e-3)
+    assert found["sequence"] == ("BatchNorm1d", None, 1e-5)
+    assert found["untracked"] == ("BatchNorm1d", 0.1, 1e-5)
+    assert found["batch_norm"] == ("BatchNorm", 0.2, 1e-5)
+    assert prepared.get_submodule("vector") is not ZOO["batch_norms"].model().vector
 
 
 def test_every_call_of_a_reused_batch_norm_counts():
     prepared = prepare_model(ZOO["reused_block"].model(), ZOO["reused_block"].inputs())
-    assert len(modules(prepared, BatchNorm)) == 3
+    norms = [norm for node in prepared.graph.nodes if (norm := batch_norm_called(node)) is not None]
+    assert norms == [prepared.get_submodule("first.1")] * 3
     prepared.train()(ZOO["reused_block"].inputs())
     assert int(prepared.first.get_buffer("1.num_batches_tracked")) == 3
 

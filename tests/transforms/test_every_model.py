@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import qtk
-from qtk.nn.batch_norm import BatchNorm
+from qtk.graph.graphs import graphs
+from qtk.graph.targets import batch_norm_called
 from qtk.quantizers.modes import in_mode
 from qtk.transforms.result import TransformResult
 from tests.zoo.models import ZOO
@@ -82,7 +83,8 @@ def check(model: nn.Module, inputs: object, other: object, tolerance: float) -> 
         assert change <= tolerance, f"{name}: {change}\n{results[name]}"
         assert results[name].undone == (), str(results[name])
     left = [group for group in results["fold_batch_norms"].skipped if "statistics of the batch" in group.detail]
-    assert sum(isinstance(module, BatchNorm) for module in sim.model.modules()) == len(left)
+    nodes = [node for graph in graphs(sim.model).values() for node in graph.graph.nodes]
+    assert sum(batch_norm_called(node) is not None for node in nodes) == len(left)
     return results
 
 

@@ -112,7 +112,7 @@ def test_the_original_is_left_as_it_was():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(x, X)
-    flags = [prepared.training, prepared.bn.batch_norm.training, prepared.get_submodule("drop.dropout").training]
+    flags = [prepared.training, prepared.bn.training, prepared.drop.training]
     assert flags == [True, False, True]
 
 
@@ -281,12 +281,12 @@ def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypa
     assert prepare_model(model, X, verify=False).report.eval_difference is None
 
 
-def test_train_mode_that_is_not_in_the_graph_is_a_note():
-    (line,) = pair("branches_on_training")[1].report.notes
-    assert "branch on self.training" in line
+def test_train_mode_that_is_not_in_the_graph_is_noted():
+    (line,) = pair("branches_on_training")[1].report.train_notes
+    assert line == "the model (StochasticDepth) in train mode alone calls torch's mul(2)"
 
 
-def test_stochastic_depth_is_a_note_and_the_rest_is_still_compared():
+def test_stochastic_depth_is_recovered_and_the_rest_is_still_compared():
     class DropPath(nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,7 +299,8 @@ def test_stochastic_depth_is_a_note_and_the_rest_is_still_compared():
 
     prepared = prepare_model(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), DropPath()), X)
     assert prepared.report.train_difference == 0.0
-    assert "1 × DropPath drop nothing" in str(prepared.report)
+    assert "1 × DropPath recovered as modules" in str(prepared.report)
+    assert prepared.report.train_notes == ()
 
 
 def test_without_inputs_the_trace_waits_for_them():

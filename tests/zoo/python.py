@@ -440,4 +440,4 @@ _add("reads_attributes", ReadsAttributes, images(), "backbone fc blocks.0 blocks
 _add("no_input", NoInput, vectors(), "prompt fc", "never")
 _add("parcels", Parcels, vectors(), "packer.body unpacker.norm unpacker.head")
 _add("deep", Deep, vectors(),
-     "stages.one.first.body stages.one.first.norm stages.one.drop stages.one.second.body stages.one.second.norm head")
+     "stages.one.first.body stages.one.first.norm stages.one.second.body stages.one.second.norm head")
