@@ -192,7 +192,9 @@ TORCH_LIBRARY_IMPL(qtk, CPU, library) {
   library.impl("fake_quantize", fake_quantize_cpu);
   library.impl("fake_quantize_backward", fake_quantize_backward_cpu);
   library.impl("fake_quantize_dynamic", fake_quantize_dynamic_cpu);
-  library.impl("fake_quantize_float", fake_quantize_float_cpu);  // Python has the schema and the autograd
+  library.impl("fake_quantize_with_residual", fake_quantize_with_residual_cpu);  // Python has the schemas of these,
+  library.impl("fake_quantize_residual_backward", fake_quantize_residual_backward_cpu);  // and their autograd
+  library.impl("fake_quantize_float", fake_quantize_float_cpu);
   library.impl("fake_quantize_float_backward", fake_quantize_float_backward_cpu);
 }
 

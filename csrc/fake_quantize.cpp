@@ -6,15 +6,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <limits>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "elements.h"
 #include "fake_quantize_loops.h"
-#include "lines.h"
+#include "range.h"
 #include "tiles.h"
 
 namespace qtk {
@@ -22,69 +19,6 @@ namespace {
 
 constexpr int64_t MOST_CHUNKS = 256;
 constexpr int64_t PIECE = 512;  // scales summed at a time
-
-// Buffers for the gradients of scales and zero points; null for a gradient that is not wanted.
-struct Gradient {
-  float* of_scale;
-  float* of_zero_point;
-};
-
-// Effective scales and zero points, as in qtk/numerics/effective.py. By column they are always copied, for fast reads;
-// by row, of which there may be many, only if an effective value differs from the stored one.
-class Range {
- public:
-  Range(const Tensor& scale, const OptionalTensor& zero_point, float qmin, float qmax, bool by_column)
-      : given_(scale.contiguous()), has_zero_(zero_point || by_column), zero_(has_zero_ ? scale.numel() : 0) {
-    TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, "scales are ", scale.scalar_type(), ", must be float32");
-    TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
-    const int64_t count = scale.numel();
-    const float* given = given_.const_data_ptr<float>();
-    if (by_column || !std::all_of(given, given + count, [](float size) { return size >= SMALLEST; })) {
-      acting_.emplace(count);
-      std::transform(given, given + count, acting_->data(), [](float size) {
-        return std::abs(size) < SMALLEST ? SMALLEST : std::abs(size);
-      });
-    }
-    scale_ = acting_ ? acting_->data() : given;
-    if (!zero_point) {
-      return;
-    }
-    if (zero_point->is_floating_point()) {
-      const Tensor zeros = zero_point->to(at::kFloat).contiguous();
-      const float* learned = zeros.const_data_ptr<float>();
-      std::transform(learned, learned + count, zero_.data(), [&](float zero) {
-        return std::nearbyint(std::min(std::max(zero, qmin), qmax));
-      });
-    } else {
-      const Tensor zeros = zero_point->to(at::kInt).contiguous();
-      std::copy_n(zeros.const_data_ptr<int32_t>(), count, zero_.data());
-    }
-  }
-
-  Range(const Range&) = delete;
-
-  Scales from(int64_t index) const { return {scale_ + index, has_zero_ ? zero_.data() + index : nullptr}; }
-
-  // Gradients of the given numbers from the sums of `n` scales, the first of which is `index`.
-  void write(const Gradient& gradient, int64_t index, int64_t n, Sums<double> sums) const {
-    const float* given = given_.const_data_ptr<float>() + index;
-    for (int64_t i = 0; gradient.of_scale != nullptr && i < n; ++i) {
-      const double sum = given[i] < 0 ? -sums.of_scale[i] : sums.of_scale[i];
-      gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST ? 0.0f : static_cast<float>(sum);
-    }
-    for (int64_t i = 0; gradient.of_zero_point != nullptr && i < n; ++i) {
-      gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_[index + i]);
-    }
-  }
-
- private:
-  static constexpr float SMALLEST = std::numeric_limits<float>::min();
-  Tensor given_;
-  std::optional<Lines<float>> acting_;
-  const float* scale_;
-  bool has_zero_;
-  Lines<float> zero_;
-};
 
 // As check_fit of qtk/numerics/blocks.py: one scale, or one a block in the shape of the blocks, or one an index of the
 // axis that is kept.
@@ -116,14 +50,17 @@ Tensor ordered_like(const Tensor& value, const Tensor& x) {
   return value.strides() == x.strides() ? value : at::empty_like(x, value.options()).copy_(value);
 }
 
-template <class T, class Grid>
-void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range, Grid grid) {
+// With a residual, or none.
+template <class T, class Grid, class... R>
+void forward(
+    const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range, Grid grid, R*... residual) {
   const T* from = source<T>(x);
   T* into = target<T>(y);
   at::parallel_for(0, x.numel(), GRAIN, [&](int64_t begin, int64_t end) {
     tiles.each(begin, end, [&](Tile tile) {
       const auto run = [&](auto loop) {
-        loop(from + tile.offset, into + tile.offset, tile.rows, tile.width, range.from(tile.index), grid);
+        loop(from + tile.offset, into + tile.offset, residual + tile.offset..., tile.rows, tile.width,
+             range.from(tile.index), grid);
       };
       tiles.by_column() ? run([](auto... a) { fake_quantize_columns(a...); })
                         : run([](auto... a) { fake_quantize_rows(a...); });
@@ -131,12 +68,12 @@ void forward(const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& 
   });
 }
 
-// Computes the gradients of one tensor; x, grad and dx have one dtype and one memory order.
-template <class T, class Grid>
+// Computes the gradients of one tensor; x (or its residual), grad and dx have one memory order, the last two one dtype.
+template <class X, class T, class Grid>
 class Backward {
  public:
   Backward(const Tensor& x, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range, Grid grid)
-      : x_(source<T>(x)), g_(source<T>(g)), dx_(target<T>(dx)), total_(x.numel()), tiles_(tiles), range_(range),
+      : x_(source<X>(x)), g_(source<T>(g)), dx_(target<T>(dx)), total_(x.numel()), tiles_(tiles), range_(range),
         grid_(grid) {}
 
   void pass() const {
@@ -224,7 +161,7 @@ class Backward {
     }
   }
 
-  const T* x_;
+  const X* x_;
   const T* g_;
   T* dx_;
   int64_t total_;
@@ -233,42 +170,45 @@ class Backward {
   Grid grid_;
 };
 
-template <class Grid>
-Tensor forward_on(
-    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size, Grid grid) {
-  if (!has_loops(input.scalar_type())) {
-    return forward_on(input.to(at::kFloat), scale, zero_point, block_size, grid).to(input.scalar_type());
-  }
+// Runs run(dense x, y in its order, tiles, range) and returns y in the layout of the input.
+template <class Grid, class Run>
+Tensor forward_by(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size, Grid grid,
+    Run run) {
   Tensor result = at::empty_like(input);
   const Tensor x = dense(input);
   const Tensor y = result.strides() == x.strides() ? result : at::empty_like(x);
   const Tiles tiles(x, block_size, scale.numel());
   const Range range(scale, zero_point, grid.qmin, grid.qmax, tiles.by_column());
   check_fit(scale, x, block_size);
-  by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, grid); });
+  run(x, y, tiles, range);
   return y.is_same(result) ? result : result.copy_(y);
 }
 
 template <class Grid>
-Gradients backward_on(
-    const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
-    at::IntArrayRef block_size, Grid grid, bool wants_scale, bool wants_zero_point) {
-  TORCH_CHECK_VALUE(
-      grad.sizes() == input.sizes(), "a gradient of shape ", grad.sizes(), " is not that of an input of shape ",
-      input.sizes());
-  if (!has_loops(input.scalar_type()) || grad.scalar_type() != input.scalar_type()) {
-    auto [dx, of_scale, of_zero] = backward_on(
-        grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, grid, wants_scale, wants_zero_point);
-    return {dx.to(grad.scalar_type()), of_scale, of_zero};
+Tensor forward_on(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size, Grid grid) {
+  if (!has_loops(input.scalar_type())) {
+    return forward_on(input.to(at::kFloat), scale, zero_point, block_size, grid).to(input.scalar_type());
   }
-  Tensor result = at::empty_like(input);
+  const auto run = [&](const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range) {
+    by_type(x.scalar_type(), [&](auto type) { forward<decltype(type)>(x, y, tiles, range, grid); });
+  };
+  return forward_by(input, scale, zero_point, block_size, grid, run);
+}
+
+// Runs run(dense input, gradient and dx in its order, tiles, range, gradient of the range). The input may be a residual.
+template <class Grid, class Run>
+Gradients backward_by(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
+    at::IntArrayRef block_size, Grid grid, bool wants_scale, bool wants_zero_point, Run run) {
+  Tensor result = at::empty_like(input, grad.options());
   const Tensor x = dense(input);
   const Tensor g = ordered_like(grad, x);
-  const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x);
+  const Tensor dx = result.strides() == x.strides() ? result : at::empty_like(x, grad.options());
   const Tiles tiles(x, block_size, scale.numel());
   const Range range(scale, zero_point, grid.qmin, grid.qmax, tiles.by_column());
   check_fit(scale, x, block_size);
-  const bool wants_sums = wants_scale || wants_zero_point;
   const auto gradient_like_scale = [&](bool wanted) {
     return wanted ? at::empty_like(scale, at::MemoryFormat::Contiguous) : at::empty({0}, scale.options());
   };
@@ -276,11 +216,35 @@ Gradients backward_on(
   const Gradient gradient{
       wants_scale ? of_scale.mutable_data_ptr<float>() : nullptr,
       wants_zero_point ? of_zero_point.mutable_data_ptr<float>() : nullptr};
-  by_type(x.scalar_type(), [&](auto type) {
-    const Backward<decltype(type), Grid> backward(x, g, dx, tiles, range, grid);
-    wants_sums ? backward.sum(scale.numel(), gradient) : backward.pass();
-  });
+  run(x, g, dx, tiles, range, gradient);
   return {dx.is_same(result) ? result : result.copy_(dx), of_scale, of_zero_point};
+}
+
+void check_shapes(const Tensor& grad, const Tensor& input) {
+  TORCH_CHECK_VALUE(
+      grad.sizes() == input.sizes(), "a gradient of shape ", grad.sizes(), " is not that of an input of shape ",
+      input.sizes());
+}
+
+template <class Grid>
+Gradients backward_on(
+    const Tensor& grad, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
+    at::IntArrayRef block_size, Grid grid, bool wants_scale, bool wants_zero_point) {
+  check_shapes(grad, input);
+  if (!has_loops(input.scalar_type()) || grad.scalar_type() != input.scalar_type()) {
+    auto [dx, of_scale, of_zero] = backward_on(
+        grad.to(at::kFloat), input.to(at::kFloat), scale, zero_point, block_size, grid, wants_scale, wants_zero_point);
+    return {dx.to(grad.scalar_type()), of_scale, of_zero};
+  }
+  const auto run = [&](const Tensor& x, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range,
+                       const Gradient& gradient) {
+    by_type(x.scalar_type(), [&](auto type) {
+      using T = decltype(type);
+      const Backward<T, T, Grid> backward(x, g, dx, tiles, range, grid);
+      wants_scale || wants_zero_point ? backward.sum(scale.numel(), gradient) : backward.pass();
+    });
+  };
+  return backward_by(grad, input, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, run);
 }
 
 Codes integers(int64_t qmin, int64_t qmax) { return {static_cast<float>(qmin), static_cast<float>(qmax)}; }
@@ -308,6 +272,63 @@ Gradients fake_quantize_backward_cpu(
     at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point) {
   return backward_on(
       grad, input, scale, zero_point, block_size, integers(qmin, qmax), wants_scale, wants_zero_point);
+}
+
+std::tuple<Tensor, Tensor> fake_quantize_with_residual_cpu(
+    const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point, at::IntArrayRef block_size,
+    int64_t qmin, int64_t qmax, bool learned) {
+  if (!has_loops(input.scalar_type())) {
+    const auto [y, residual] = fake_quantize_with_residual_cpu(
+        input.to(at::kFloat), scale, zero_point, block_size, qmin, qmax, learned);
+    return {y.to(input.scalar_type()), residual};
+  }
+  const Codes grid = integers(qmin, qmax);
+  Tensor residual = at::empty_like(input, input.options().dtype(learned ? at::kShort : at::kChar));
+  const auto run = [&](const Tensor& x, const Tensor& y, const Tiles& tiles, const Range& range) {
+    const Tensor r = residual.strides() == x.strides() ? residual : at::empty_like(x, residual.options());
+    by_type(x.scalar_type(), [&](auto type) {
+      using T = decltype(type);
+      learned ? forward<T>(x, y, tiles, range, grid, target<int16_t>(r))
+              : forward<T>(x, y, tiles, range, grid, target<int8_t>(r));
+    });
+    if (!r.is_same(residual)) {
+      residual.copy_(r);
+    }
+  };
+  return {forward_by(input, scale, zero_point, block_size, grid, run), residual};
+}
+
+Gradients fake_quantize_residual_backward_cpu(
+    const Tensor& grad, const Tensor& residual, const Tensor& scale, const OptionalTensor& zero_point,
+    at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale, bool wants_zero_point) {
+  check_shapes(grad, residual);
+  const bool learned = residual.scalar_type() == at::kShort, wants_sums = wants_scale || wants_zero_point;
+  TORCH_CHECK_TYPE(
+      learned || residual.scalar_type() == at::kChar, "residuals are int8 or int16, not ", residual.scalar_type());
+  TORCH_CHECK_VALUE(
+      learned || !wants_sums, "an int8 residual holds no gradient of the range; save one for a learned range");
+  if (!has_loops(grad.scalar_type())) {
+    auto [dx, of_scale, of_zero] = fake_quantize_residual_backward_cpu(
+        grad.to(at::kFloat), residual, scale, zero_point, block_size, qmin, qmax, wants_scale, wants_zero_point);
+    return {dx.to(grad.scalar_type()), of_scale, of_zero};
+  }
+  const Codes grid = integers(qmin, qmax);
+  const auto run = [&](const Tensor& r, const Tensor& g, const Tensor& dx, const Tiles& tiles, const Range& range,
+                       const Gradient& gradient) {
+    by_type(g.scalar_type(), [&](auto type) {
+      using T = decltype(type);
+      if (wants_sums) {
+        return Backward<int16_t, T, Codes>(r, g, dx, tiles, range, grid).sum(scale.numel(), gradient);
+      }
+      at::parallel_for(0, r.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+        const auto pass = [&](auto* from) {
+          pass_residual(from + begin, source<T>(g) + begin, target<T>(dx) + begin, end - begin);
+        };
+        learned ? pass(source<int16_t>(r)) : pass(source<int8_t>(r));
+      });
+    });
+  };
+  return backward_by(grad, residual, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, run);
 }
 
 Tensor fake_quantize_float_cpu(

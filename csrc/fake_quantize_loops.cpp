@@ -47,8 +47,11 @@ INLINE float fake_quantized(float x, float scale, float, SmallFloats grid) {
 
 INLINE float zero_of(Scales scales, int64_t row) { return scales.zero == nullptr ? 0.0f : scales.zero[row]; }
 
-// A mask without branches: all bits set where the number needs no clamping, else 0.
-INLINE uint32_t inside(float number, float nearest) { return nearest == number ? 0xffffffffu : 0u; }
+// Masks without branches: all bits set, or 0.
+INLINE uint32_t same(float one, float other) { return one == other ? 0xffffffffu : 0u; }
+
+// Where the number needs no clamping.
+INLINE uint32_t inside(float number, float nearest) { return same(nearest, number); }
 
 INLINE float masked(float value, uint32_t mask) { return as_float(as_bits(value) & mask); }
 
@@ -76,23 +79,75 @@ INLINE void backward(T x, T g, T* dx, float scale, float zero, Grid grid, float*
   *clipped += masked(slope, ~mask);
 }
 
-template <class T, class Grid>
-INLINE void forward_rows_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
+// Without branches: a residual is selected among integers, so that no float that is NaN is converted.
+INLINE void keep(float x, float, float number, float nearest, int8_t* r) {
+  const int positive = x <= 0 ? 0 : 1;
+  *r = static_cast<int8_t>(number == nearest ? positive : 3 * positive - 1);
+}
+
+INLINE void keep(float x, float distance, float number, float nearest, int16_t* r) {
+  const uint32_t mask = inside(number, nearest);
+  const int32_t units = static_cast<int32_t>(std::nearbyint(masked(distance * RESOLUTION, mask)));
+  const int32_t within = x == 0 ? EXACT_ZERO : units;
+  const int32_t outside = number < nearest ? LOW : (number > nearest ? HIGH : NOT_A_NUMBER);
+  *r = static_cast<int16_t>(mask != 0 ? within : outside);
+}
+
+template <class R>
+INLINE float fake_quantized(float x, float scale, float zero, Codes grid, R* r) {
+  const float steps = x / scale;
+  const float number = nearest_of(steps, zero, grid);
+  const float nearest = clamped(number, grid);
+  keep(x, (nearest - zero) - steps, number, nearest, r);
+  return (nearest - zero) * scale;
+}
+
+INLINE uint32_t inside(int8_t r) { return (r >> 1) == 0 ? 0xffffffffu : 0u; }
+
+INLINE uint32_t inside(int16_t r) { return r > NOT_A_NUMBER && r < HIGH ? 0xffffffffu : 0u; }
+
+// As the function of x, from its residual.
+template <class T>
+INLINE void backward(int16_t r, T g, T* dx, float, float zero, Codes grid, float* of_scale, float* clipped) {
+  const float units = static_cast<float>(r);
+  const uint32_t low = same(units, LOW), high = same(units, HIGH), nan = same(units, NOT_A_NUMBER);
+  const uint32_t mask = ~(low | high | nan);
+  const float within = masked(units * (1.0f / RESOLUTION), mask & ~same(units, EXACT_ZERO));
+  const float error = as_float(
+      as_bits(within) | as_bits(masked(grid.qmin - zero, low)) | as_bits(masked(grid.qmax - zero, high)) |
+      as_bits(masked(NAN, nan)));
+  const float slope = load(g);
+  *dx = masked(g, mask);
+  *of_scale += slope * error;
+  *clipped += masked(slope, ~mask);
+}
+
+template <class T, class R>
+INLINE void pass_residual_of(const R* r, const T* g, T* dx, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    dx[i] = masked(g[i], inside(r[i]));
+  }
+}
+
+template <class T, class Grid, class... R>
+INLINE void forward_rows_of(
+    const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     const float scale = scales.scale[row], zero = zero_of(scales, row);
     for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale, zero, grid), y + i);
+      store(fake_quantized(load(x[i]), scale, zero, grid, residual + row * width + i...), y + i);
     }
   }
 }
 
-template <class T, class Grid>
-INLINE void forward_columns_of(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
+template <class T, class Grid, class... R>
+INLINE void forward_columns_of(
+    const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
   const float* __restrict scale = scales.scale;
   const float* __restrict zero = scales.zero;
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale[i], zero[i], grid), y + i);
+      store(fake_quantized(load(x[i]), scale[i], zero[i], grid, residual + row * width + i...), y + i);
     }
   }
 }
@@ -138,9 +193,9 @@ INLINE void add_lanes(const float* lanes, int64_t rows, double* totals) {
 }
 
 // A row or a part of one; the sums by lane are written.
-template <class T, class Grid>
+template <class X, class T, class Grid>
 INLINE void backward_stretch(
-    const T* x, const T* g, T* dx, int64_t n, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
+    const X* x, const T* g, T* dx, int64_t n, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
   float sums_of_scale[LANES] = {}, sums_clipped[LANES] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
@@ -156,9 +211,9 @@ INLINE void backward_stretch(
   }
 }
 
-template <int GROUP, class T, class Grid>
+template <int GROUP, class X, class T, class Grid>
 INLINE void backward_groups(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
+    const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
   for (int64_t first = 0; first < rows; first += GROUP) {
     const int64_t here = std::min<int64_t>(GROUP, rows - first);
     for (int64_t begin = 0; begin < width; begin += STRETCH) {
@@ -176,9 +231,9 @@ INLINE void backward_groups(
   }
 }
 
-template <class T, class Grid>
+template <class X, class T, class Grid>
 INLINE void backward_rows_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
+    const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
   if (width <= SHORT && rows > 1) {
     backward_groups<16>(x, g, dx, rows, width, scales, grid, sums);
   } else {
@@ -187,9 +242,9 @@ INLINE void backward_rows_of(
 }
 
 // One strip of LANES columns, or a single one.
-template <int ROWS, int COLUMNS, class T, class Grid>
+template <int ROWS, int COLUMNS, class X, class T, class Grid>
 INLINE void backward_strip(
-    const T* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Grid grid, float* of_scale,
+    const X* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Grid grid, float* of_scale,
     float* clipped) {
   float sums_of_scale[COLUMNS], sums_clipped[COLUMNS];
   for (int lane = 0; lane < COLUMNS; ++lane) {
@@ -207,9 +262,9 @@ INLINE void backward_strip(
   }
 }
 
-template <int ROWS, class T, class Grid>
+template <int ROWS, class X, class T, class Grid>
 INLINE void backward_deep(
-    const T* x, const T* g, T* dx, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
+    const X* x, const T* g, T* dx, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
   int64_t i = 0;
   for (; i + LANES <= width; i += LANES) {
     backward_strip<ROWS, LANES>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, grid,
@@ -221,9 +276,9 @@ INLINE void backward_deep(
   }
 }
 
-template <class T, class Grid>
+template <class X, class T, class Grid>
 INLINE void backward_columns_of(
-    const T* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
+    const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
   int64_t row = 0;
   for (; row + DEPTH <= rows; row += DEPTH) {
     backward_deep<DEPTH>(x + row * width, g + row * width, dx + row * width, width, scales, grid, sums);
@@ -236,6 +291,18 @@ INLINE void backward_columns_of(
 }  // namespace
 
 // Clones are made of plain functions only.
+#define DEFINE_BACKWARD(X, T, Grid)                                                                                    \
+  FOR_EVERY_CPU void backward_rows(                                                                                    \
+      const X* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid, Sums<double> sums) {                                                                                  \
+    backward_rows_of(x, g, dx, rows, width, scales, grid, sums);                                                       \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void backward_columns(                                                                                 \
+      const X* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
+      Grid grid, Sums<float> sums) {                                                                                   \
+    backward_columns_of(x, g, dx, rows, width, scales, grid, sums);                                                    \
+  }
+
 #define DEFINE(T, Grid)                                                                                                \
   FOR_EVERY_CPU void fake_quantize_rows(                                                                               \
       const T* __restrict x, T* __restrict y, int64_t rows, int64_t width, Scales scales, Grid grid) {                 \
@@ -255,15 +322,21 @@ INLINE void backward_columns_of(
       Grid grid) {                                                                                                     \
     pass_columns_of(x, g, dx, rows, width, scales, grid);                                                              \
   }                                                                                                                    \
-  FOR_EVERY_CPU void backward_rows(                                                                                    \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
-      Grid grid, Sums<double> sums) {                                                                                  \
-    backward_rows_of(x, g, dx, rows, width, scales, grid, sums);                                                       \
+  DEFINE_BACKWARD(T, T, Grid)
+
+#define DEFINE_RESIDUAL(T, R)                                                                                          \
+  FOR_EVERY_CPU void fake_quantize_rows(                                                                               \
+      const T* __restrict x, T* __restrict y, R* __restrict r, int64_t rows, int64_t width, Scales scales,             \
+      Codes grid) {                                                                                                    \
+    forward_rows_of(x, y, rows, width, scales, grid, r);                                                               \
   }                                                                                                                    \
-  FOR_EVERY_CPU void backward_columns(                                                                                 \
-      const T* __restrict x, const T* __restrict g, T* __restrict dx, int64_t rows, int64_t width, Scales scales,      \
-      Grid grid, Sums<float> sums) {                                                                                   \
-    backward_columns_of(x, g, dx, rows, width, scales, grid, sums);                                                    \
+  FOR_EVERY_CPU void fake_quantize_columns(                                                                            \
+      const T* __restrict x, T* __restrict y, R* __restrict r, int64_t rows, int64_t width, Scales scales,             \
+      Codes grid) {                                                                                                    \
+    forward_columns_of(x, y, rows, width, scales, grid, r);                                                            \
+  }                                                                                                                    \
+  FOR_EVERY_CPU void pass_residual(const R* __restrict r, const T* __restrict g, T* __restrict dx, int64_t n) {        \
+    pass_residual_of(r, g, dx, n);                                                                                     \
   }
 
 DEFINE(float, Codes)
@@ -272,5 +345,14 @@ DEFINE(Half, Codes)
 DEFINE(float, SmallFloats)
 DEFINE(BFloat16, SmallFloats)
 DEFINE(Half, SmallFloats)
+DEFINE_RESIDUAL(float, int8_t)
+DEFINE_RESIDUAL(BFloat16, int8_t)
+DEFINE_RESIDUAL(Half, int8_t)
+DEFINE_RESIDUAL(float, int16_t)
+DEFINE_RESIDUAL(BFloat16, int16_t)
+DEFINE_RESIDUAL(Half, int16_t)
+DEFINE_BACKWARD(int16_t, float, Codes)
+DEFINE_BACKWARD(int16_t, BFloat16, Codes)
+DEFINE_BACKWARD(int16_t, Half, Codes)
 
 }  // namespace qtk

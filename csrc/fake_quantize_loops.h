@@ -39,6 +39,10 @@ struct Sums {
   Sum* clipped;
 };
 
+// Residuals, as in qtk/numerics/residual.py: int8_t of a fixed range, int16_t of a learned one.
+constexpr float RESOLUTION = 65530.0f;
+constexpr int LOW = -32768, NOT_A_NUMBER = -32767, EXACT_ZERO = 32766, HIGH = 32767;
+
 // fake_quantize: y = x̂. pass: dx = g where x is not clipped, else 0. backward: the same, and adds to the sums.
 #define QTK_DECLARE_LOOPS(T, Grid)                                                                                     \
   void fake_quantize_rows(const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid);                    \
@@ -56,5 +60,28 @@ QTK_DECLARE_LOOPS(Half, Codes)
 QTK_DECLARE_LOOPS(float, SmallFloats)
 QTK_DECLARE_LOOPS(BFloat16, SmallFloats)
 QTK_DECLARE_LOOPS(Half, SmallFloats)
+
+// The same with the residual r beside y, and from r instead of x.
+#define QTK_DECLARE_RESIDUAL_LOOPS(T, R)                                                                               \
+  void fake_quantize_rows(const T* x, T* y, R* r, int64_t rows, int64_t width, Scales scales, Codes grid);             \
+  void fake_quantize_columns(const T* x, T* y, R* r, int64_t rows, int64_t width, Scales scales, Codes grid);          \
+  void pass_residual(const R* r, const T* g, T* dx, int64_t n);
+
+#define QTK_DECLARE_LEARNED_LOOPS(T)                                                                                   \
+  void backward_rows(                                                                                                  \
+      const int16_t* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes grid,                     \
+      Sums<double> sums);                                                                                              \
+  void backward_columns(                                                                                               \
+      const int16_t* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Codes grid, Sums<float> sums);
+
+QTK_DECLARE_RESIDUAL_LOOPS(float, int8_t)
+QTK_DECLARE_RESIDUAL_LOOPS(BFloat16, int8_t)
+QTK_DECLARE_RESIDUAL_LOOPS(Half, int8_t)
+QTK_DECLARE_RESIDUAL_LOOPS(float, int16_t)
+QTK_DECLARE_RESIDUAL_LOOPS(BFloat16, int16_t)
+QTK_DECLARE_RESIDUAL_LOOPS(Half, int16_t)
+QTK_DECLARE_LEARNED_LOOPS(float)
+QTK_DECLARE_LEARNED_LOOPS(BFloat16)
+QTK_DECLARE_LEARNED_LOOPS(Half)
 
 }  // namespace qtk

@@ -48,15 +48,18 @@ __all__ = [
     "graph_from_bytes",
     "graph_to_bytes",
     "has_hooks",
+    "hooks_on_saved_tensors_work",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
+    "keep_result_as",
     "length_hint",
     "python_kernel",
     "pytree",
     "register_decomposition",
     "rnn_kernels",
     "rnn_parameter_names",
+    "saves_result",
     "schema_of",
     "version_of",
 ]
@@ -219,6 +222,29 @@ def is_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
+
+
+def hooks_on_saved_tensors_work() -> bool:
+    """Whether nobody has switched them off; checkpointing needs them."""
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled
+
+
+def saves_result(x: Tensor) -> bool:
+    """Whether the op that made ``x`` keeps it for its own gradient."""
+    return hasattr(x.grad_fn, "_raw_saved_result")
+
+
+def keep_result_as(x: Tensor, rebuild: Callable[[], Tensor]) -> None:
+    """Lets the op that made ``x`` keep nothing of it but a way to rebuild what its gradient reads.
+
+    Nothing happens where it is not safe: hooks of others (checkpointing, offloading) keep the result, or it has been
+    written in place, of which autograd will tell.
+    """
+    node: Any = x.grad_fn
+    if version_of(x) == 0:  # reading what is saved would run the hooks of others, and a checkpoint again
+        with contextlib.suppress(RuntimeError):
+            node._raw_saved_result.register_hooks(lambda _: None, lambda _: rebuild())
 
 
 def custom_functions(output: Tensor) -> Iterator[type[torch.autograd.Function]]:

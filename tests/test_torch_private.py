@@ -30,15 +30,18 @@ from qtk.torch_private import (
     graph_from_bytes,
     graph_to_bytes,
     has_hooks,
+    hooks_on_saved_tensors_work,
     is_exporting,
     is_in_onnx_export,
     is_traced,
+    keep_result_as,
     length_hint,
     python_kernel,
     pytree,
     register_decomposition,
     rnn_kernels,
     rnn_parameter_names,
+    saves_result,
     schema_of,
     version_of,
 )
@@ -281,6 +284,25 @@ def test_rnn_kernels_of_cells(kind):
         found = getattr(rnn_kernels, f"{kind}_cell")(x, states, *cell.parameters())
         expected = cell(x, states)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_saves_result():
+    x = torch.randn(3, requires_grad=True)
+    assert [saves_result(value) for value in (x, x * 2, x.sigmoid(), x.relu(), F.gelu(x))] == [
+        False, False, True, True, False]
+
+
+def test_keep_result_as():
+    x = torch.randn(3, requires_grad=True)
+    value = x.sigmoid()
+    keep_result_as(value, lambda: torch.full((3,), 0.5))
+    assert torch.autograd.grad(value.sum(), x)[0].tolist() == [0.25] * 3  # y · (1 - y)
+
+
+def test_hooks_on_saved_tensors_work():
+    assert hooks_on_saved_tensors_work()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not hooks_on_saved_tensors_work()
 
 
 def test_version_of():

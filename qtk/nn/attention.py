@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qtk.nn.recompute import recomputed
 from qtk.nn.tap import all_idle
 
 
@@ -76,6 +77,8 @@ class Context(nn.Module):
 class Attention(nn.Module):
     """``F.scaled_dot_product_attention`` as a module: the fused kernel, or ``core`` if a quantizer in it is active.
 
+    Like the kernel's, the gradient of the core computes scores and weights again and keeps neither.
+
     Args: as for ``AttentionCore``.
     """
 
@@ -106,8 +109,7 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Shape: as ``AttentionCore``."""
         if not all_idle(self):
-            context: Tensor = self.core(query, key, value, mask)
-            return context
+            return recomputed(self.core, query, key, value, mask)
         return F.scaled_dot_product_attention(
             query, key, value, mask, self.p if self.training else 0.0, self.is_causal, scale=self.scale,
             enable_gqa=self.enable_gqa,

@@ -19,6 +19,7 @@ from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_fit
 from qtk.ops.decomposed import FakeQuantize
+from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, saves_residual
 from qtk.torch_private import below_autograd
 
 _NATIVE = load_native() is None
@@ -164,6 +165,9 @@ def fake_quantize(
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
         return result
+    if not torch.compiler.is_compiling() and saves_residual(x, scale, zero_point):
+        check_fit(scale, x.shape, block_size)
+        return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _needs_grad(scale, zero_point):
         check_fit(scale, x.shape, block_size)
         result = _Learned.apply(x, scale, zero_point, block_size, qmin, qmax)

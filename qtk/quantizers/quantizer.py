@@ -144,6 +144,11 @@ class Quantizer(Tap):
         return self.mode is Mode.BYPASS and not self._forward_hooks and not self._forward_pre_hooks
 
     @property
+    def repeatable(self) -> bool:
+        """Whether it neither observes nor moves its range, so that calling it again leaves no trace."""
+        return self.mode is not Mode.OBSERVE and self.momentum is None
+
+    @property
     def observer(self) -> Observer | None:
         """The observer that sees the tensors in OBSERVE."""
         return self._listener.observer

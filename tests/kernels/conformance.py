@@ -113,12 +113,9 @@ def owners(shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
     return index
 
 
-def check_backward(
-    backward: Backward, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: tuple
-) -> None:
-    """dx exactly; the gradients of the range against sums in float64, within the rounding of float32 sums."""
+def elements(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: tuple) -> tuple[Tensor, ...]:
+    """Of every element: the number of its scale, the scale, zero point, ``x / scale``, code and whether it is one."""
     block_size, qmin, qmax = spec
-    dx, dscale, dzero = backward(grad, x, scale, zero_point, *spec, True, True)
     index = owners(x.shape, block_size)
     step = scale.abs().reshape(-1)[index]
     zero = torch.zeros_like(step)
@@ -126,25 +123,69 @@ def check_backward(
         zero = zero_point.float().clamp(qmin, qmax).round().reshape(-1)[index]
     steps = x.float() / step  # in float32, as the codes are
     code = steps.round() + zero
-    inside = (code >= qmin) & (code <= qmax)
+    return index, step, zero, steps, code, (code >= qmin) & (code <= qmax)
+
+
+def check_backward(
+    backward: Backward, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: tuple,
+    error_of_steps: float = 0.0,
+) -> None:
+    """dx exactly; the gradients of the range against sums in float64, within the rounding of float32 sums.
+
+    ``error_of_steps``: how far the distance to the code may be from its float32 value, in steps of the scale.
+    """
+    _, qmin, qmax = spec
+    dx, dscale, dzero = backward(grad, x, scale, zero_point, *spec, True, True)
+    index, step, zero, steps, code, inside = elements(x, scale, zero_point, spec)
     assert torch.equal(dx, torch.where(inside, grad, torch.zeros_like(grad)))
     assert (dx.dtype, dx.stride()) == (grad.dtype, torch.empty_like(x).stride())
     slope = grad.double()
     error = torch.where(inside, code - zero - steps, code.clamp(qmin, qmax) - zero).double()
     of_scale = slope * scale.sign().reshape(-1)[index] * error
     of_zero = torch.where(inside, 0.0, -slope * step)
-    for own, terms in ((dscale, of_scale), (dzero, of_zero)):
+    for own, terms, slack in ((dscale, of_scale, error_of_steps), (dzero, of_zero, 0.0)):
         assert own.shape == scale.shape
-        check_sums(own, terms, index)
+        check_sums(own, terms, index, slope.abs() * slack)
 
 
-def check_sums(own: Tensor, terms: Tensor, index: Tensor) -> None:
-    """The sums of the terms of each scale, within the rounding of float32 sums. ``index``: the scale of each term."""
+def check_residual(
+    with_residual: Callable[..., tuple[Tensor, Tensor]], x: Tensor, scale: Tensor, zero_point: Tensor | None,
+    spec: tuple, learned: bool,
+) -> None:
+    """The values of ``check_forward`` and the residuals, element by element; some devices take denormals for 0."""
+    _, qmin, qmax = spec
+    x[x.abs() < torch.finfo(torch.float32).tiny] = 0.0
+    check_forward(lambda *given: with_residual(*given, learned)[0], x, scale, zero_point, spec)
+    _, residual = with_residual(x, scale, zero_point, *spec, learned)
+    assert residual.stride() == torch.empty_like(x).stride()
+    _, _, _, steps, code, inside = elements(x, scale, zero_point, spec)
+    if not learned:
+        expected = torch.where(inside, (x > 0) * 1, torch.where(x <= 0, -1, 2))
+        assert torch.equal(residual, expected.to(torch.int8))
+        return
+    assert residual.dtype == torch.int16
+    names = ((code < qmin, -32768), (code > qmax, 32767), (code.isnan(), -32767), (inside & (x == 0), 32766))
+    rest = torch.ones_like(inside)
+    for where, name in names:
+        assert bool((residual[where] == name).all())
+        rest &= ~where
+    distance = (steps.double().round() - steps.double())[rest]
+    assert bool(((residual[rest] / 65530.0 - distance).abs() <= 0.5001 / 65530).all())  # product rounded to float32
+
+
+def check_sums(own: Tensor, terms: Tensor, index: Tensor, slack: Tensor | None = None) -> None:
+    """The sums of the terms of each scale, within the rounding of float32 sums and the ``slack`` of every term.
+
+    ``index``: the scale of each term.
+    """
     expected = torch.zeros(own.numel(), dtype=torch.float64).index_add(0, index.reshape(-1), terms.reshape(-1))
     size = torch.zeros_like(expected).index_add(0, index.reshape(-1), terms.abs().reshape(-1))
+    bound = 4e-6 * size + 1e-30
+    if slack is not None:
+        bound = bound.index_add(0, index.reshape(-1), slack.reshape(-1))
     assert own.dtype == torch.float32
     error = (own.reshape(-1).double() - expected).abs()
-    assert bool((error <= 4e-6 * size + 1e-30).all()), float((error / (size + 1e-30)).max())
+    assert bool((error <= bound).all()), float((error / bound).max())
 
 
 class Conformance:
@@ -176,3 +217,65 @@ class Conformance:
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
         check_backward(self.backward, grad, LAYOUTS[layout](x), scale, zero, (block_size, -8, 7))
         check_backward(self.backward, LAYOUTS[layout](grad), x, scale, zero, (block_size, -8, 7))
+
+
+class ResidualConformance:
+    """The tests of one backend of ``qtk::fake_quantize_with_residual`` and of its gradient."""
+
+    with_residual: Callable[..., tuple[Tensor, Tensor]]
+    residual_backward: Backward
+
+    @pytest.mark.pairwise(case=SHAPES, layout=LAYOUTS, kind=KINDS, zero_point=ZERO_POINTS, learned=(False, True))
+    def test_residual(self, case, layout, kind, zero_point, learned):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, zero_point, -8, 7)
+        x = LAYOUTS[layout](values(shape, scale, kind))
+        check_residual(self.with_residual, x, scale, zero, (block_size, -8, 7), learned)
+
+    @pytest.mark.parametrize("codes", CODES)
+    @pytest.mark.parametrize("case", ["tensor", "channel_first", "channel_last", "block_tiles"])
+    def test_residual_of_every_width(self, case, codes):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, torch.int32, *CODES[codes])
+        x = values(shape, scale, torch.float32) * 10
+        for learned in (False, True):
+            check_residual(self.with_residual, x, scale, zero, (block_size, *CODES[codes]), learned)
+
+    @pytest.mark.pairwise(case=SHAPES, layout=LAYOUTS, kind=KINDS, zero_point=ZERO_POINTS)
+    def test_backward_of_residual(self, case, layout, kind, zero_point):
+        shape, block_size = SHAPES[case]
+        scale, zero = ranges(shape, block_size, zero_point, -8, 7)
+        x = torch.nan_to_num(values(shape, scale, kind), nan=0.5)
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
+
+        def backward(grad, x, scale, zero, *spec):
+            fixed, learned = (self.with_residual(x, scale, zero, *spec[:3], learned)[1] for learned in (False, True))
+            dx, dscale, dzero = self.residual_backward(grad, learned, scale, zero, *spec)
+            for alone in (fixed, learned):
+                same, *empty = self.residual_backward(grad, alone, scale, zero, *spec[:3], False, False)
+                assert same_bits(same, dx)
+                assert [part.numel() for part in empty] == [0, 0]
+            return dx, dscale, dzero
+
+        half_a_unit = 0.5001 / 65530
+        check_backward(backward, grad, LAYOUTS[layout](x), scale, zero, (block_size, -8, 7), half_a_unit)
+        check_backward(backward, LAYOUTS[layout](grad), x, scale, zero, (block_size, -8, 7), half_a_unit)
+
+    def test_nan_has_no_gradient_and_spoils_that_of_its_scale(self):
+        x = torch.tensor([[torch.nan, 1.0], [1.0, 2.0]])
+        _, residual = self.with_residual(x, torch.ones(2), None, [1, -1], -8, 7, True)
+        dx, dscale, _ = self.residual_backward(torch.ones(2, 2), residual, torch.ones(2), None, [1, -1], -8, 7, True,
+                                               False)
+        assert dx.tolist() == [[0, 1], [1, 1]]
+        assert dscale.isnan().tolist() == [True, False]
+
+    def test_a_gradient_of_another_dtype_or_spread_out(self):
+        x, scale = torch.randn(37, 1031), torch.rand(37) + 0.1
+        spec = ((1, -1), -8, 7)
+
+        def backward(grad, x, *given):
+            _, residual = self.with_residual(x, *given[:5], True)
+            return self.residual_backward(grad, residual, *given)
+
+        for grad in (torch.randn(37, 1031).bfloat16(), torch.ones(()).expand(37, 1031), torch.randn(37, 1)):
+            check_backward(backward, grad.expand_as(x), x, scale, None, spec, 0.5001 / 65530)

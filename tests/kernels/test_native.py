@@ -23,6 +23,11 @@ class TestNative(conformance.Conformance):
     backward = staticmethod(backward)
 
 
+class TestResidual(conformance.ResidualConformance):
+    with_residual = staticmethod(torch.ops.qtk.fake_quantize_with_residual.default)
+    residual_backward = staticmethod(torch.ops.qtk.fake_quantize_residual_backward.default)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_half_precision(kind):
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(kind)
@@ -85,6 +90,17 @@ def test_sums_do_not_depend_on_the_number_of_threads(case):
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(own, same) for own, same in zip(found[0], other, strict=True))
+
+
+def test_residuals_that_do_not_fit_are_refused():
+    given = torch.zeros(4, 6), torch.zeros(4, 6, dtype=torch.int8), torch.ones(1), None, [], -8, 7
+    op = torch.ops.qtk.fake_quantize_residual_backward.default
+    with pytest.raises(ValueError, match="learned range"):
+        op(*given, True, False)
+    with pytest.raises(ValueError, match="gradient of shape"):
+        op(torch.zeros(4, 5), *given[1:], False, False)
+    with pytest.raises(TypeError, match="int8 or int16"):
+        op(given[0], given[0], *given[2:], False, False)
 
 
 @pytest.mark.parametrize("block_size", [[1, 5], [3, -1], [1], [1, 0]])

@@ -17,6 +17,7 @@ OFF = {"is_causal": False, "scale": None, "enable_gqa": False, "p": 0.0}
 
 class Awake(Tap):
     idle = False
+    repeatable = False
 
 
 def tensors(dtype=torch.float32, *, key_heads=HEADS, keys=S, unbatched=False):
@@ -98,6 +99,22 @@ def test_the_idle_module_is_torch_bit_for_bit_and_an_awake_one_its_core(name):
     core = module.core(*inputs, mask)
     module.core.add_module("awake", Awake())
     assert torch.equal(module(*inputs, mask), core)
+
+
+def test_the_core_keeps_neither_scores_nor_weights_for_its_gradient():
+    inputs, module = tensors(), Attention()
+    module.core.add_module("awake", Awake())
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: shapes.append(value.shape[-2:]) or value, lambda x: x):
+        module(*inputs)
+        assert (L, S) in shapes
+        module.core.awake.repeatable = True
+        shapes.clear()
+        result = module(*inputs)
+    assert shapes
+    assert (L, S) not in shapes
+    expected = gradients(module.core(*inputs), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(result, inputs), expected, strict=True))
 
 
 @pytest.mark.parametrize("mask", [blind(), as_numbers(blind(), torch.float32)], ids=["bool", "float"])

@@ -3,11 +3,12 @@
 import pytest
 from torch import nn
 
-from qtk.nn.tap import Tap, all_idle
+from qtk.nn.tap import Tap, all_idle, all_repeatable
 
 
 class Switch(Tap):
     idle = True
+    repeatable = False
 
 
 def test_a_module_without_taps_is_idle():
@@ -35,3 +36,15 @@ def test_a_tap_is_asked_about_itself():
 def test_every_kind_of_tap_says_when_it_is_idle():
     with pytest.raises(NotImplementedError):
         all_idle(Tap())
+
+
+def test_only_taps_that_say_so_and_modules_without_hooks_are_repeatable():
+    model = nn.Sequential(nn.ReLU(), Switch())
+    assert all_repeatable(model[0])
+    assert not all_repeatable(model)
+    model[1].repeatable = True
+    assert all_repeatable(model)
+    handle = model[0].register_forward_hook(lambda *given: None)
+    assert not all_repeatable(model)
+    handle.remove()
+    assert all_repeatable(model)

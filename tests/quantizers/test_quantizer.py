@@ -566,3 +566,11 @@ def test_libraries_may_wrap_forward():
     quantizer.forward = lambda *args: seen.append(args) or original(*args)
     sim.model(torch.randn(3, 4))
     assert len(seen) == 1
+
+
+def test_it_may_be_called_again_unless_it_observes_or_moves_its_range():
+    quantizer = calibrated(WEIGHT)
+    assert quantizer.repeatable
+    quantizer.momentum = 0.9
+    assert not quantizer.repeatable
+    assert not calibrated(OUTPUT, mode=Mode.OBSERVE).repeatable

@@ -1,9 +1,9 @@
 """Fake-quantization to integers and small floats, and its gradient, as Triton kernels.
 
-One launch per call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through`` and
-``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero point are
-reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with the last
-ticket adds them in a fixed order, so that the result is deterministic.
+One launch per call, float32 inside. Formulas of ``qtk.numerics.affine``, ``minifloat``, ``straight_through``,
+``residual`` and ``effective``; ``qtk.kernels.gpu.tiling`` assigns elements to programs. The gradients of scale and zero
+point are reduced inside the launch: programs that share a scale store partial sums and take a ticket, and the one with
+the last ticket adds them in a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import affine, minifloat, straight_through
+from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_fit
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -96,10 +97,24 @@ def number_of(steps, zero, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
 
 
 @triton.jit
+def residual_of(x, distance, code, nearest, RESIDUAL: tl.constexpr):
+    """As ``qtk.numerics.residual``, for a fixed range if ``RESIDUAL`` is 8, else for a learned one."""
+    inside = code == nearest
+    if RESIDUAL == 8:
+        positive = tl.where(x <= 0, 0, 1)
+        residual = tl.where(inside, positive, 3 * positive - 1).to(tl.int8)
+    else:
+        units = rounded(tl.where(inside, distance, 0.0) * 65530.0).to(tl.int32)
+        outside = tl.where(code < nearest, -32768, tl.where(code > nearest, 32767, -32767))
+        residual = tl.where(inside, tl.where(x == 0, 32766, units), outside).to(tl.int16)
+    return residual
+
+
+@triton.jit
 def forward_kernel(
-    x_at, y_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -112,16 +127,22 @@ def forward_kernel(
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        code = clamped(number_of(tl.div_rn(x, scale), zero, MANTISSA, SMALLEST), qmin, qmax)
-        tl.store(y_at + offsets, narrowed((code - zero) * scale, y_at.dtype.element_ty), mask=mask)
+        steps = tl.div_rn(x, scale)
+        code = number_of(steps, zero, MANTISSA, SMALLEST)
+        nearest = clamped(code, qmin, qmax)
+        tl.store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), mask=mask)
+        if RESIDUAL:
+            residual = residual_of(x, (nearest - zero) - steps, code, nearest, RESIDUAL)
+            tl.store(residual_at + offsets, residual, mask=mask)
 
 
 @triton.jit
 def backward_kernel(
     x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, count,
     s1, middle, s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, SUMS: tl.constexpr,
-    OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -142,15 +163,27 @@ def backward_kernel(
     first = (program % splits).to(tl.int64) * each
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
         g = tl.load(g_at + offsets, mask=mask, other=0.0)
-        code = number_of(steps, zero, MANTISSA, SMALLEST)
-        nearest = clamped(code, qmin, qmax)
-        inside = nearest == code
+        if RESIDUAL:
+            residual = tl.load(x_at + offsets, mask=mask, other=0).to(tl.int32)
+            if RESIDUAL == 8:
+                inside = (residual >> 1) == 0
+            else:
+                inside = (residual > -32767) & (residual < 32767)
+                limit = tl.where(residual == 32767, qmax - zero, float("nan"))
+                limit = tl.where(residual == -32768, qmin - zero, limit)
+                distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
+                error = tl.where(inside, distance, limit)
+        else:
+            steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
+            code = number_of(steps, zero, MANTISSA, SMALLEST)
+            nearest = clamped(code, qmin, qmax)
+            inside = nearest == code
+            error = (nearest - zero) - tl.where(inside, steps, 0.0)
         tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
         if SUMS:
             upstream = g.to(tl.float32)
-            of_scale += upstream * ((nearest - zero) - tl.where(inside, steps, 0.0))
+            of_scale += upstream * error
             clipped += tl.where(inside, 0.0, upstream)
     if SUMS:
         sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
@@ -196,29 +229,34 @@ class Grid:
 
 def forward(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
-    reference: Callable[[Tensor], Tensor],
-) -> Tensor:
+    reference: Callable[[Tensor], tuple[Tensor, Tensor]], residual: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Fake-quantizes ``x``; with blocks along more than two axes by ``reference``.
+
+    The second result is the residual if of a dtype, else unspecified.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
     check_fit(scale, x.shape, block_size)
     result = torch.empty_like(x)
+    kept = result if residual is None else torch.empty_like(x, dtype=residual)
     if not x.numel():
-        return result
+        return result, kept
     tiling = tiling_of(x, block_size) if is_dense(x) else None
     if tiling is None and x.is_contiguous():
         return reference(x)
     if tiling is None:
-        return result.copy_(forward(x.contiguous(), scale, zero_point, block_size, grid, reference))
+        flat, flat_kept = forward(x.contiguous(), scale, zero_point, block_size, grid, reference, residual)
+        return result.copy_(flat), kept if residual is None else kept.copy_(flat_kept)
     splits = tiling.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
     with on_device_of(x):
         forward_kernel[(tiling.groups * splits,)](
-            x, result, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
-            ASYMMETRIC=zero_point is not None, **grid.constants(), **shape(tiling),
+            x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
+            ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
+            **grid.constants(), **shape(tiling),
         )
-    return result
+    return result, kept
 
 
 def backward(
@@ -226,6 +264,8 @@ def backward(
     wants_scale: bool, wants_zero_point: bool, reference: Callable[[Tensor, Tensor], Gradients],
 ) -> Gradients:
     """The gradients of ``forward``, empty for those not wanted; ``reference`` as in ``forward``.
+
+    ``x`` may be a residual.
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
@@ -253,7 +293,8 @@ def backward(
         backward_kernel[(tiling.groups * splits,)](
             x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
             tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
-            ASYMMETRIC=zero_point is not None, SUMS=sums, OF_ZERO=wants_zero_point,
+            ASYMMETRIC=zero_point is not None,
+            RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize, SUMS=sums, OF_ZERO=wants_zero_point,
             PARTS=TILE // tiling.scales_a_tile, **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
@@ -263,10 +304,10 @@ def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> Tensor:
     """As ``qtk.ops.fake_quantize.fake_quantize``. Raises: SpecError if scale or zero point do not fit ``x``."""
-    return forward(
-        x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)),
-        lambda x: affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax),
-    )
+    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (affine.fake_quantize(x, scale, zero_point, block_size, qmin, qmax),) * 2
+
+    return forward(x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)), reference)[0]
 
 
 def fake_quantize_backward(
@@ -290,11 +331,47 @@ def fake_quantize_backward(
     return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
 
 
+def fake_quantize_with_residual(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int, learned: bool
+) -> tuple[Tensor, Tensor]:
+    """As ``qtk.numerics.residual.fake_quantize``. Raises: SpecError if scale or zero point do not fit ``x``."""
+    return forward(
+        x, scale, zero_point, block_size, Grid(float(qmin), float(qmax)),
+        lambda x: residuals.fake_quantize(x, scale, zero_point, block_size, qmin, qmax, learned),
+        torch.int16 if learned else torch.int8,
+    )
+
+
+def fake_quantize_residual_backward(
+    grad: Tensor, residual: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
+    qmax: int, wants_scale: bool, wants_zero_point: bool,
+) -> Gradients:
+    """As ``qtk.numerics.residual.fake_quantize_backward``, an empty tensor for a gradient that is not wanted.
+
+    Raises: as that function.
+    """
+
+    def reference(grad: Tensor, residual: Tensor) -> Gradients:
+        dx, *of_range = residuals.fake_quantize_backward(
+            grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
+            wants_zero_point=wants_zero_point,
+        )
+        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
+        return dx, of_scale, of_zero
+
+    if residual.dtype == torch.int8 and (wants_scale or wants_zero_point):
+        return reference(grad, residual)  # raises
+    grid = Grid(float(qmin), float(qmax))
+    return backward(grad, residual, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
+
+
 def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
     """As ``qtk.numerics.minifloat.fake_quantize``."""
-    return forward(
-        x, scale, None, block_size, _grid(format), lambda x: minifloat.fake_quantize(x, scale, block_size, format)
-    )
+
+    def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (minifloat.fake_quantize(x, scale, block_size, format),) * 2
+
+    return forward(x, scale, None, block_size, _grid(format), reference)[0]
 
 
 def fake_quantize_float_backward(

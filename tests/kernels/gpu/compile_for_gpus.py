@@ -32,12 +32,18 @@ def main() -> None:
     many, one = {"SCALES": 128, "REACH": 32}, {"SCALES": 1, "REACH": 4096}
     integers, floats = {"MANTISSA": -1, "SMALLEST": 0}, {"MANTISSA": 3, "SMALLEST": 121}
     kernels = [
-        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, **integers, **many}),
-        (fake_quantize.forward_kernel, {"ASYMMETRIC": False, **floats, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, "RESIDUAL": 0, **integers, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": False, "RESIDUAL": 0, **floats, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, "RESIDUAL": 8, **integers, **many}),
+        (fake_quantize.forward_kernel, {"ASYMMETRIC": True, "RESIDUAL": 16, **integers, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
+         {"ASYMMETRIC": True, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": False, "SUMS": True, "OF_ZERO": False, "PARTS": 32, **floats, **many}),
+         {"ASYMMETRIC": False, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": False, "PARTS": 32, **floats, **many}),
+        (fake_quantize.backward_kernel,
+         {"ASYMMETRIC": False, "RESIDUAL": 8, "SUMS": False, "OF_ZERO": False, "PARTS": 32, **integers, **many}),
+        (fake_quantize.backward_kernel,
+         {"ASYMMETRIC": True, "RESIDUAL": 16, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
@@ -53,7 +59,10 @@ def main() -> None:
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
             constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        source = ASTSource(kernel, signature(kernel, kind, constants), constants)
+        types = signature(kernel, kind, constants)
+        if constants.get("RESIDUAL"):
+            types["residual_at" if "residual_at" in types else "x_at"] = f"*i{constants['RESIDUAL']}"
+        source = ASTSource(kernel, types, constants)
         made = triton.compile(source, target=target, options={"num_warps": 8})
         print(name, kernel.__name__, kind, "columns" if columns else "rows", sorted(made.asm))
 

@@ -34,6 +34,11 @@ class TestTriton(conformance.Conformance):
     backward = staticmethod(backward)
 
 
+class TestResidual(conformance.ResidualConformance):
+    with_residual = staticmethod(on_device(kernels.fake_quantize_with_residual))
+    residual_backward = staticmethod(on_device(kernels.fake_quantize_residual_backward))
+
+
 def test_blocks_along_three_axes_are_left_to_the_reference():
     scale, zero = conformance.ranges((4, 6, 8), (2, 3, 4), torch.float32, -8, 7)
     x = torch.randn(4, 6, 8)
