@@ -23,6 +23,7 @@ from qtk.demo.train import top1
 from qtk.export.onnx.session import create_session
 
 LEARNING_RATES = {"digits_cnn": 1e-3, "digits_vit": 2e-3, "digits_lstm": 1e-2, "digits_gru": 1e-2}
+RANGE_LEARNING_RATE = 1e-2
 BATCH_SIZE = 32
 DIGITS = load_digits_split()
 
@@ -35,12 +36,15 @@ def trained(name: str, bits: int, *, epochs: int, seed: int, learned: bool) -> t
     sim = qtk.QuantSim(build(name), images[:8], weight_bits=bits, activation_bits=bits)
     sim.compute_encodings(images[:512].split(64), progress=False)
     calibrated = score(sim.model)
+    groups = [{"params": sim.weight_parameters(), "lr": LEARNING_RATES[name]}]
     if learned:
         sim.learn_ranges()
-    rate, teacher, rows_used = LEARNING_RATES[name], build(name), len(images) // BATCH_SIZE * BATCH_SIZE
-    optimizer = torch.optim.Adam(sim.model.parameters(), lr=rate)
+        groups.append({"params": sim.range_parameters(), "lr": RANGE_LEARNING_RATE})
+    teacher, rows_used = build(name), len(images) // BATCH_SIZE * BATCH_SIZE
+    optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=epochs * (rows_used // BATCH_SIZE), pct_start=0.1, cycle_momentum=False
+        optimizer, [group["lr"] for group in optimizer.param_groups], pct_start=0.1, cycle_momentum=False,
+        total_steps=epochs * (rows_used // BATCH_SIZE),
     )
     sim.model.train()
     for _ in range(epochs):
