@@ -1,6 +1,6 @@
 """Quantization-aware training without labels: the float model teaches its own 3-bit version.
 
-    python examples/distillation.py --epochs 10
+Run: ``python examples/distillation.py --epochs 10``.
 """
 
 import argparse

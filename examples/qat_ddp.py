@@ -1,6 +1,6 @@
 """Quantization-aware training on several processes with DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 examples/qat_ddp.py --epochs 10
+Run: ``torchrun --nproc-per-node 2 examples/qat_ddp.py --epochs 10``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Quantization-aware training with parameters in shards: ``fully_shard`` block by block, on a block view.
 
-    torchrun --nproc-per-node 2 examples/qat_fsdp.py --epochs 10
+Run: ``torchrun --nproc-per-node 2 examples/qat_fsdp.py --epochs 10``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Quantization-aware training with Lightning: the simulation's model is the module's model. Needs ``lightning``.
 
-    python examples/qat_lightning.py --epochs 10
+Run: ``python examples/qat_lightning.py --epochs 10``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Quantization-aware training in a plain PyTorch loop: a vision transformer for digits in 4 bits.
 
-    python examples/qat_plain.py --epochs 10
+Run: ``python examples/qat_plain.py --epochs 10``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Quantization-aware training with the Trainer of Hugging Face's transformers. Needs ``transformers[torch]``.
 
-    python examples/qat_trainer.py --epochs 10
+Run: ``python examples/qat_trainer.py --epochs 10``.
 """
 
 import argparse
