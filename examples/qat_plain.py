@@ -35,10 +35,9 @@ print(f"W4A4, calibrated: {top1(sim.model):.2%}")
 
 # 2. Let the ranges learn. From here on they are parameters: make the optimizer now, and decay the weights only.
 sim.learn_ranges()
-optimizer = torch.optim.AdamW(
-    [{"params": sim.weight_parameters(), "weight_decay": 0.01}, {"params": sim.range_parameters(), "weight_decay": 0.0}],
-    lr=2e-3,
-)
+weights = {"params": sim.weight_parameters(), "weight_decay": 0.01}
+ranges = {"params": sim.range_parameters(), "weight_decay": 0.0}
+optimizer = torch.optim.AdamW([weights, ranges], lr=2e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=epochs * len(batches), pct_start=0.1)
 
 # 3. Train as ever.

@@ -30,6 +30,8 @@ class WithLoss(nn.Module):
 
 
 class Digits(Dataset[dict[str, Tensor]]):
+    """Images with their labels."""
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
 

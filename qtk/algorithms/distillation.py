@@ -20,9 +20,9 @@ def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: fl
     >>> distillation_loss(scores, teacher_scores, temperature=4.0)
     tensor(0.1180)
 
-    The average over all leading axes of ``T² Σ p log(p / q)``, with the probabilities ``p = softmax(teacher_scores / T)``
-    and ``q = softmax(scores / T)``; T² keeps the gradients of one size whatever T is (Hinton et al., arXiv:1503.02531,
-    §2). No gradient goes to the teacher.
+    The average over all leading axes of ``T² Σ p log(p / q)``, where ``p = softmax(teacher_scores / T)`` and
+    ``q = softmax(scores / T)``; T² keeps the gradients of one size whatever T is (Hinton et al., arXiv:1503.02531, §2).
+    No gradient goes to the teacher.
 
     Shape: ``scores`` and ``teacher_scores`` [..., classes], before softmax; result [].
 
