@@ -228,6 +228,8 @@ def raised_by_us(error: BaseException) -> str | None:
         if code in MODEL_CODE or name.startswith(MODEL_PACKAGE) or GRAPH_FILE in code.co_filename:
             place = None
         elif package == "qtk":
+            if place is None and code.co_name == "__getattr__":
+                return None  # other code reads an attribute that is not there
             file = code.co_filename
             place = f"{os.path.join('qtk', file.rpartition(f'{os.sep}qtk{os.sep}')[2])}:{line}"
         elif package not in LIBRARIES and package:

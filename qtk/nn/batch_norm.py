@@ -58,7 +58,7 @@ def batch_norm(
         _check_frozen(module)
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, float(module.eps))  # type: ignore[arg-type]
     training = module.training
-    if (training and isinstance(module, nn.SyncBatchNorm)) or has_hooks(module):
+    if (training and isinstance(module, nn.SyncBatchNorm)) or (has_hooks(module) and _only_normalises(module)):
         tensors = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
         result: Tensor = torch.func.functional_call(module, tensors, (x,))
         return result
@@ -75,6 +75,11 @@ def batch_norm(
     if training and not module.track_running_stats:
         running_mean = running_var = None
     return F.batch_norm(x, running_mean, running_var, weight, bias, by_batch, momentum, module.eps)
+
+
+def _only_normalises(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` is torch's own; that of a subclass may do more, which is in the graph."""
+    return type(module).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)
 
 
 def _check_frozen(module: nn.Module) -> None:

@@ -42,6 +42,7 @@ def test_a_second_quantizer_on_an_edge_sees_the_float_parameter():
     net = Shared().eval()
     sim = qtk.QuantSim(net, torch.randn(2, 4), config=config, weight_bits=4)
     edges = [site for site, decided in sim.plan.items() if site.port.startswith("in[")]
-    assert len(edges) == 1  # read along axis 0 by one op and along axis 1 by the other
-    ((_, value),) = static_values(sim.model, edges)
-    assert torch.equal(value, net.weight.t())
+    assert len(edges) == 2  # read along axis 0 by one op and along axis 1 by the other
+    values = [value for _, value in static_values(sim.model, edges)]
+    assert torch.equal(values[0], net.weight)
+    assert torch.equal(values[1], net.weight.t())

@@ -144,8 +144,9 @@ def small():
 
 def fingerprint(sim):
     """Everything that an error must leave as it was."""
+    held = {**dict(sim.model.named_parameters()), **dict(sim.model.named_buffers())}
     return (
-        {name: (id(value), value.clone()) for name, value in sim.model.state_dict(keep_vars=True).items()},
+        {name: (id(held.get(name)), value.clone()) for name, value in sim.model.state_dict(keep_vars=True).items()},
         str(sim.plan), sim.model.code, {name: str(encoding) for name, encoding in sim.encodings().items()},
     )
 
