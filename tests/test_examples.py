@@ -24,7 +24,7 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     extra = EXTRAS.get(name)
     if extra is not None and importlib.util.find_spec(extra) is None:
         pytest.skip(f"needs {extra}")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES[name]}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES.get(name, 1)}"]
     shown = subprocess.run(
         [sys.executable, *(launcher if name in PROCESSES else []), str(ROOT / "examples" / f"{name}.py"), "--epochs=1"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
