@@ -18,7 +18,7 @@ def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: fl
     >>> distillation_loss(scores, teacher_scores)
     tensor(0.0671)
     >>> distillation_loss(scores, teacher_scores, temperature=4.0)
-    tensor(0.1180)
+    tensor(0.1196)
 
     The average over all leading axes of ``T² Σ p log(p / q)``, where ``p = softmax(teacher_scores / T)`` and
     ``q = softmax(scores / T)``; T² keeps the gradients of one size whatever T is (Hinton et al., arXiv:1503.02531, §2).
