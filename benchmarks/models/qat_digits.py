@@ -2,7 +2,7 @@
 
     python benchmarks/models/qat_digits.py [--epochs 10] [--seeds 0 1 2] [--models digits_vit ...] [--bits 4 3]
 
-Trained: weights, and ranges by ``sim.learn_ranges()`` (or fixed ranges, with --fixed), on augmented training images;
+Trained: weights, and ranges by ``sim.learn_ranges()`` (or fixed ranges, with --fixed), as ``RECIPES`` says;
 loss: ``qtk.distillation_loss``, and for the transformer the distance of its blocks' outputs from the teacher's. The
 ONNX column is top-1 of the exported file in ONNX Runtime. With --validate a fifth of the training images is held out:
 a float model is trained without it and quantized, and scored on it; the test images are not looked at.
@@ -42,16 +42,16 @@ class Recipe:
     scheme: str = "min_max"
     batch_size: int = 32
     temperature: float = 2.0
+    augment: bool = True
     dropout: bool = True
     features: tuple[str, ...] = ()
-    feature_weight: float = 0.0
 
 
 RECIPES = {
     "digits_cnn": Recipe(1e-3),
     "digits_vit": Recipe(
-        3e-4, 3e-3, scheme="tf_enhanced", batch_size=16, temperature=1.0, dropout=False,
-        features=("blocks.0", "blocks.1", "blocks.2"), feature_weight=3.0,
+        5e-4, 5e-3, scheme="tf_enhanced", temperature=1.0, augment=False, dropout=False,
+        features=("blocks.0", "blocks.1", "blocks.2"),
     ),
     "digits_lstm": Recipe(1e-2),
     "digits_gru": Recipe(1e-2),
@@ -119,13 +119,13 @@ def trained(name: str, bits: int, of: Data, *, epochs: int, seed: int, learned: 
             module.p = 0.0
     for _ in range(epochs):
         for rows in torch.randperm(len(images), generator=generator)[:rows_used].split(recipe.batch_size):
-            batch = augmented(images[rows], generator)
+            batch = augmented(images[rows], generator) if recipe.augment else images[rows]
             with torch.no_grad():
                 of_teacher = teacher(batch)
             optimizer.zero_grad()
             loss = qtk.distillation_loss(model(batch), of_teacher, temperature=recipe.temperature)
             if recipe.features:
-                loss = loss + recipe.feature_weight * distance(features, teacher_features)
+                loss = loss + distance(features, teacher_features)
             torch.autograd.backward(loss)
             optimizer.step()
             schedule.step()
