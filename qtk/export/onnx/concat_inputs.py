@@ -21,8 +21,8 @@ from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import SITES
 
 EDGES = "edges"
-"""Key in the metadata ``qtk.sites``: name of a DequantizeLinear that left the file → names of the value that was rounded
-in front of it, and of scale and zero point."""
+"""Key in the metadata ``qtk.sites``: name of a DequantizeLinear that left the file → names of the value that the
+QuantizeLinear in front of it read, and of scale and zero point."""
 
 
 def read_as_produced(model: ir.Model) -> None:
