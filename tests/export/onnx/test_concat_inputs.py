@@ -5,7 +5,6 @@ import onnx
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from qtk.export.onnx import qdq
 from qtk.export.onnx.session import create_session
@@ -17,13 +16,14 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 class Dense(nn.Module):
     """Every layer reads the outputs of all before it."""
 
-    def __init__(self, layers=3):
+    def __init__(self, layers=3, pool=None):
         super().__init__()
+        self.pool = nn.Identity() if pool is None else pool
         self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8 * (layers + 1), 4, 1)
         self.layers = nn.ModuleList(nn.Conv2d(8 * (i + 1), 8, 3, padding=1) for i in range(layers))
 
     def forward(self, x):
-        values = [self.stem(x).relu()]
+        values = [self.pool(self.stem(x).relu())]
         for layer in self.layers:
             values.append(layer(torch.cat(values, 1)).relu())
         return self.head(torch.cat(values, 1))
@@ -43,21 +43,7 @@ class Chunks(nn.Module):
         return self.head(torch.cat([left, right, first, self.second(first).relu()], 1))
 
 
-class Pooled(nn.Module):
-    """A branch that is pooled, beside a convolution of what it pools; another layer reads what is pooled, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.branch, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(16, 4, 1)
-        self.beside = nn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        x = self.stem(x).relu()
-        pooled = F.max_pool2d(x, 3, 1, 1)
-        return self.head(torch.cat([self.branch(x).relu(), pooled], 1)) + self.beside(pooled)
-
-
-MODELS = {"dense": (Dense, 6), "chunks": (Chunks, 2), "pooled": (Pooled, 1)}
+MODELS = {"dense": (Dense, 6), "chunks": (Chunks, 2)}
 
 
 def outputs(folder, *, optimized):
@@ -95,6 +81,14 @@ def test_the_file_still_holds_the_sites_of_the_edges(name, tmp_path):
     assert set(edges) <= seen
     initializers = {each.name for each in onnx.load(tmp_path / "out" / "model.onnx").graph.initializer}
     assert not any(":in[" in each for each in initializers)
+
+
+def test_a_pooled_value_that_several_join_stays_codes(tmp_path):
+    sim = exported(Dense(2, nn.MaxPool2d(3, 2, 1)), X, tmp_path / "out")
+    kinds = optimized_kinds(tmp_path / "out")
+    assert (kinds["NhwcMaxPool"], kinds["QLinearConcat"]) == (1, 2)
+    assert not kinds.keys() & {"MaxPool", "Concat"}
+    assert steps(sim, X, tmp_path / "out", optimized=True).max() < 1.01
 
 
 def test_floats_are_rounded_in_front_of_it(tmp_path):
