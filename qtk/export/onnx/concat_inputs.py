@@ -49,8 +49,8 @@ def restore_edges(model: ir.Model) -> None:
     """Adds the pairs that left the file with ``read_as_produced``; nothing reads them. In place."""
     edges = json.loads(model.metadata_props.get(SITES, "{}")).get(EDGES, {})
     values = {value.name: value for node in model.graph for value in node.outputs} if edges else {}
-    for name, (source_name, *qparams) in edges.items():
-        source, scale, zero_point = values[source_name], *(model.graph.initializers[each] for each in qparams)
+    for name, (source_name, *pair) in edges.items():
+        source, scale, zero_point = values[source_name], *(model.graph.initializers[each] for each in pair)
         quantize = ir.node("QuantizeLinear", [source, scale, zero_point],
                            outputs=[value_of(zero_point.dtype, source.shape)])
         again = ir.node("DequantizeLinear", [quantize.outputs[0], scale, zero_point],
@@ -68,7 +68,7 @@ def _quantize(value: ir.Value) -> ir.Node | None:
     readers = [reader for reader, _ in value.uses()]
     if len(readers) != 1 or readers[0].op_type != "QuantizeLinear" or value.is_graph_output():
         return None
-    return readers[0] if _qparams(readers[0]) is not None else None
+    return readers[0] if _scale_and_zero_point(readers[0]) is not None else None
 
 
 def _rounded_again(value: ir.Value | None, quantize: ir.Node | None) -> tuple[ir.Value, ir.Node] | None:
@@ -77,7 +77,7 @@ def _rounded_again(value: ir.Value | None, quantize: ir.Node | None) -> tuple[ir
     rounding = None if again is None else codes_of(again).producer()
     if again is None or rounding is None or rounding.op_type != "QuantizeLinear" or quantize is None:
         return None
-    ours, theirs = _qparams(rounding), _qparams(quantize)
+    ours, theirs = _scale_and_zero_point(rounding), _scale_and_zero_point(quantize)
     source = rounding.inputs[0]
     if source is None or not _is_dequantized(source) or ours is None or theirs is None:
         return None
@@ -94,7 +94,7 @@ def _is_dequantized(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type in MOVEMENT and _is_dequantized(producer.inputs[0])
 
 
-def _qparams(quantize: ir.Node) -> tuple[np.ndarray, np.ndarray] | None:
+def _scale_and_zero_point(quantize: ir.Node) -> tuple[np.ndarray, np.ndarray] | None:
     """Scale and zero point, if they are stored, for all of the tensor."""
     tensors = [None if value is None else value.const_value for value in quantize.inputs[1:]]
     if len(tensors) != 2 or tensors[0] is None or tensors[1] is None or tensors[0].size != 1:
