@@ -47,9 +47,9 @@ class Match(_Frozen):
         op: their kind is one of these.
         path: their module path matches one of these globs.
         feeds: their value feeds an op of one of these kinds: it is read by one, directly or through sums, averages,
-            products with parameters, merges and data movement. What such a rule says of ``output`` holds for the value
-            as these ops read it; an op with weights, or a matrix product, that reads it too gets it as it would be
-            without the rule.
+            products with parameters, merges and data movement; one of kind topk through softmax and sigmoid, too. What
+            such a rule says of ``output`` holds for the value as these ops read it; an op with weights, or a matrix
+            product, that reads it too gets it as it would be without the rule.
         has_weight: they multiply with a parameter (``true``), or do not (``false``).
     """
 

@@ -163,7 +163,7 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("pixel_shuffle", None, "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"),
     ("nearest", None, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
                       "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
-    ("pick", None, "max min amax amin topk sort median kthvalue cummax cummin"),
+    ("pick", None, "max min amax amin sort median kthvalue cummax cummin"),
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
                   "replication_pad2d replication_pad3d _pad_circular"),
     ("meshgrid", None, "meshgrid"),
@@ -174,6 +174,7 @@ _MOVEMENT_SCALING = {
 }
 for _kind, _input_axis, _ops in _MOVEMENTS:
     _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis, scaling=_MOVEMENT_SCALING.get(_kind)))
+_add("topk", OpRow("topk", MOVEMENT, family="pick", inputs=(0,), scaling=Scaling.REDUCED))
 ROWS["as_strided"] = replace(ROWS["as_strided"], scaling=Scaling.PINNED)  # it reads the layout of memory
 _add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=True))
 

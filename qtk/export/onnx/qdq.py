@@ -20,6 +20,7 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
+from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
@@ -78,6 +79,7 @@ def export(
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
     multiply_stacks(graph)
+    read_as_produced(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:
