@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -137,9 +137,9 @@ class CapturedGraph(fx.GraphModule):
         return revision
 
     @property
-    def variants(self) -> dict[str, CapturedGraph]:
+    def variants(self) -> dict[Hashable, CapturedGraph]:
         """Kind of call → another graph of the same module, with the same members, for such calls."""
-        variants: dict[str, CapturedGraph] = self.meta.get(VARIANTS, {})
+        variants: dict[Hashable, CapturedGraph] = self.meta.get(VARIANTS, {})
         return variants
 
     def lend_attributes(self, original: nn.Module) -> None:
