@@ -27,6 +27,7 @@ from qtk.graph.targets import attribute, called_module, path_of
 from qtk.nn.batch_norm import BatchNorm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.torch_private import DropoutBase
 
 ADDED = (*Composite.__args__, BatchNorm, Dropout, InstanceNorm)
 """Modules that capture adds to those of the original."""
@@ -198,6 +199,9 @@ def _name_inside(node: fx.Node, module: nn.Module, twin: nn.Module | None) -> No
         name_sites(inside.graph, f"{place}.{path}", "" if row is None else row.inside or "")
         if path in twins:
             _name_as([twins[path].graph], inside.graph)
+            for name, child in twins[path].named_children():  # a probability that is set acts in both
+                if isinstance(child, DropoutBase) and repr(inside._modules.get(name)) == repr(child):
+                    inside._modules[name] = child
 
 
 def _use_in(node: fx.Node) -> fx.Node | None:

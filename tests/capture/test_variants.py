@@ -159,6 +159,8 @@ def test_equal_composites_are_one_and_others_share_their_sites(variant, equal):
               for each in (mine, its)]
     assert inside[0] <= inside[1]
     assert len(graphs(main)) == (3 if equal else 4)
+    mine.p = 0.4
+    assert its.p == 0.4
 
 
 def called(graph):
