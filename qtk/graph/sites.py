@@ -74,7 +74,7 @@ def name_sites(graph: fx.Graph, graph_path: str = "", composite: str = "") -> No
         for node in nodes:
             op = ""
             while node is not single and (not op or join(owner, op) in ops_of):  # a module may be called "add" too
-                kind = _kind(node)
+                kind = op_kind(node)
                 op = f"{kind}_{counts[kind]}" if counts[kind] else kind
                 counts[kind] += 1
             add_labels(node, **{OWNER: owner, OP: op})
@@ -158,7 +158,7 @@ def _is_creation(node: fx.Node) -> bool:
     return row is not None and row.role is Role.CREATE
 
 
-def _kind(node: fx.Node) -> str:
+def op_kind(node: fx.Node) -> str:
     row = row_of(node)
     if row is not None:
         return row.kind

@@ -15,7 +15,7 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names, output_nodes
 from qtk.core.dtypes import FloatDtype
-from qtk.errors import ExportError
+from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.session import bfloat16_remedy, integer_sums_saturate, require_onnxruntime
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
@@ -64,11 +64,13 @@ def verify_export(
         progress: show bars where it takes longer than seconds.
 
     Raises: ExportError if a file is missing or belongs to another simulation, onnxruntime is not installed or does not
-        run the file even with the optimizations off; CalibrationError without any batch.
+        run the file even with the optimizations off; CalibrationError without any batch, or any of the exported kind.
     """
     require_onnxruntime()
     check_runtime(runtime)
-    files = {Path(directory) / onnx_name(path): graph for path, graph in roots(simulation.model).items()}
+    graphs = roots(simulation.model)
+    exported = {"": graphs[""]} if "" in graphs else graphs
+    files = {Path(directory) / onnx_name(path): graph for path, graph in exported.items()}
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
@@ -78,6 +80,9 @@ def verify_export(
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons))
         run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
+        if not any(witness.is_called for witness in witnesses):
+            names = ", ".join(name for graph in files.values() for name in input_names(graph))
+            raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
         for witness in witnesses:
             witness.stop()
             if turns:
@@ -137,6 +142,7 @@ class _Witness:
 
         self.graph, self.path = graph, path
         self.first_call: Call | None = None
+        self.is_called = False
         self.inputs: dict[str, Tensor] = {}
         self.notes: list[Finding] = []
         self.float_bytes: int | None = None
@@ -194,6 +200,7 @@ class _Witness:
     def _compare(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object
     ) -> None:
+        self.is_called = True
         leaves = zip(input_names(self.graph), input_leaves(self.graph.graph, args, kwargs), strict=True)
         inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
