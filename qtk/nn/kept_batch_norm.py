@@ -103,13 +103,26 @@ def weight_in_use(
     axis: int,
     groups: int,
 ) -> Tensor:
-    """The weight that the layer multiplies with now: ``folded``, quantized, or that without the scale.
+    """The weight that the layer multiplies with now: ``folded``, quantized, or that without the scale."""
+    if is_folded(module):
+        return folded
+    return unscaled_weight(folded, weight, norm_weight, running_var, module, axis, groups)
+
+
+def unscaled_weight(
+    folded: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    running_var: Tensor,
+    module: nn.Module,
+    axis: int,
+    groups: int,
+) -> Tensor:
+    """``folded``, quantized, divided by the scale.
 
     Where γ is 0 the folded weight is 0 whatever the weight, and nothing is lost by its rounding: there it is ``weight``
     itself, so that the statistics of the batch, and the gradient of γ, are those of the float model.
     """
-    if is_folded(module):
-        return folded
     scale = folding_scale(norm_weight, running_var, float(module.eps))  # type: ignore[arg-type]
     is_zero = scale.abs() < torch.finfo(scale.dtype).tiny
     shape = tuple(weight.shape)
@@ -121,6 +134,11 @@ def weight_in_use(
 def bias_in_use(folded: Tensor, bias: Tensor | None, module: nn.Module) -> Tensor | None:
     """The bias that the layer adds now: ``folded``, quantized, or its own."""
     return folded if is_folded(module) else bias
+
+
+def own_bias(folded: Tensor, bias: Tensor | None, module: nn.Module) -> Tensor | None:
+    """The bias of the layer itself."""
+    return bias
 
 
 def kept_batch_norm(

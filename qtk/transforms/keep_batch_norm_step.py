@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -19,8 +21,10 @@ from qtk.nn.kept_batch_norm import (
     folded_weight,
     folding_scale,
     kept_batch_norm,
+    own_bias,
     scaled_weight,
     shifted_bias,
+    unscaled_weight,
     weight_in_use,
 )
 from qtk.quantizers.quantizer import Quantizer
@@ -28,6 +32,9 @@ from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Layer, give_bias
 from qtk.transforms.graph_editor import GraphEditor, weight_parameter
 from qtk.transforms.steps import State
 from qtk.transforms.weight_layout import output_axis
+
+STACK = "nn_module_stack"
+"""Metadata of a node: the modules whose calls it belongs to, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +98,7 @@ class KeepBatchNorm:
             (folded, site, "weight"), (used, _named(site, "in_use"), "weight"),
             (new_bias, bias_site, "bias"), (used_bias, _named(bias_site, "in_use"), "bias"),
         ):
-            made.meta = {**node.meta, "val": values[name]}
+            made.meta = {**node.meta, "val": values[name], STACK: _around(node, norm)}
             set_value_site(made, of)
         set_value_site(weight, _named(site, "unfolded"))
         if bias is not None:
@@ -123,7 +130,9 @@ class FoldKeptBatchNorm(FoldBatchNorm):
         (layer,) = self.layers
         new: nn.Parameter | None = None
         for site in self.ops:
-            for graph, norm in list(editor.makers(site)):
+            for graph, made in list(editor.makers(site)):
+                # the layer itself, where one editor makes the step that keeps the batch norm and this one
+                norm = made if kept_batch_norm_called(made) is not None else next(iter(made.users))
                 node = _unkeep(norm)
                 self._edit_call(graph, norm)
                 new = give_bias(graph, node, layer, new)
@@ -138,6 +147,16 @@ def weight_quantizer(norm: fx.Node) -> Quantizer | None:
     folded = _parameters(node)[0].args[0]
     assert isinstance(folded, fx.Node)
     return quantizer_called(folded)
+
+
+def unfolded_targets(norm: fx.Node) -> dict[fx.Node, Callable[..., Tensor | None]]:
+    """What the nodes in front of a kept batch norm call for a layer that never computes what it will when folded."""
+    if kept_batch_norm_called(norm) is None:
+        return {}
+    node = norm.args[0]
+    assert isinstance(node, fx.Node)
+    weight, bias = _parameters(node)
+    return {weight: unscaled_weight, bias: own_bias}
 
 
 def _keep(node: fx.Node, weight: fx.Node, bias: fx.Node) -> None:
@@ -198,6 +217,13 @@ def _set_parameters(node: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Non
     args = [*node.args, *[None] * (row.bias + 1 - len(node.args))]
     args[row.data_arg + 1], args[row.bias] = weight, bias
     node.args = tuple(args)
+
+
+def _around(node: fx.Node, norm: fx.Node) -> dict[str, object]:
+    """The module stack that a layer and its batch norm have in common: what both make belongs to neither."""
+    stacks = [list((each.meta.get(STACK) or {}).items()) for each in (node, norm)]
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*stacks, strict=False))
+    return dict(entry for entry, _ in common)
 
 
 def _named(site: Site, what: str) -> Site:

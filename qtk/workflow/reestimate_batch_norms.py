@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,11 +20,10 @@ from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
 from qtk.graph.targets import attribute, batch_norm_called, kept_batch_norm_called
 from qtk.nn.batch_norm import BatchNorm
-from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import BatchNormBase
-from qtk.transforms.keep_batch_norm_step import weight_quantizer
+from qtk.transforms.keep_batch_norm_step import unfolded_targets, weight_quantizer
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.workflow.forward_pass import Data, Forward, run_all
 
@@ -132,7 +131,6 @@ def _averaging(norms: list[_Norm]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]
     """
     calls = Counter[int]()
     averages = {id(norm.mean): (norm.mean.clone(), norm.var.clone()) for norm in norms}
-    kept = {norm.module: norm.module.training for norm in norms if norm.node.target is kept_batch_norm}
 
     def averaged(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module
@@ -141,21 +139,20 @@ def _averaging(norms: list[_Norm]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]
         eps = float(module.eps)  # type: ignore[arg-type]
         return F.batch_norm(x, *averages[id(mean)], weight, bias, True, 1 / calls[id(mean)], eps)
 
-    targets = {norm.node: norm.node.target for norm in norms}
+    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaged for norm in norms}
+    for norm in norms:  # a layer in front of one is not to compute what it will when folded
+        nodes |= unfolded_targets(norm.node)
+    before = {node: node.target for node in nodes}
     try:
-        _set_targets(norms, dict.fromkeys(targets, averaged))
-        for module in kept:  # whose layers are not to compute what they will be when folded
-            module.training = True
+        _set_targets(norms, nodes)
         yield averages
     finally:
-        _set_targets(norms, targets)
-        for module, training in kept.items():
-            module.training = training
+        _set_targets(norms, before)
 
 
 def _set_targets(norms: list[_Norm], targets: Mapping[fx.Node, fx.node.Target]) -> None:
-    for norm in norms:
-        norm.node.target = targets[norm.node]
+    for node, target in targets.items():
+        node.target = target
     for graph in {id(norm.graph): norm.graph for norm in norms}.values():
         graph.recompile()
 
