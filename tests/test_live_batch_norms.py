@@ -334,11 +334,12 @@ def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_fi
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_compiled_step_is_the_eager_one(training):
-    """By Inductor: the debugging backend aot_eager of torch 2.15 differentiates by statistics already updated."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_step_is_the_eager_one(backend, training):
+    """Also its gradients, for which compilers compute weights again after the statistics were updated."""
     sim = simulation()
     sim.model.train(training)
-    compiled = torch.compile(sim.model, fullgraph=True)
+    compiled = torch.compile(sim.model, fullgraph=True, backend=backend)
     found = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for model in (sim.model, compiled):
@@ -346,12 +347,12 @@ def test_a_compiled_step_is_the_eager_one(training):
             for batch in BATCHES:
                 sim.model.zero_grad()
                 (model(batch) * TARGET).sum().backward()
-            found.append([*(p.grad.clone() for p in sim.model.parameters()), *sim.model.state_dict().values()])
-            found[-1] = [value.clone() for value in found[-1]]
+            found.append([value.clone() for value in (*(p.grad for p in sim.model.parameters()),
+                                                      *sim.model.state_dict().values())])
             sim.model.load_state_dict(state)
     torch.compiler.reset()
     for eager, own in zip(*found, strict=True):
-        torch.testing.assert_close(own, eager, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-4)
 
 
 def test_reestimated_statistics_are_those_of_the_codes_which_stay():

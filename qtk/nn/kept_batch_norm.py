@@ -11,6 +11,8 @@ one batch to the next.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,28 @@ def folding_scale(weight: Tensor | None, running_var: Tensor, eps: float) -> Ten
     wide = torch.promote_types(running_var.dtype, torch.float32)
     inverse = torch.rsqrt(running_var.to(wide) + eps)
     return inverse if weight is None else weight.to(wide) * inverse
+
+
+@torch.library.custom_op("qtk::snapshot", mutates_args=(), schema="(Tensor x) -> Tensor")
+def snapshot(x: Tensor) -> Tensor:
+    """A copy of ``x`` that compilers keep for the backward pass.
+
+    They would compute what follows from ``x`` again then, though ``x`` has been updated since (seen in torch 2.15).
+
+    >>> snapshot(torch.tensor([1.0]))
+    tensor([1.])
+    """
+    return x.clone()
+
+
+snapshot.register_fake(torch.empty_like)
+
+
+def scale_now(weight: Tensor | None, running_var: Tensor, module: nn.Module) -> Tensor:
+    """``folding_scale`` of the batch norm ``module``, which will update ``running_var`` if it trains."""
+    if torch.compiler.is_compiling() and not is_folded(module):
+        running_var = snapshot(running_var)
+    return folding_scale(weight, running_var, float(module.eps))  # type: ignore[arg-type]
 
 
 def along_channels(values: Tensor, shape: tuple[int, ...], axis: int, groups: int = 1) -> Tensor:
@@ -76,7 +100,7 @@ def folded_weight(
     weight: Tensor, norm_weight: Tensor | None, running_var: Tensor, module: nn.Module, axis: int, groups: int
 ) -> Tensor:
     """The weight that the layer will have; ``module`` is the batch norm, whose eps counts."""
-    scale = folding_scale(norm_weight, running_var, float(module.eps))  # type: ignore[arg-type]
+    scale = scale_now(norm_weight, running_var, module)
     return scaled_weight(weight, scale, axis, groups)
 
 
@@ -90,7 +114,7 @@ def folded_bias(
     module: nn.Module,
 ) -> Tensor:
     """The bias that the layer will have; ``weight`` is its weight, whose dtype it gets."""
-    scale = folding_scale(norm_weight, running_var, float(module.eps))  # type: ignore[arg-type]
+    scale = scale_now(norm_weight, running_var, module)
     return shifted_bias(bias, scale, norm_bias, running_mean, weight.dtype)
 
 
@@ -123,12 +147,37 @@ def unscaled_weight(
     Where γ is 0 the folded weight is 0 whatever the weight, and nothing is lost by its rounding: there it is ``weight``
     itself, so that the statistics of the batch, and the gradient of γ, are those of the float model.
     """
-    scale = folding_scale(norm_weight, running_var, float(module.eps))  # type: ignore[arg-type]
-    is_zero = scale.abs() < torch.finfo(scale.dtype).tiny
+    scale = scale_now(norm_weight, running_var, module)
+    is_zero = scale.detach().abs() < torch.finfo(scale.dtype).tiny
+    inverse = torch.where(is_zero, 0.0, 1 / torch.where(is_zero, 1.0, scale))
     shape = tuple(weight.shape)
-    divisor = along_channels(torch.where(is_zero, 1.0, scale), shape, axis, groups)
-    unscaled = (folded.to(scale.dtype) / divisor).to(weight.dtype)
-    return torch.where(along_channels(is_zero, shape, axis, groups), weight, unscaled)
+    own = along_channels(is_zero.to(weight.dtype), shape, axis, groups)
+    result: Tensor = _Unscaled.apply(folded, along_channels(inverse, shape, axis, groups), weight.detach(), own)
+    return result
+
+
+class _Unscaled(torch.autograd.Function):
+    """``folded · inverse + weight · own``; keeps its result for the backward pass, which the layer keeps anyway.
+
+    No gradient goes to the weight where it stands for itself: γ is 0 there, and with it every gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, folded: Tensor, inverse: Tensor, weight: Tensor, own: Tensor) -> Tensor:
+        result = torch.addcmul((folded * inverse).to(folded.dtype), weight, own)
+        ctx.save_for_backward(result, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        result, inverse = ctx.saved_tensors
+        of_folded = (grad * inverse).to(grad.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_folded, None, None, None
+        # the derivative by 1 / scale is folded = result · scale; where the scale is 0 the result does not depend on it
+        scale = torch.where(inverse == 0, 0.0, 1 / torch.where(inverse == 0, 1.0, inverse))
+        of_inverse = (grad * result).to(inverse.dtype).sum_to_size(inverse.shape) * scale
+        return of_folded, of_inverse, None, None
 
 
 def bias_in_use(folded: Tensor, bias: Tensor | None, module: nn.Module) -> Tensor | None:

@@ -75,6 +75,18 @@ def test_a_gamma_of_zero_leaves_the_weight_of_its_channel_as_it_is(gamma):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
 
 
+def test_first_and_second_derivatives_are_those_of_finite_differences():
+    module = norm(4, training=True).double()
+    folded, weight = torch.randn(4, 2, 1, 1).double().requires_grad_(), torch.randn(4, 2, 1, 1).double()
+    gamma = module.weight.detach().clone().requires_grad_()
+
+    def unscaled(folded, gamma):
+        return kept.unscaled_weight(folded, weight, gamma, module.running_var, module, 0, 1)
+
+    assert torch.autograd.gradcheck(unscaled, (folded, gamma))
+    assert torch.autograd.gradgradcheck(unscaled, (folded, gamma))
+
+
 def test_while_hooks_wait_for_the_batch_norm_it_is_called():
     module, calls = norm(4), []
     module.register_forward_hook(lambda *_: calls.append(1))
