@@ -147,37 +147,38 @@ def unscaled_weight(
     Where γ is 0 the folded weight is 0 whatever the weight, and nothing is lost by its rounding: there it is ``weight``
     itself, so that the statistics of the batch, and the gradient of γ, are those of the float model.
     """
-    scale = scale_now(norm_weight, running_var, module)
-    is_zero = scale.detach().abs() < torch.finfo(scale.dtype).tiny
-    inverse = torch.where(is_zero, 0.0, 1 / torch.where(is_zero, 1.0, scale))
-    shape = tuple(weight.shape)
-    own = along_channels(is_zero.to(weight.dtype), shape, axis, groups)
-    result: Tensor = _Unscaled.apply(folded, along_channels(inverse, shape, axis, groups), weight.detach(), own)
+    scale = along_channels(scale_now(norm_weight, running_var, module), tuple(weight.shape), axis, groups)
+    result: Tensor = _Unscaled.apply(folded, scale, weight.detach())
     return result
 
 
 class _Unscaled(torch.autograd.Function):
-    """``folded · inverse + weight · own``; keeps its result for the backward pass, which the layer keeps anyway.
+    """``folded / scale``, and ``weight`` where the scale is 0; keeps its result, which the layer keeps anyway.
 
     No gradient goes to the weight where it stands for itself: γ is 0 there, and with it every gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, folded: Tensor, inverse: Tensor, weight: Tensor, own: Tensor) -> Tensor:
-        result = torch.addcmul((folded * inverse).to(folded.dtype), weight, own)
-        ctx.save_for_backward(result, inverse)
+    def forward(ctx: Any, folded: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        inverse = _inverse(scale)
+        result = torch.addcmul((folded * inverse).to(folded.dtype), weight, (inverse == 0).to(weight.dtype))
+        ctx.save_for_backward(result, scale)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        result, inverse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        result, scale = ctx.saved_tensors
+        inverse = _inverse(scale)
         of_folded = (grad * inverse).to(grad.dtype)
         if not ctx.needs_input_grad[1]:
-            return of_folded, None, None, None
-        # the derivative by 1 / scale is folded = result · scale; where the scale is 0 the result does not depend on it
-        scale = torch.where(inverse == 0, 0.0, 1 / torch.where(inverse == 0, 1.0, inverse))
-        of_inverse = (grad * result).to(inverse.dtype).sum_to_size(inverse.shape) * scale
-        return of_folded, of_inverse, None, None
+            return of_folded, None, None
+        return of_folded, -(grad * result).to(scale.dtype).sum_to_size(scale.shape) * inverse, None
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 where the scale is 0 or has no inverse."""
+    is_zero = scale.abs() < torch.finfo(scale.dtype).tiny
+    return torch.where(is_zero, 0.0, 1 / torch.where(is_zero, 1.0, scale))
 
 
 def bias_in_use(folded: Tensor, bias: Tensor | None, module: nn.Module) -> Tensor | None:

@@ -93,6 +93,13 @@ def test_folding_a_calibrated_simulation_changes_no_bit(name, target):
         assert not any("running" in name for name in deployed.model.state_dict())
     assert list(sim.model.state_dict()) == list(state)
     assert torch.equal(sim.model(x), before)
+    for quantizer in sim.quantizers.values():
+        quantizer.mode = qtk.Mode.BYPASS
+    unrounded = sim.model(x)
+    with folded(sim.simulation) as deployed:
+        assert torch.equal(deployed.model(x), unrounded)
+    for quantizer in sim.quantizers.values():
+        quantizer.mode = qtk.Mode.SIMULATE
     result = qtk.fold_batch_norms(sim)
     assert len(result.applied) == len(result.groups)
     assert torch.equal(sim.model(x), before)
