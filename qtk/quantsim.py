@@ -30,9 +30,8 @@ from qtk.planning.planner import RULE_NAMES, plan
 from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
-from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
+from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
-from qtk.transforms.steps import is_transformed
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
@@ -111,8 +110,7 @@ class QuantSim(Settled, RangeTraining):
         check_schemes(self.config, calibrator)
         prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=dynamic_shapes)
         exclude_paths(prepared, self.config.exclude)
-        if self.config.fold_batch_norms and not is_transformed(prepared):
-            fold_batch_norms(prepared, Call(*split_inputs(example_inputs), None))
+        settle_batch_norms(prepared, Call(*split_inputs(example_inputs), None), self.config.fold_batch_norms)
         if self.config.split_gates:
             split_gates(prepared)
         decided = self._plan(prepared, self.config)
@@ -134,8 +132,9 @@ class QuantSim(Settled, RangeTraining):
         return self._plan(prepared, self.config.with_rules_optional())
 
     def _plan(self, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
-        widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        return plan(prepared, config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
+        with as_folded(prepared) as gone:
+            return plan(prepared, config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
+                        scheme=self.scheme, gone=gone)
 
     @property
     def model(self) -> PreparedModel:

@@ -35,6 +35,7 @@ from qtk.nn.channel_clamp import ChannelClamp
 from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
 from qtk.nn.train_only import train_only
@@ -258,7 +259,9 @@ def row_of(node: fx.Node) -> OpRow | None:
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
-OF_FUNCTIONS: dict[object, OpRow] = {operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], train_only: DROPOUT}
+OF_FUNCTIONS: dict[object, OpRow] = {
+    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
+}
 """Functions in Python that graphs call → their rows."""
 
 ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")

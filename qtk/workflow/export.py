@@ -30,6 +30,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
+from qtk.transforms.keep_batch_norms import folded
 
 ENCODINGS_FILE = "encodings.json"
 AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
@@ -62,7 +63,7 @@ def export(
     """Writes every format into one new directory, or nothing if one fails.
 
     Each file is read back before the directory appears: its encodings and stored integers must be bit-equal to those of
-    the simulation.
+    the simulation. Batch norms that are kept until the export are folded while the files are written.
 
     Args:
         simulation: the simulation to export.
@@ -87,9 +88,9 @@ def export(
                               "opset out")
         exporters["onnx"] = partial(_onnx, opset=opset)
     check()
-    with TRACING, staged_directory(directory, force=force) as folder:
+    with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
-            write(simulation, example_inputs, folder)
+            write(deployed, example_inputs, folder)
 
 
 def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:

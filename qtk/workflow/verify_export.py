@@ -26,6 +26,7 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.torch_private import pytree
+from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.simulated_values import SimulatedValues, step_of
@@ -68,9 +69,24 @@ def verify_export(
     """
     require_onnxruntime()
     check_runtime(runtime)
+    with folded(simulation) as deployed:  # as the files are: so are the float files that are made
+        return _verdict(deployed, Path(directory), data, forward, runtime, float_export, turns, progress=progress)
+
+
+def _verdict(
+    simulation: Simulation,
+    directory: Path,
+    data: Data,
+    forward: Forward | None,
+    runtime: str,
+    float_export: str | os.PathLike[str] | None,
+    turns: int,
+    *,
+    progress: bool,
+) -> Verdict:
     graphs = roots(simulation.model)
     exported = {"": graphs[""]} if "" in graphs else graphs
-    files = {Path(directory) / onnx_name(path): graph for path, graph in exported.items()}
+    files = {directory / onnx_name(path): graph for path, graph in exported.items()}
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
@@ -88,7 +104,7 @@ def verify_export(
             if turns:
                 witness.measure(simulation, float_export, turns, progress=progress)
         verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
-        return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
+        return verdicts[0] if len(verdicts) == 1 else _of_islands(directory, witnesses, verdicts)
     finally:
         for witness in witnesses:
             witness.close()
