@@ -28,9 +28,10 @@ torch.library.define(
 )
 
 
-def _forward(
+def fake_quantize_in_aten(
     input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
 ) -> Tensor:
+    """``qtk::fake_quantize_float`` in plain aten; arguments as the op."""
     format = _format(exponent_bits, mantissa_bits, largest)
     return minifloat.fake_quantize(input.detach(), scale.detach(), block_size, format)
 
@@ -49,7 +50,7 @@ def _on_gpu(
     input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
 ) -> Tensor:
     if triton_unavailable() is not None:
-        return _forward(input, scale, block_size, exponent_bits, mantissa_bits, largest)
+        return fake_quantize_in_aten(input, scale, block_size, exponent_bits, mantissa_bits, largest)
     from qtk.kernels.gpu import fake_quantize as kernels
 
     return kernels.fake_quantize_float(input, scale, block_size, _format(exponent_bits, mantissa_bits, largest))
@@ -106,7 +107,7 @@ def _format(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtyp
     return FloatDtype("", 1 + exponent_bits + mantissa_bits, True, exponent_bits, mantissa_bits, largest)
 
 
-torch.library.impl("qtk::fake_quantize_float", "CompositeExplicitAutograd", _forward)
+torch.library.impl("qtk::fake_quantize_float", "CompositeExplicitAutograd", fake_quantize_in_aten)
 torch.library.impl("qtk::fake_quantize_float_backward", "CompositeExplicitAutograd", _backward)
 torch.library.register_fake("qtk::fake_quantize_float", lambda input, *spec: torch.empty_like(input))
 torch.library.register_fake("qtk::fake_quantize_float_backward", _backward_fake)
@@ -121,7 +122,7 @@ class _Decomposed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, *spec: Any) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.spec = spec
-        return _forward(x, scale, *spec)
+        return fake_quantize_in_aten(x, scale, *spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
