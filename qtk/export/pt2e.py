@@ -42,8 +42,7 @@ from qtk.graph.op_row import Role
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import SITE, label
 from qtk.nn.eval_mode import evaluating
-from qtk.ops import onnx_form
-from qtk.ops.fake_quantize_float import fake_quantize_in_aten
+from qtk.ops import fake_quantize_float, onnx_form
 from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict
 
 _DEQUANTIZE = "quantized_decomposed.dequantize"
@@ -57,7 +56,7 @@ _LOCAL = ("stack_trace", "from_node", "torch_fn", "source_fn_stack")
 _PLAIN = {
     torch.ops.qtk.fake_quantize.default: onnx_form.fake_quantize,
     torch.ops.qtk.fake_quantize_dynamic.default: onnx_form.fake_quantize_dynamic,
-    torch.ops.qtk.fake_quantize_float.default: fake_quantize_in_aten,
+    torch.ops.qtk.fake_quantize_float.default: fake_quantize_float.written_out,
 }
 
 

@@ -135,10 +135,13 @@ def has_ops(spec: QuantSpec, stored_shape: Sequence[int] | None) -> bool:
     """
     if spec.dynamic or isinstance(spec.dtype, FloatDtype):
         return False
+    subtracts = storage_dtype(spec) is not torch.uint16  # torch (seen in 2.15) has no uint16 minus int64
     match spec.granularity:
-        case PerTensor() | PerChannel():
+        case PerTensor():
             return True
-        case PerBlock((1, group)) if stored_shape is not None and len(stored_shape) == 2:
+        case PerChannel():
+            return subtracts
+        case PerBlock((1, group)) if subtracts and stored_shape is not None and len(stored_shape) == 2:
             return group > 1 or (group == -1 and stored_shape[1] > 1)
     return False
 

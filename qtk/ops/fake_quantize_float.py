@@ -28,12 +28,19 @@ torch.library.define(
 )
 
 
-def fake_quantize_in_aten(
+def _forward(
     input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
 ) -> Tensor:
-    """``qtk::fake_quantize_float`` in plain aten; arguments as the op."""
     format = _format(exponent_bits, mantissa_bits, largest)
     return minifloat.fake_quantize(input.detach(), scale.detach(), block_size, format)
+
+
+def written_out(
+    input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
+    """``qtk::fake_quantize_float`` in plain aten without writes; arguments as the op."""
+    format = _format(exponent_bits, mantissa_bits, largest)
+    return minifloat.fake_quantized(input, scale, block_size, format).to(input.dtype)
 
 
 def _backward(
@@ -50,7 +57,7 @@ def _on_gpu(
     input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
 ) -> Tensor:
     if triton_unavailable() is not None:
-        return fake_quantize_in_aten(input, scale, block_size, exponent_bits, mantissa_bits, largest)
+        return _forward(input, scale, block_size, exponent_bits, mantissa_bits, largest)
     from qtk.kernels.gpu import fake_quantize as kernels
 
     return kernels.fake_quantize_float(input, scale, block_size, _format(exponent_bits, mantissa_bits, largest))
@@ -107,7 +114,7 @@ def _format(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatDtyp
     return FloatDtype("", 1 + exponent_bits + mantissa_bits, True, exponent_bits, mantissa_bits, largest)
 
 
-torch.library.impl("qtk::fake_quantize_float", "CompositeExplicitAutograd", fake_quantize_in_aten)
+torch.library.impl("qtk::fake_quantize_float", "CompositeExplicitAutograd", _forward)
 torch.library.impl("qtk::fake_quantize_float_backward", "CompositeExplicitAutograd", _backward)
 torch.library.register_fake("qtk::fake_quantize_float", lambda input, *spec: torch.empty_like(input))
 torch.library.register_fake("qtk::fake_quantize_float_backward", _backward_fake)
@@ -122,7 +129,7 @@ class _Decomposed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, *spec: Any) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.spec = spec
-        return fake_quantize_in_aten(x, scale, *spec)
+        return _forward(x, scale, *spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
