@@ -304,7 +304,7 @@ class QuantSim(Settled, RangeTraining):
         ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
 
         Args:
-            directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
+            directory: where the files will be: ``model.onnx``, ``model.pt2``, ``encodings.json`` and AIMET's schemas.
             formats: names, or one name, from ``qtk.EXPORTERS``.
             force: replace an existing directory.
             opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.

@@ -23,7 +23,7 @@ from qtk.core.granularity import PerBlock, Shape
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export import encodings_aimet, encodings_json
+from qtk.export import encodings_aimet, encodings_json, pt2e
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
@@ -48,6 +48,11 @@ def onnx_name(path: str) -> str:
     ('backbone.body.onnx', 'conv%2F1.onnx')
     """
     return f"{file_stem(path or 'model')}.onnx"
+
+
+def pt2e_name(path: str) -> str:
+    """File name of a captured graph as an exported program: ``model.pt2``, else as ``onnx_name``."""
+    return f"{file_stem(path or 'model')}.pt2"
 
 
 def export(
@@ -203,6 +208,14 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         )
 
 
+def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+        file = folder / pt2e_name(path)
+        pt2e.export(graph, call, file)
+        with _read_back(file):
+            pt2e.compare_with_simulation(file, graph)
+
+
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
     """Path → (graph, a call of it) for every graph that the model calls on its example inputs."""
     call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
@@ -224,3 +237,4 @@ EXPORTERS.add("encodings_json", _encodings_json)
 EXPORTERS.add("encodings_aimet_1.0.0", _encodings_aimet_1_0_0)
 EXPORTERS.add("encodings_aimet_2.0.0", _encodings_aimet_2_0_0)
 EXPORTERS.add("onnx", _onnx)
+EXPORTERS.add("pt2e", _pt2e)

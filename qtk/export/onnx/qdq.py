@@ -24,12 +24,12 @@ from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
-from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
 from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
+from qtk.export.simulated_sites import SimulatedSite, simulated_sites
 
 _LOGGER = logging.getLogger(__name__)
 

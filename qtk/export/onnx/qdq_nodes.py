@@ -39,9 +39,9 @@ from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, val
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.right_weights import put_weights_right
-from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
 
 SITE, SPEC = "site", "spec"
