@@ -1,7 +1,7 @@
 """Moves codes in place of the values that they stand for, where ONNX Runtime does not.
 
 It looks for DequantizeLinear directly in front of a product, and carries it there itself (seen in 1.31) through
-Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and with them the product in float:
+Reshape, Transpose, Squeeze, Unsqueeze, Slice and MaxPool. The cases that it leaves, and with them the product in float:
 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
 2. Pad with zeros, whose code is the zero point; windows of attention are padded.
@@ -18,10 +18,16 @@ import onnx_ir as ir
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
 from qtk.export.onnx.value_names import ValueNames
 
-CARRIED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Identity")
-"""Operators that ONNX Runtime carries a DequantizeLinear through."""
+CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that ONNX Runtime carries QuantizeLinear and DequantizeLinear through."""
+
+FOLLOWED = (*CARRIED, "Identity")
+"""Those, and one that it removes."""
 
 NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat")
+
+POOLED = (ir.DataType.UINT8, ir.DataType.INT8)
+"""Codes that MaxPool is defined for."""
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
@@ -44,7 +50,7 @@ def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
     chain: list[ir.Node] = []
     while value is not None and dequantize_of(value) is None:
         producer = value.producer()
-        if producer is None or producer.op_type not in CARRIED:
+        if producer is None or producer.op_type not in FOLLOWED:
             return
         chain.append(producer)
         value = producer.inputs[0]
@@ -58,6 +64,8 @@ def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
     if first is None or codes_of(first).is_initializer():
         return
     if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
+        return
+    if node.op_type == "MaxPool" and (codes_of(first).dtype not in POOLED or len(node.outputs) > 1):
         return
     if node.op_type == "Pad" and not _pad_with_code_of_zero(node, first):
         return
