@@ -101,7 +101,7 @@ class _Backward(torch.autograd.Function):
         grad, residual, scale, zero_point = ctx.saved_tensors
         block_size, qmin, qmax, wants_scale, wants_zero_point = ctx.spec
         if not wants_scale and not wants_zero_point:
-            dx, _, _ = _BACKWARD(of_dx, residual, scale, zero_point, block_size, qmin, qmax, False, False)
+            dx, _, _ = _Backward.apply(of_dx, residual, scale, zero_point, block_size, qmin, qmax, False, False)
             return dx, *[None] * 8
         inside, error = numerics.derivative_by_scale(residual, zero_point, block_size, qmin, qmax)
         of_grads = (of_dx, of_dscale if wants_scale else None, of_dzero_point if wants_zero_point else None)
