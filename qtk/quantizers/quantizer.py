@@ -264,7 +264,9 @@ class Quantizer(Tap):
     def _tracked(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The range after it has followed ``x``; the buffers are set to it."""
+        """The range after it has followed ``x``, unless that is empty; the buffers are set to it."""
+        if not x.numel():
+            return scale, zero_point
         with torch.no_grad():
             extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
             low, high = (extreme.reshape(scale.shape) for extreme in extremes)

@@ -427,6 +427,14 @@ def test_a_range_that_follows_its_tensor_is_that_of_min_max(spec):
     assert torch.equal(quantizer.encoding.scale, 2 * expected.scale)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_a_range_does_not_follow_an_empty_tensor(shape):
+    quantizer = calibrated(OUTPUT)
+    quantizer.momentum, before = 0.5, quantizer.encoding
+    assert quantizer(torch.ones(shape)).shape == shape
+    assert quantizer.encoding.equals(before)
+
+
 def test_a_range_that_follows_slowly_keeps_fractions_of_a_zero_point():
     quantizer, x = calibrated(OUTPUT), torch.linspace(-3, 9, 50)
     quantizer.momentum = 0.01
