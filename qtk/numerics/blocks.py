@@ -44,6 +44,13 @@ def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -
         raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {described}")
 
 
+def check_range(scale: Tensor, zero_point: Tensor | None, shape: Sequence[int], block_size: Sequence[int]) -> None:
+    """Checks both with ``check_fit``. Raises: SpecError if one does not fit a tensor of ``shape``."""
+    for values in (scale, zero_point):
+        if values is not None:
+            check_fit(values, shape, block_size)
+
+
 def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape, Shape]:
     """``shape`` with every axis that is cut into blocks split into (blocks, inside), and the inside axes.
 

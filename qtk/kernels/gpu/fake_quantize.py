@@ -24,7 +24,7 @@ from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places
 from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
-from qtk.numerics.blocks import check_fit
+from qtk.numerics.blocks import check_range
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of the tensor, its scales and its zero points."""
@@ -237,7 +237,7 @@ def forward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    check_fit(scale, x.shape, block_size)
+    check_range(scale, zero_point, x.shape, block_size)
     result = torch.empty_like(x)
     kept = result if residual is None else torch.empty_like(x, dtype=residual)
     if not x.numel():
@@ -269,7 +269,7 @@ def backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    check_fit(scale, x.shape, block_size)
+    check_range(scale, zero_point, x.shape, block_size)
     dx = torch.empty_like(x, dtype=grad.dtype)
     sums = wants_scale or wants_zero_point
     of_scale = torch.empty_like(scale) if sums else scale.new_empty(0)
