@@ -17,7 +17,7 @@ from qtk.nn.tap import Tap
 from qtk.numerics.effective import SMALLEST_SCALE, effective_zero_point
 from qtk.numerics.tracking import tracked_range
 from qtk.observers.observer import Observer
-from qtk.ops.gradient_scale import GradientScale, scale_gradient
+from qtk.ops.gradient_scale import GradientScale, scale_gradient, with_zero_gradients
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.ops.statistics import min_max
@@ -114,7 +114,9 @@ class Quantizer(Tap):
         zero_point = self.zero_point
         if self._learns or self.momentum is not None:
             scale, zero_point = self._moved(x, scale, zero_point)
-            return simulate(x, self.spec, scale, zero_point)
+            result = simulate(x, self.spec, scale, zero_point)
+            is_held = self._learns and not scale.requires_grad
+            return with_zero_gradients(result, self.scale_factor, self.zero_point_shift) if is_held else result
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.weight_cache.enabled:
             return simulate(x, self.spec, scale, zero_point)
         return self.weight_cache.get(
