@@ -245,7 +245,7 @@ def test_first_and_second_derivatives_of_a_learned_range_are_those_of_lsq_plus_i
     lambda x: fake_quantize_dynamic(x, [], -8, 7, symmetric=True),
 ], ids=["value", "zero point", "dynamic"])
 def test_forward_mode_has_no_derivatives(derivative, quantize):
-    with pytest.raises(NotImplementedError, match="forward mode|forward AD"):
+    with pytest.raises(NotImplementedError, match="forward mode"):
         derivative(lambda x: quantize(x).pow(2).sum())(torch.randn(5))
 
 

@@ -62,8 +62,8 @@ def test_weights_that_can_saturate_are_named_at_export(config, names, tmp_path, 
 
 
 def test_weights_behind_pooled_codes_are_named(tmp_path):
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), torch.randn(2, 3, 9, 9)
-    sim = qtk.QuantSim(model, x)
+    x = torch.randn(2, 3, 9, 9)
+    sim = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), x)
     sim.compute_encodings([x], progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
     assert sorted(saturating_weights(tmp_path / "out" / "model.onnx")) == ["0.weight", "3.weight"]

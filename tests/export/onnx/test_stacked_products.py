@@ -140,8 +140,7 @@ def test_a_relu_stays_whose_zeros_are_not_the_lowest_code(tmp_path):
     x = torch.randn(3, 5, 64)
     sim = qtk.QuantSim(nn.Sequential(Product(), nn.ReLU()).eval(), x)
     sim.compute_encodings([x], progress=False)
-    site, encoding = list(sim.encodings().items())[-1]
-    sim.set_range(site, -3000.0, 3000.0)
+    sim.set_range(list(sim.encodings())[-1], -3000.0, 3000.0)
     sim.export(tmp_path / "out", formats=("onnx",))
     (got,) = run_onnx(tmp_path / "out" / "model.onnx", x, optimized=False)
     assert got.min() == 0
