@@ -69,6 +69,14 @@ def fake_quantize_backward(
     return grad_x, None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale), grad_zero_point
 
 
+def empty_if_unwanted(
+    gradients: tuple[Tensor, Tensor | None, Tensor | None], scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as an operator returns them: an empty tensor, each its own memory, where they are ``None``."""
+    dx, dscale, dzero_point = (scale.new_empty(0) if part is None else part for part in gradients)
+    return dx, dscale, dzero_point
+
+
 def second_backward(
     grad: Tensor, inside: Tensor, error: Tensor, scale: Tensor, block_size: Sequence[int],
     of_grads: tuple[Tensor, Tensor | None, Tensor | None],

@@ -41,13 +41,11 @@ def _backward(
     grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dscale, dzero_point = straight_through.fake_quantize_backward(
+    gradients = straight_through.fake_quantize_backward(
         grad, input, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
         wants_zero_point=wants_zero_point,
     )
-    # an op cannot return None, and its results may not share memory
-    empty = scale.new_empty(0)
-    return dx, empty if dscale is None else dscale, empty.clone() if dzero_point is None else dzero_point
+    return straight_through.empty_if_unwanted(gradients, scale)
 
 
 torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd", _backward)

@@ -320,12 +320,11 @@ def fake_quantize_backward(
     """
 
     def reference(grad: Tensor, x: Tensor) -> Gradients:
-        dx, *of_range = straight_through.fake_quantize_backward(
+        gradients = straight_through.fake_quantize_backward(
             grad, x, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
             wants_zero_point=wants_zero_point,
         )
-        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
-        return dx, of_scale, of_zero
+        return straight_through.empty_if_unwanted(gradients, scale)
 
     grid = Grid(float(qmin), float(qmax))
     return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
@@ -352,12 +351,11 @@ def fake_quantize_residual_backward(
     """
 
     def reference(grad: Tensor, residual: Tensor) -> Gradients:
-        dx, *of_range = residuals.fake_quantize_backward(
+        gradients = residuals.fake_quantize_backward(
             grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
             wants_zero_point=wants_zero_point,
         )
-        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
-        return dx, of_scale, of_zero
+        return straight_through.empty_if_unwanted(gradients, scale)
 
     if residual.dtype == torch.int8 and (wants_scale or wants_zero_point):
         return reference(grad, residual)  # raises
