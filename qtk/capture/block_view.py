@@ -47,7 +47,8 @@ class Block(Holder):
             return code(*args)
         if not state or torch.compiler.is_compiling():  # a compiler writes to a buffer once
             return checkpoint(code, *args, use_reentrant=False)
-        return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(state)))
+        before = [(table, name, value.clone()) for table, name in state if isinstance(value := table[name], Tensor)]
+        return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(before)))
 
     def _is_called(self) -> bool:
         return True
@@ -84,15 +85,21 @@ def _may_write(node: fx.Node) -> bool:
 
 
 @contextmanager
-def _on_copies(state: Collection[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """Lets the body write to copies of buffers: computed a second time, a batch must not count twice."""
-    before = [(table, name, value) for table, name in state if isinstance(value := table[name], Tensor)]
-    for table, name, buffer in before:
-        table[name] = buffer.clone()
+def _on_copies(state: Collection[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
+    """Lets the body read buffers as they were, and write to copies.
+
+    What is computed a second time must be the same, and a batch must not count twice.
+
+    Args:
+        state: table, name, and what the buffer was.
+    """
+    now = [(table, name, table[name]) for table, name, _ in state]
+    for table, name, value in state:
+        table[name] = value.clone()
     try:
         yield
     finally:
-        for table, name, buffer in before:
+        for table, name, buffer in now:
             table[name] = buffer
 
 
