@@ -111,9 +111,19 @@ NodePointer node_for(torch::autograd::edge_list edges, Arguments&&... arguments)
   return node;
 }
 
+// Without this, forward mode would take the results for constants.
+template <class... Tensors>
+void refuse_forward_mode(const Tensors&... tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !(torch::autograd::isFwGradDefined(tensors) || ...),
+      "qtk::fake_quantize has no derivatives in forward mode (torch.func.jvp, jacfwd, hessian); use reverse mode: "
+      "torch.func.vjp, jacrev, torch.autograd.functional.hessian");
+}
+
 Tensor fake_quantize_autograd(
     c10::DispatchKeySet keys, const Tensor& input, const Tensor& scale, const OptionalTensor& zero_point,
     at::IntArrayRef block_size, int64_t qmin, int64_t qmax) {
+  refuse_forward_mode(input, scale, zero_point);
   NodePointer node;
   if (torch::autograd::compute_requires_grad(input, scale, zero_point)) {
     node = node_for<FakeQuantizeBackward>(
@@ -135,6 +145,7 @@ Gradients fake_quantize_backward_autograd(
     c10::DispatchKeySet keys, const Tensor& grad, const Tensor& input, const Tensor& scale,
     const OptionalTensor& zero_point, at::IntArrayRef block_size, int64_t qmin, int64_t qmax, bool wants_scale,
     bool wants_zero_point) {
+  refuse_forward_mode(grad, input, scale, zero_point);
   NodePointer node;
   if (torch::autograd::compute_requires_grad(grad)) {
     node = node_for<FakeQuantizeBackwardBackward>(
@@ -157,6 +168,7 @@ Gradients fake_quantize_backward_autograd(
 Dynamic fake_quantize_dynamic_autograd(
     c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef block_size, int64_t qmin, int64_t qmax,
     bool symmetric) {
+  refuse_forward_mode(input);
   Dynamic result = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
     return dynamic_op().redispatch(keys & c10::after_autograd_keyset, input, block_size, qmin, qmax, symmetric);

@@ -58,9 +58,10 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
         require_onnxruntime()
     held_out = Batches(recipe.data.evaluation, "data.evaluation", recipe.data.num_evaluation_batches)
     with Results(directory, force=force, metric=measure.name) as results:
+        calibration = _calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                _Run(recipe, entry, console).measure(results, measure, held_out)
+                _Run(recipe, entry, calibration, console).measure(results, measure, held_out)
     return results.summary
 
 
@@ -70,13 +71,21 @@ def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, co
     if not any(recipe.formats_of(setting) for setting in recipe.settings):
         raise ConfigError("exports: is empty, so there is nothing to write; add encodings or onnx")
     with Results(directory, force=force, metric=None) as results:
+        calibration = _calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                run = _Run(recipe, entry, console)
+                run = _Run(recipe, entry, calibration, console)
                 for setting in recipe.settings:
                     with results.setting(entry.name, setting.name) as folder:
                         run.exported(run.calibrated(setting), setting, folder)
     return results.summary
+
+
+def _calibration_of(recipe: Recipe) -> Batches:
+    """Raises: ConfigError if the batches may have no end."""
+    batches = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
+    batches.require_end()
+    return batches
 
 
 @contextmanager
@@ -100,12 +109,11 @@ class _Pass:
 class _Run:
     """One model of a recipe."""
 
-    def __init__(self, recipe: Recipe, entry: ModelEntry, console: Console) -> None:
+    def __init__(self, recipe: Recipe, entry: ModelEntry, calibration: Batches, console: Console) -> None:
         self.recipe = recipe
         self.entry = entry
         self.console = console
-        self.calibration = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
-        self.calibration.require_end()
+        self.calibration = calibration
         torch.manual_seed(recipe.seed)
         self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
         self.example = self._example()

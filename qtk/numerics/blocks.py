@@ -44,6 +44,13 @@ def check_fit(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -
         raise SpecError(f"scale or zero point of shape {tuple(values.shape)} does not fit a {described}")
 
 
+def check_range(scale: Tensor, zero_point: Tensor | None, shape: Sequence[int], block_size: Sequence[int]) -> None:
+    """Checks both with ``check_fit``. Raises: SpecError if one does not fit a tensor of ``shape``."""
+    for values in (scale, zero_point):
+        if values is not None:
+            check_fit(values, shape, block_size)
+
+
 def split_shape(shape: Sequence[int], block_size: Sequence[int]) -> tuple[Shape, Shape]:
     """``shape`` with every axis that is cut into blocks split into (blocks, inside), and the inside axes.
 
@@ -75,9 +82,21 @@ def align(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Te
     check_fit(values, shape, block_size)
     values = values.to(torch.float32)
     if not block_size:
-        return values.reshape(1)
+        return values.reshape([1] if shape else [])
     split, inside = split_shape(shape, block_size)
     return values.reshape([1 if axis in inside else length for axis, length in enumerate(split)])
+
+
+def sum_blocks(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
+    """Sums over the elements that share a scale. Shape: ``values`` in the split shape, or a piece; result as ``align``.
+
+    >>> sum_blocks(torch.ones(8, 4, 32), (8, 128), (1, 32)).shape
+    torch.Size([8, 4, 1])
+    """
+    if not block_size:
+        return values.sum().reshape([1] if shape else [])
+    inside = split_shape(shape, block_size)[1]
+    return values.sum(inside, keepdim=True) if inside else values
 
 
 def flat(x: Tensor) -> Tensor | None:
@@ -113,6 +132,7 @@ def pieces(
     aligned = [None if value is None else align(value, shape, block_size) for value in values]
     if not shape:
         views = [tensor.reshape(1) for tensor in tensors]
+        aligned = [None if value is None else value.reshape(1) for value in aligned]
     else:
         split = split_shape(shape, block_size)[0] if block_size else shape
         views = list(tensors) if split == shape else [tensor.view(split) for tensor in tensors]

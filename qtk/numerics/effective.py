@@ -25,7 +25,7 @@ def effective_scale(scale: Tensor) -> Tensor:
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 
-def scale_gradient(effective_gradient: Tensor, scale: Tensor) -> Tensor:
+def effective_scale_backward(effective_gradient: Tensor, scale: Tensor) -> Tensor:
     """Gradient of ``scale``, given that of its effective scale; 0 where the scale is clamped to ``SMALLEST_SCALE``."""
     return torch.where(scale.abs() >= SMALLEST_SCALE, effective_gradient * scale.sign(), 0.0)
 

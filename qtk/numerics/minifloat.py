@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
-from qtk.numerics.blocks import align, split_shape
-from qtk.numerics.effective import effective_scale, scale_gradient
+from qtk.numerics.blocks import align, split_shape, sum_blocks
+from qtk.numerics.effective import effective_scale, effective_scale_backward
 
 _BIAS, _MANTISSA_BITS = 127, 23
 """Exponent bias and mantissa bits of float32."""
@@ -61,10 +61,8 @@ def fake_quantize_backward(
     inside, error = derivative_by_scale(x, scale, block_size, format)
     grad_split = grad.reshape(inside.shape)
     dx = torch.empty_like(x, dtype=grad.dtype).copy_(torch.where(inside, grad_split, 0.0).reshape(x.shape))
-    axes = split_shape(x.shape, block_size)[1]
-    effective_gradient = grad_split * error
-    summed = effective_gradient.sum(axes) if axes else effective_gradient
-    return dx, scale_gradient(summed.reshape(scale.shape).to(torch.float32), scale)
+    summed = sum_blocks(grad_split * error, x.shape, block_size)
+    return dx, effective_scale_backward(summed.reshape(scale.shape).to(torch.float32), scale)
 
 
 def derivative_by_scale(
@@ -100,4 +98,4 @@ def _in_steps(x: Tensor, scale: Tensor, block_size: Sequence[int]) -> tuple[Tens
     """``x / scale`` in the split shape of the blocks, and the scale broadcastable against it."""
     aligned_scale = align(effective_scale(scale), x.shape, block_size)
     split = split_shape(x.shape, block_size)[0]
-    return x.to(torch.float32).reshape(split) / (aligned_scale if x.ndim else aligned_scale.reshape(())), aligned_scale
+    return x.to(torch.float32).reshape(split) / aligned_scale, aligned_scale

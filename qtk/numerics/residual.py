@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import align, pieces, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
+from qtk.numerics.blocks import align, pieces, split_shape, sum_blocks
+from qtk.numerics.effective import effective_scale, effective_scale_backward, effective_zero_point
 
 RESOLUTION = 65530
 """Units of a learned range's residual in one step of the scale."""
@@ -103,11 +103,12 @@ def fake_quantize_backward(
         inside = is_inside(kept)
         out.copy_(torch.where(inside, grad_part, 0.0))
         if of_zero is not None:
-            of_zero.sub_(_sum(torch.where(inside, 0.0, grad_part.float()), residual.shape, block_size) * part_scale)
+            clipped = torch.where(inside, 0.0, grad_part.float())
+            of_zero.sub_(sum_blocks(clipped, residual.shape, block_size) * part_scale)
         if of_scale is not None:
             error = _error(kept, 0.0 if zero is None else zero, qmin, qmax)
-            of_scale.add_(_sum(error.mul_(grad_part), residual.shape, block_size))
-    return grad_x, None if grad_scale is None else scale_gradient(grad_scale, stored_scale), grad_zero_point
+            of_scale.add_(sum_blocks(error.mul_(grad_part), residual.shape, block_size))
+    return grad_x, None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale), grad_zero_point
 
 
 def is_inside(residual: Tensor) -> Tensor:
@@ -128,10 +129,9 @@ def derivative_by_scale(
 ) -> tuple[Tensor, Tensor]:
     """As ``qtk.numerics.straight_through.derivative_by_scale``, from the residual of a learned range."""
     shape = split_shape(residual.shape, block_size)[0]
-    zero: Tensor | float = 0.0
-    if zero_point is not None:
-        zero = align(effective_zero_point(zero_point, qmin, qmax), residual.shape, block_size)
-        zero = zero if shape else zero.reshape(())
+    zero = 0.0 if zero_point is None else align(
+        effective_zero_point(zero_point, qmin, qmax), residual.shape, block_size
+    )
     residual = residual.reshape(shape)
     return is_inside(residual), _error(residual, zero, qmin, qmax)
 
@@ -153,11 +153,3 @@ def is_positive(residual: Tensor, dtype: torch.dtype) -> Tensor:
     if residual.dtype == torch.int8:
         return residual.to(dtype)
     return torch.ne(residual, EXACT_ZERO, out=torch.empty_like(residual, dtype=dtype))
-
-
-def _sum(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
-    """Sums over the elements that share a scale. Shape: ``values`` a piece; result as its aligned scales."""
-    if not block_size:
-        return values.sum().reshape(1)
-    inside = split_shape(shape, block_size)[1]
-    return values.sum(inside, keepdim=True) if inside else values

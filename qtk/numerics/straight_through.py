@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import align, pieces, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
+from qtk.numerics.blocks import align, pieces, split_shape, sum_blocks
+from qtk.numerics.effective import effective_scale, effective_scale_backward, effective_zero_point
 
 
 def fake_quantize_backward(
@@ -60,13 +60,21 @@ def fake_quantize_backward(
         if straight is not out:
             out.copy_(straight)
         if of_zero is not None:
-            of_zero.sub_(_sum(grad_part - straight, x.shape, block_size) * part_scale)
+            of_zero.sub_(sum_blocks(grad_part - straight, x.shape, block_size) * part_scale)
         if of_scale is not None:
             _inside(steps, code, qmin, qmax, out=steps)
             code.clamp_(qmin, qmax)
             real = code if zero is None else code.sub_(zero)
-            of_scale.add_(_sum(real.sub_(steps).mul_(grad_part), x.shape, block_size))
-    return grad_x, None if grad_scale is None else scale_gradient(grad_scale, stored_scale), grad_zero_point
+            of_scale.add_(sum_blocks(real.sub_(steps).mul_(grad_part), x.shape, block_size))
+    return grad_x, None if grad_scale is None else effective_scale_backward(grad_scale, stored_scale), grad_zero_point
+
+
+def empty_if_unwanted(
+    gradients: tuple[Tensor, Tensor | None, Tensor | None], scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as an operator returns them: an empty tensor, each its own memory, where they are ``None``."""
+    dx, dscale, dzero_point = (scale.new_empty(0) if part is None else part for part in gradients)
+    return dx, dscale, dzero_point
 
 
 def second_backward(
@@ -89,18 +97,16 @@ def second_backward(
     of_dx, of_dscale, of_dzero = of_grads
     shape, upstream = grad.shape, grad.to(torch.float32).reshape(inside.shape)
     of_grad = torch.where(inside, of_dx.to(torch.float32).reshape(inside.shape), 0.0)
-    clipped = torch.where(inside, 0.0, upstream)
-    axes = split_shape(shape, block_size)[1]
-    clipped = (clipped.sum(axes) if axes else clipped).reshape(scale.shape)
+    clipped = sum_blocks(torch.where(inside, 0.0, upstream), shape, block_size).reshape(scale.shape)
     of_scale = of_zero_point = torch.zeros_like(scale)
     if of_dscale is not None:
-        signed = scale_gradient(of_dscale, scale)
-        of_grad = of_grad + _aligned(signed, shape, block_size) * error
+        signed = effective_scale_backward(of_dscale, scale)
+        of_grad = of_grad + align(signed, shape, block_size) * error
         of_zero_point = -signed * clipped
     if of_dzero is not None:
-        drop = _aligned(of_dzero * effective_scale(scale), shape, block_size)
+        drop = align(of_dzero * effective_scale(scale), shape, block_size)
         of_grad = of_grad - torch.where(inside, 0.0, drop)
-        of_scale = -scale_gradient(of_dzero * clipped, scale)
+        of_scale = -effective_scale_backward(of_dzero * clipped, scale)
     return of_grad.reshape(shape).to(grad.dtype), of_scale, of_zero_point
 
 
@@ -108,19 +114,12 @@ def derivative_by_scale(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor]:
     """Where the code is not clamped, and the derivative of x̂ by the effective scale. Shape: the split shape of x."""
-    step = _aligned(effective_scale(scale), x.shape, block_size)
-    zero = 0.0 if zero_point is None else _aligned(
-        effective_zero_point(zero_point, qmin, qmax), x.shape, block_size
-    )
+    step = align(effective_scale(scale), x.shape, block_size)
+    zero = 0.0 if zero_point is None else align(effective_zero_point(zero_point, qmin, qmax), x.shape, block_size)
     ratio = x.to(torch.float32).reshape(split_shape(x.shape, block_size)[0]) / step
     code = ratio.round() + zero
     inside = (code >= qmin) & (code <= qmax)
     return inside, torch.where(inside, ratio.round() - ratio, code.clamp(qmin, qmax) - zero)
-
-
-def _aligned(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
-    lined = align(values, shape, block_size)
-    return lined if shape else lined.reshape(())
 
 
 def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) -> None:
@@ -130,11 +129,3 @@ def _inside(values: Tensor, code: Tensor, qmin: int, qmax: int, *, out: Tensor) 
     torch.ops.aten.hardtanh_backward.grad_input(
         values, code.nan_to_num(torch.inf), qmin - 1, qmax + 1, grad_input=out
     )
-
-
-def _sum(values: Tensor, shape: Sequence[int], block_size: Sequence[int]) -> Tensor:
-    """Sums over the elements that share a scale. Shape: ``values`` a piece; result as its aligned scales."""
-    if not block_size:
-        return values.sum().reshape(1)
-    inside = split_shape(shape, block_size)[1]
-    return values.sum(inside, keepdim=True) if inside else values

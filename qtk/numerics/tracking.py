@@ -4,8 +4,8 @@
     symmetric:   scale ← scale + momentum · (max(high / qmax, low / qmin) - scale)
     asymmetric:  the same for both ends of the range, (qmin - zero_point) · scale and (qmax - zero_point) · scale
 
-With momentum 1 that is ``qtk.numerics.ranges.choose_range``. The zero point is not rounded here, or small moves would
-be lost; it is rounded where it is used.
+A scale of 0 becomes 1. With momentum 1 that is ``qtk.numerics.ranges.choose_range``. The zero point is not rounded
+here, or small moves would be lost; it is rounded where it is used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def tracked_range(
     low, high = low.to(torch.float64).clamp(max=0.0), high.to(torch.float64).clamp(min=0.0)
     old_scale = scale.to(torch.float64)
     if zero_point is None:
-        newest = torch.maximum(high / qmax, low / qmin)
-        found = torch.where(newest == 0, 1.0, newest.clamp(min=SMALLEST_SCALE))
-        moved = torch.lerp(old_scale, found, momentum)
-        return torch.where(torch.isfinite(moved), moved, old_scale).to(torch.float32), None
+        moved = torch.lerp(old_scale, torch.maximum(high / qmax, low / qmin), momentum)
+        positive = torch.where(moved == 0, 1.0, moved.clamp(min=SMALLEST_SCALE))
+        return torch.where(torch.isfinite(moved), positive, old_scale).to(torch.float32), None
     old_low, old_high = (qmin - zero_point) * old_scale, (qmax - zero_point) * old_scale
     low, high = torch.lerp(old_low, low, momentum), torch.lerp(old_high, high, momentum)
     width = (high - low) / (qmax - qmin)

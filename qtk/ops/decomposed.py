@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtk.numerics.blocks import align, split_shape
-from qtk.numerics.effective import effective_scale, effective_zero_point, scale_gradient
+from qtk.numerics.blocks import align, split_shape, sum_blocks
+from qtk.numerics.effective import effective_scale, effective_scale_backward, effective_zero_point
 
 
 class FakeQuantize(torch.autograd.Function):
@@ -41,11 +41,11 @@ class FakeQuantize(torch.autograd.Function):
         of_scale = of_zero_point = None
         if wants_scale:
             error = torch.where(inside, code - zero - ratio, code.clamp(qmin, qmax) - zero)
-            effective_gradient = _sum(upstream * error, block_size, x.shape).reshape(scale.shape)
-            of_scale = scale_gradient(effective_gradient, scale)
+            effective_gradient = sum_blocks(upstream * error, x.shape, block_size).reshape(scale.shape)
+            of_scale = effective_scale_backward(effective_gradient, scale)
         if wants_zero_point:
             clipped = torch.where(inside, 0.0, upstream.float())
-            of_zero_point = -(_sum(clipped, block_size, x.shape).reshape(scale.shape) * effective_scale(scale))
+            of_zero_point = -(sum_blocks(clipped, x.shape, block_size).reshape(scale.shape) * effective_scale(scale))
         return dx, of_scale, of_zero_point, None, None, None
 
 
@@ -65,9 +65,4 @@ def _scaled_and_aligned(
     split = split_shape(x.shape, block_size)[0]
     step = align(effective_scale(scale), x.shape, block_size)
     zero = 0.0 if zero_point is None else align(effective_zero_point(zero_point, qmin, qmax), x.shape, block_size)
-    return x.to(torch.float32).reshape(split) / (step if x.ndim else step.reshape(())), step, zero
-
-
-def _sum(values: Tensor, block_size: Sequence[int], shape: Sequence[int]) -> Tensor:
-    inside = split_shape(shape, block_size)[1]
-    return values.sum(inside) if inside else values
+    return x.to(torch.float32).reshape(split) / step, step, zero

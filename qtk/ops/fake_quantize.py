@@ -17,9 +17,9 @@ from torch import Tensor
 
 from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import affine, straight_through
-from qtk.numerics.blocks import check_fit
+from qtk.numerics.blocks import check_range
 from qtk.ops.decomposed import FakeQuantize
-from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, saves_residual
+from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, is_learned, saves_residual
 from qtk.torch_private import below_autograd
 
 _NATIVE = load_native() is None
@@ -41,13 +41,11 @@ def _backward(
     grad: Tensor, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dscale, dzero_point = straight_through.fake_quantize_backward(
+    gradients = straight_through.fake_quantize_backward(
         grad, input, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
         wants_zero_point=wants_zero_point,
     )
-    # an op cannot return None, and its results may not share memory
-    empty = scale.new_empty(0)
-    return dx, empty if dscale is None else dscale, empty.clone() if dzero_point is None else dzero_point
+    return straight_through.empty_if_unwanted(gradients, scale)
 
 
 torch.library.impl("qtk::fake_quantize_backward", "CompositeExplicitAutograd", _backward)
@@ -165,27 +163,19 @@ def fake_quantize(
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
         return result
-    if not torch.compiler.is_compiling() and saves_residual(x, scale, zero_point):
-        check_fit(scale, x.shape, block_size)
-        return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _needs_grad(scale, zero_point):
-        check_fit(scale, x.shape, block_size)
-        result = _Learned.apply(x, scale, zero_point, block_size, qmin, qmax)
-        return result
-    if _NATIVE:
-        try:
+    is_compiling = torch.compiler.is_compiling()
+    try:
+        if not is_compiling and saves_residual(x, scale, zero_point):
+            return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)
+        if not is_compiling and torch.is_grad_enabled() and is_learned(scale, zero_point):
+            result = _Learned.apply(x, scale, zero_point, block_size, qmin, qmax)
+            return result
+        if _NATIVE or is_compiling or (torch.is_grad_enabled() and x.requires_grad):
             result = _OP(x, scale, zero_point, block_size, qmin, qmax)
-        except ValueError:
-            check_fit(scale, x.shape, block_size)  # raises a SpecError with the shapes
-            raise
+            return result
+        with below_autograd():  # the op's autograd layer is Python: as slow as the math of a small x
+            result = _OP(x, scale, zero_point, block_size, qmin, qmax)
         return result
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _needs_grad(x)):
-        result = _OP(x, scale, zero_point, block_size, qmin, qmax)
-        return result
-    with below_autograd():  # the op's autograd layer is Python: as slow as the math of a small x
-        result = _OP(x, scale, zero_point, block_size, qmin, qmax)
-    return result
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    except ValueError:
+        check_range(scale, zero_point, x.shape, block_size)  # raises a SpecError with the shapes
+        raise

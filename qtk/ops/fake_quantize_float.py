@@ -97,11 +97,10 @@ def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(grad, input, scale)
 
 
-def _autograd_twice(ctx: Any, of_dx: Tensor | None, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_twice(ctx: Any, of_dx: Tensor, of_scale: Tensor) -> tuple[Tensor | None, ...]:
     """Second derivatives: x̂ is linear in x and scale almost everywhere, so only the upstream gradient has one."""
     grad, input, scale = ctx.saved_tensors
     block_size, *numbers = ctx.spec
-    of_dx = torch.zeros_like(grad) if of_dx is None else of_dx
     if not ctx.wants_scale:
         twice, _ = torch.ops.qtk.fake_quantize_float_backward.default(of_dx, input, scale, *ctx.spec, False)
         return twice, *[None] * 7

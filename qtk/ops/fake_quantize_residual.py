@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtk.kernels.backends import triton_unavailable
 from qtk.numerics import residual as numerics
-from qtk.numerics.straight_through import second_backward
+from qtk.numerics.straight_through import empty_if_unwanted, second_backward
 from qtk.torch_private import is_traced, keep_result_as, saves_result
 
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
@@ -34,12 +34,11 @@ def _backward(
     grad: Tensor, residual: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int,
     qmax: int, wants_scale: bool, wants_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, *of_range = numerics.fake_quantize_backward(
+    gradients = numerics.fake_quantize_backward(
         grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
         wants_zero_point=wants_zero_point,
     )
-    of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
-    return dx, of_scale, of_zero
+    return empty_if_unwanted(gradients, scale)
 
 
 def _on_gpu(
@@ -101,7 +100,7 @@ class _Backward(torch.autograd.Function):
         grad, residual, scale, zero_point = ctx.saved_tensors
         block_size, qmin, qmax, wants_scale, wants_zero_point = ctx.spec
         if not wants_scale and not wants_zero_point:
-            dx, _, _ = _BACKWARD(of_dx, residual, scale, zero_point, block_size, qmin, qmax, False, False)
+            dx, _, _ = _Backward.apply(of_dx, residual, scale, zero_point, block_size, qmin, qmax, False, False)
             return dx, *[None] * 8
         inside, error = numerics.derivative_by_scale(residual, zero_point, block_size, qmin, qmax)
         of_grads = (of_dx, of_dscale if wants_scale else None, of_dzero_point if wants_zero_point else None)

@@ -59,7 +59,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """``x``, whose gradient is multiplied by ``factor``.
+    """``x``, whose gradient is multiplied by ``factor``; detached if that is 0.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_gradient(x, 0.5).sum().backward()
@@ -68,5 +68,38 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """
     if factor == 1 or not torch.is_grad_enabled():
         return x
+    if factor == 0:
+        return x.detach()
     result: Tensor = _ScaleGradient.apply(x, factor)
     return result
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(result: Tensor, *parameters: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, *parameters = inputs
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def with_zero_gradients(result: Tensor, *parameters: Tensor | None) -> Tensor:
+    """``result``, whose backward pass gives ``parameters`` gradients of 0, whatever reaches it.
+
+    >>> held = torch.ones(2, requires_grad=True)
+    >>> (with_zero_gradients(torch.ones(3), held) * torch.inf).sum().backward()
+    >>> held.grad
+    tensor([0., 0.])
+    """
+    if not torch.is_grad_enabled():
+        return result
+    zeroed: Tensor = _WithZeroGradients.apply(result, *(each for each in parameters if each is not None))
+    return zeroed

@@ -17,7 +17,7 @@ from qtk.nn.tap import Tap
 from qtk.numerics.effective import SMALLEST_SCALE, effective_zero_point
 from qtk.numerics.tracking import tracked_range
 from qtk.observers.observer import Observer
-from qtk.ops.gradient_scale import GradientScale, scale_gradient
+from qtk.ops.gradient_scale import GradientScale, scale_gradient, with_zero_gradients
 from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.ops.statistics import min_max
@@ -116,7 +116,9 @@ class Quantizer(Tap):
         zero_point = self.zero_point
         if self._learns or self.momentum is not None:
             scale, zero_point = self._moved(x, scale, zero_point)
-            return simulate(x, self.spec, scale, zero_point)
+            result = simulate(x, self.spec, scale, zero_point)
+            is_held = self._learns and not scale.requires_grad
+            return with_zero_gradients(result, self.scale_factor, self.zero_point_shift) if is_held else result
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.weight_cache.enabled:
             return simulate(x, self.spec, scale, zero_point)
         return self.weight_cache.get(
@@ -266,7 +268,9 @@ class Quantizer(Tap):
     def _tracked(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The range after it has followed ``x``; the buffers are set to it."""
+        """The range after it has followed ``x``, unless that is empty; the buffers are set to it."""
+        if not x.numel():
+            return scale, zero_point
         with torch.no_grad():
             extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
             low, high = (extreme.reshape(scale.shape) for extreme in extremes)

@@ -187,6 +187,16 @@ def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tm
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("verb", [quantize, export])
+def test_the_end_of_a_calibration_is_looked_for_once_for_all_models(project, tmp_path, monkeypatch, verb):
+    done, build = [], module.build_model
+    monkeypatch.setattr(module.Batches, "require_end", lambda self: done.append("end"))
+    monkeypatch.setattr(module, "build_model", lambda *args, **options: done.append("model") or build(*args, **options))
+    models = [{"name": name, "model": f"{project.module}:net"} for name in ("first", "second")]
+    verb(load_recipe(project.recipe(models=models)), tmp_path / "results", force=False, console=silent())
+    assert done == ["end", "model", "model"]
+
+
 def test_endless_data_is_cut_at_the_number_of_batches(project, tmp_path):
     data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:endless",
             "num_batches": 2, "num_evaluation_batches": 3}

@@ -1,6 +1,6 @@
 import torch
 
-from qtk.numerics.effective import SMALLEST_SCALE, effective_scale, effective_zero_point, scale_gradient
+from qtk.numerics.effective import SMALLEST_SCALE, effective_scale, effective_scale_backward, effective_zero_point
 
 
 def test_a_scale_acts_by_its_size_and_its_gradient_is_that_of_autograd():
@@ -9,7 +9,7 @@ def test_a_scale_acts_by_its_size_and_its_gradient_is_that_of_autograd():
     assert acting.tolist() == [0.5, 0.25, SMALLEST_SCALE, SMALLEST_SCALE, 2 * SMALLEST_SCALE, SMALLEST_SCALE]
     slope = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     expected, = torch.autograd.grad(acting, scale, slope)
-    assert scale_gradient(slope, scale.detach()).tolist() == expected.tolist() == [1, -2, 0, 0, 5, 0]
+    assert effective_scale_backward(slope, scale.detach()).tolist() == expected.tolist() == [1, -2, 0, 0, 5, 0]
 
 
 def test_a_zero_point_acts_as_the_nearest_code_ties_to_even():

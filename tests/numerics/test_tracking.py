@@ -38,6 +38,16 @@ def test_each_end_of_the_range_moves_by_the_momentum():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
+def test_zeros_shrink_a_range_towards_0_and_leave_1_where_it_ends(symmetric):
+    spec, nothing = QuantSpec(dtype("int8"), symmetric=symmetric), torch.zeros(1)
+    start = choose_range(-torch.ones(1), torch.ones(1), spec)
+    scale, zero = tracked(nothing, nothing, start, spec, 0.25)
+    torch.testing.assert_close(scale, 0.75 * start[0])
+    assert symmetric or torch.equal(zero.round(), start[1].float())
+    assert tracked(nothing, nothing, start, spec, 1.0)[0] == 1
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_what_is_not_finite_changes_nothing(symmetric, broken):
     spec = QuantSpec(dtype("int8"), symmetric=symmetric)

@@ -4,9 +4,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qtk.errors import SpecError
+from qtk.kernels.backends import load_native
 from qtk.numerics import affine
 from qtk.numerics.straight_through import fake_quantize_backward
 from qtk.ops.fake_quantize import fake_quantize
+from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 
 CASES = {  # shape, scale shape, block size
     "per_tensor": ((6, 8), (1,), []),
@@ -235,12 +237,30 @@ def test_first_and_second_derivatives_of_a_learned_range_are_those_of_lsq_plus_i
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.skipif(load_native() is not None, reason="torch.library's autograd takes results for constants")
+@pytest.mark.parametrize("derivative", [torch.func.jacfwd, torch.func.hessian])
+@pytest.mark.parametrize("quantize", [
+    lambda x: fake_quantize(x * 1, torch.ones(1), None, [], -8, 7),
+    lambda x: fake_quantize(x, torch.ones(1), torch.zeros(1), [], -8, 7),
+    lambda x: fake_quantize_dynamic(x, [], -8, 7, symmetric=True),
+], ids=["value", "zero point", "dynamic"])
+def test_forward_mode_has_no_derivatives(derivative, quantize):
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        derivative(lambda x: quantize(x).pow(2).sum())(torch.randn(5))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap():
     x = torch.randn(3, 4)
     result = torch.vmap(lambda row: fake_quantize(row, torch.ones(1), None, [], -8, 7))(x)
     assert torch.equal(result, affine.fake_quantize(x, torch.ones(1), None, [], -8, 7))
 
 
-def test_scales_that_do_not_fit_are_refused():
+@pytest.mark.parametrize("trained", ["nothing", "parameter", "value", "range"])
+@pytest.mark.parametrize(("scales", "zero_points"), [(3, None), (3, 3), (4, 1), (4, 5)])
+def test_scales_and_zero_points_that_do_not_fit_are_refused(scales, zero_points, trained):
+    x = torch.zeros(4, 4, requires_grad=trained in ("parameter", "value"))
+    scale = torch.ones(scales, requires_grad=trained == "range")
+    zero = None if zero_points is None else torch.zeros(zero_points)
     with pytest.raises(SpecError, match="does not fit"):
-        fake_quantize(torch.zeros(4, 4), torch.ones(3), None, [1, -1], -8, 7)
+        fake_quantize(x * 1 if trained == "value" else x, scale, zero, [1, -1], -8, 7)

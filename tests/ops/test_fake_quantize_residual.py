@@ -51,6 +51,22 @@ def test_of_a_value_gradients_are_those_of_a_parameter(case, zero_point, kind, g
         torch.testing.assert_close(own, other, rtol=1e-5, atol=bound)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_of_a_value_all_derivatives_are_those_of_a_parameter(learned):
+    """Of the cube, whose derivatives of any order are not 0."""
+
+    def third(prepare):
+        x = torch.tensor([0.3, 0.7, 1.1, 9.0], requires_grad=True)
+        result = fake_quantize(prepare(x), SCALE.clone().requires_grad_(learned), None, *SPEC)
+        first, = torch.autograd.grad(result.pow(3).sum(), x, create_graph=True)
+        second, = torch.autograd.grad(first.pow(3).sum(), x, create_graph=True)
+        return second.detach(), torch.autograd.grad(second.sum(), x)[0]
+
+    for own, exact in zip(third(lambda x: x * 1), third(lambda x: x), strict=True):
+        assert torch.equal(own, exact)
+        assert own[:3].all()
+
+
 def saved_bytes(run):
     """Bytes a value that the graph of ``run`` keeps."""
     sizes = []

@@ -395,6 +395,24 @@ def test_gradients_are_those_of_autograd_times_that_of_lsq(spec, static):
             torch.testing.assert_close(own, other * scaled_by)
 
 
+def test_a_held_range_costs_as_little_as_a_fixed_one():
+    x, sizes = torch.randn(4, 100, requires_grad=True), {}
+
+    def run(quantizer):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+            result = quantizer(x * 1)
+        sizes[quantizer] = sum(each.nbytes for each in kept)
+        return result
+
+    fixed, held = calibrated(OUTPUT), calibrated(OUTPUT)
+    held.learn_range(GradientScale.HELD)
+    run(fixed)
+    run(held).backward(torch.full((4, 100), torch.inf))
+    assert sizes[held] == sizes[fixed]
+    assert all(not parameter.grad.any() for parameter in held.parameters())
+
+
 def test_a_fixed_range_is_a_valid_encoding_in_buffers():
     quantizer = calibrated(OUTPUT)
     quantizer.learn_range()
@@ -425,6 +443,14 @@ def test_a_range_that_follows_its_tensor_is_that_of_min_max(spec):
     quantizer.frozen = True
     quantizer(x)
     assert torch.equal(quantizer.encoding.scale, 2 * expected.scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_a_range_does_not_follow_an_empty_tensor(shape):
+    quantizer = calibrated(OUTPUT)
+    quantizer.momentum, before = 0.5, quantizer.encoding
+    assert quantizer(torch.ones(shape)).shape == shape
+    assert quantizer.encoding.equals(before)
 
 
 def test_a_range_that_follows_slowly_keeps_fractions_of_a_zero_point():

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -215,3 +216,29 @@ def test_gradient_scaling_is_chosen_site_by_site():
     sim.learn_ranges("*:out", gradient_scale=None)
     assert sim.quantizers["0.weight"].gradient_scale is GradientScale.LSQ
     assert sim.quantizers["1:out"].gradient_scale is GradientScale.NONE
+
+
+def saved_and_loaded(model, file):
+    torch.save(model, file)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [
+    lambda model, file: pickle.loads(pickle.dumps(model)), saved_and_loaded, lambda model, file: copy.deepcopy(model),
+], ids=["pickle", "torch.save", "deepcopy"])
+def test_a_copy_of_a_model_in_training_computes_and_trains_alike(copied, tmp_path):
+    sim = simulated()
+    sim.learn_ranges()
+    optimizer = optimizer_of(sim)
+    train(sim, optimizer, steps=2)
+    optimizer.zero_grad()
+    model = copied(sim.model, tmp_path / "model.pt")
+    for each in (sim.model, model):
+        loss = sum(each(x).square().sum() for x in batches())
+        loss.backward()
+    assert torch.equal(model(batches()[0]), sim.model(batches()[0]))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert any(name.endswith("scale_factor") for name in gradients)
+    for name, parameter in sim.model.named_parameters():
+        assert torch.equal(gradients[name], parameter.grad)
+        assert parameter.grad is not gradients[name]

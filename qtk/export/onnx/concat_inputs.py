@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.int8_movement import MOVEMENT
+from qtk.export.onnx.moved_codes import CARRIED
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import SITES
 
@@ -91,7 +91,7 @@ def _is_dequantized(value: ir.Value | None) -> bool:
     if dequantize is not None:
         return not codes_of(dequantize).is_initializer()
     producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type in MOVEMENT and _is_dequantized(producer.inputs[0])
+    return producer is not None and producer.op_type in CARRIED and _is_dequantized(producer.inputs[0])
 
 
 def _scale_and_zero_point(quantize: ir.Node) -> tuple[np.ndarray, np.ndarray] | None:

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtk.export.onnx.moved_codes import CARRIED
 from qtk.export.onnx.node_writer import insert_before, value_of
 from qtk.export.onnx.value_names import ValueNames
-
-MOVEMENT = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
-"""What ONNX Runtime moves QuantizeLinear and DequantizeLinear through."""
 
 
 def quantize_around_movement(graph: ir.Graph, names: ValueNames) -> None:
     """Rewrites ``graph`` and its subgraphs. In place."""
-    nodes = [node for node in graph.all_nodes() if node.op_type in MOVEMENT]
+    nodes = [node for node in graph.all_nodes() if node.op_type in CARRIED]
     for node in nodes:
         dequantize = _int8_dequantize(node.inputs[0])
         if dequantize is not None and not _is_constant(dequantize):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.moved_codes import CARRIED
+from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.value_names import ValueNames
 
@@ -36,4 +36,4 @@ def _is_dequantized(value: ir.Value | None) -> bool:
     if dequantize is not None:
         return not codes_of(dequantize).is_initializer()
     producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type in CARRIED and _is_dequantized(producer.inputs[0])
+    return producer is not None and producer.op_type in FOLLOWED and _is_dequantized(producer.inputs[0])

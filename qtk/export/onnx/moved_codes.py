@@ -20,8 +20,11 @@ import onnx_ir as ir
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
 from qtk.export.onnx.value_names import ValueNames
 
-CARRIED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Identity")
-"""Operators that ONNX Runtime carries a DequantizeLinear through."""
+CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that ONNX Runtime carries QuantizeLinear and DequantizeLinear through."""
+
+FOLLOWED = (*CARRIED, "Identity")
+"""Those, and one that it removes."""
 
 NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat", "MaxPool")
 
@@ -51,7 +54,7 @@ def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
     chain: list[ir.Node] = []
     while value is not None and dequantize_of(value) is None:
         producer = value.producer()
-        if producer is None or producer.op_type not in CARRIED:
+        if producer is None or producer.op_type not in FOLLOWED:
             return
         chain.append(producer)
         value = producer.inputs[0]

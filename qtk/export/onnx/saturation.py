@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qtk.core.spec import QuantSpec
+from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 
 SUMS = range(-(2**15), 2**15)
@@ -25,10 +26,7 @@ SUMS = range(-(2**15), 2**15)
 FACTORS = {"Conv": (0, 1), "Gemm": (0, 1), "MatMul": (0, 1), "QLinearMatMul": (0, 3)}
 """Operators that ONNX Runtime computes in integers → the places of what they multiply, the weight last."""
 
-MOVING = (
-    "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather", "Expand", "Cast",
-    "Pad",
-)
+MOVING = (*FOLLOWED, "Flatten", "Split", "Gather", "Expand", "Cast", "Pad")
 """Operators that ONNX Runtime, or the export, lets move codes between a DequantizeLinear and a product."""
 
 

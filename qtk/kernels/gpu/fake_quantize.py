@@ -24,7 +24,7 @@ from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places
 from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
-from qtk.numerics.blocks import check_fit
+from qtk.numerics.blocks import check_range
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of the tensor, its scales and its zero points."""
@@ -237,7 +237,7 @@ def forward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    check_fit(scale, x.shape, block_size)
+    check_range(scale, zero_point, x.shape, block_size)
     result = torch.empty_like(x)
     kept = result if residual is None else torch.empty_like(x, dtype=residual)
     if not x.numel():
@@ -269,7 +269,7 @@ def backward(
 
     Raises: SpecError if scale or zero point do not fit ``x``.
     """
-    check_fit(scale, x.shape, block_size)
+    check_range(scale, zero_point, x.shape, block_size)
     dx = torch.empty_like(x, dtype=grad.dtype)
     sums = wants_scale or wants_zero_point
     of_scale = torch.empty_like(scale) if sums else scale.new_empty(0)
@@ -320,12 +320,11 @@ def fake_quantize_backward(
     """
 
     def reference(grad: Tensor, x: Tensor) -> Gradients:
-        dx, *of_range = straight_through.fake_quantize_backward(
+        gradients = straight_through.fake_quantize_backward(
             grad, x, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
             wants_zero_point=wants_zero_point,
         )
-        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
-        return dx, of_scale, of_zero
+        return straight_through.empty_if_unwanted(gradients, scale)
 
     grid = Grid(float(qmin), float(qmax))
     return backward(grad, x, scale, zero_point, block_size, grid, wants_scale, wants_zero_point, reference)
@@ -352,12 +351,11 @@ def fake_quantize_residual_backward(
     """
 
     def reference(grad: Tensor, residual: Tensor) -> Gradients:
-        dx, *of_range = residuals.fake_quantize_backward(
+        gradients = residuals.fake_quantize_backward(
             grad, residual, scale, zero_point, block_size, qmin, qmax, wants_scale=wants_scale,
             wants_zero_point=wants_zero_point,
         )
-        of_scale, of_zero = (scale.new_empty(0) if part is None else part for part in of_range)
-        return dx, of_scale, of_zero
+        return straight_through.empty_if_unwanted(gradients, scale)
 
     if residual.dtype == torch.int8 and (wants_scale or wants_zero_point):
         return reference(grad, residual)  # raises

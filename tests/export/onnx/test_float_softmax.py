@@ -16,6 +16,11 @@ class Moved(nn.Module):
         return x.unflatten(0, (-1, 4)).transpose(1, 2).softmax(1)
 
 
+class Pooled(nn.Module):
+    def forward(self, x):
+        return nn.functional.max_pool2d(x[None, None], (2, 1)).flatten(0, 2).softmax(-1)
+
+
 def scores(experts, spread):
     """Near to one another where ``spread`` is small: the scale of their softmax is then far below 1/255."""
     return spread * torch.randn(256, experts, generator=torch.Generator().manual_seed(0))
@@ -28,7 +33,7 @@ def differing_codes(sim, x, folder, *, optimized):
     return np.abs(np.round((got - sim.model(x).detach().numpy()) / scale))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Softmax(-1), lambda: nn.Softmax(0), Moved])
+@pytest.mark.parametrize("make", [lambda: nn.Softmax(-1), lambda: nn.Softmax(0), Moved, Pooled])
 @pytest.mark.parametrize("spread", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_codes_are_those_of_the_simulation(experts, spread, make, tmp_path):

@@ -24,13 +24,18 @@ class Moved(Convolutions):
         return self.activation(self.up(x).flatten(2).transpose(1, 2))
 
 
+class Pooled(Convolutions):
+    def forward(self, x):
+        return self.activation(nn.functional.max_pool2d(self.up(x), 2))
+
+
 X = torch.randn(2, 3, 8, 8)
 CONFIG = {"version": 1, "extends": "onnxruntime", "split_gates": False}
 FUSED = {"gelu": (nn.GELU, "Gelu"), "silu": (nn.SiLU, "QuickGelu")}
 
 
 @pytest.mark.parametrize("name", list(FUSED))
-@pytest.mark.parametrize("net", [Convolutions, Moved])
+@pytest.mark.parametrize("net", [Convolutions, Moved, Pooled])
 def test_an_activation_of_codes_is_one_operator(net, name, tmp_path):
     make, kind = FUSED[name]
     sim = exported(net(make()), X, tmp_path / "out", config=CONFIG)

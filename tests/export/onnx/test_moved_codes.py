@@ -37,6 +37,7 @@ MODELS = {
     "Concat": Moved(lambda y: torch.roll(y, 1, 1)),
     "Expand": Moved(lambda y: y[:, :1].expand(-1, 3, -1)),
     "class token": Moved(lambda y: y[:, 0]),
+    "MaxPool": Moved(lambda y: nn.functional.max_pool2d(y, (2, 1))[:, 0]),
 }
 
 
@@ -50,7 +51,7 @@ def test_the_product_behind_runs_in_integers(name, tmp_path):
         assert steps(sim, x, folder, optimized=optimized).max() < 1.01
 
 
-@pytest.mark.parametrize("name", ["Split", "Pad", "class token"])
+@pytest.mark.parametrize("name", ["Split", "Pad", "class token", "MaxPool"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "move_codes", lambda graph, names: None)
     exported(MODELS[name], torch.randn(2, 5, 8), tmp_path / "out")
@@ -61,6 +62,13 @@ def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
 def test_padding_with_another_number_is_computed_in_float(tmp_path):
     x, folder = torch.randn(2, 5, 8), tmp_path / "out"
     sim = exported(Moved(lambda y: nn.functional.pad(y, (0, 0, 1, 2), value=0.3)), x, folder)
+    assert steps(sim, x, folder, optimized=False).max() < 1.01
+
+
+def test_codes_that_no_maximum_is_defined_for_are_not_moved(tmp_path):
+    x, folder = torch.randn(2, 5, 8), tmp_path / "out"
+    config = {"version": 1, "extends": "default", "rules": [{"match": {"op": "layer_norm"}, "output": {"bits": 16}}]}
+    sim = exported(MODELS["MaxPool"], x, folder, config=config)
     assert steps(sim, x, folder, optimized=False).max() < 1.01
 
 

@@ -61,6 +61,14 @@ def test_weights_that_can_saturate_are_named_at_export(config, names, tmp_path, 
         assert "config='onnxruntime'" in messages[0]
 
 
+def test_weights_behind_pooled_codes_are_named(tmp_path):
+    x = torch.randn(2, 3, 9, 9)
+    sim = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    assert sorted(saturating_weights(tmp_path / "out" / "model.onnx")) == ["0.weight", "3.weight"]
+
+
 def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
     conv = nn.Conv2d(2, 1, (1, 2), bias=False)
     for weight, saturates in (([[100, 1], [1, 100]], False), ([[100, 1], [100, 1]], True)):

@@ -122,9 +122,27 @@ def test_the_reference_evaluator_agrees(tmp_path):
         assert float((torch.from_numpy(got) - sim.model(x)).abs().max()) <= step * 1.001
 
 
-def test_products_of_other_values_stay(tmp_path):
-    """A product whose result is not quantized alone, and one of blocks within a matrix."""
+@pytest.mark.parametrize("options", [
+    {"activation_bits": None},
+    {"config": {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 16}}}},
+], ids=["float result", "blocks within a matrix"])
+def test_products_of_other_values_stay(options, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 64)
-    _, path = exported(tmp_path, Product(), x, activation_bits=None)
+    sim, path = exported(tmp_path, Product(), x, **options)
     assert "QLinearMatMul" not in {node.op_type for node in onnx.load(path).graph.node}
+    (got,) = run_onnx(path, x, optimized=False)
+    torch.testing.assert_close(torch.from_numpy(got), sim.model(x).detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_relu_stays_whose_zeros_are_not_the_lowest_code(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 64)
+    sim = qtk.QuantSim(nn.Sequential(Product(), nn.ReLU()).eval(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.set_range(list(sim.encodings())[-1], -3000.0, 3000.0)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    (got,) = run_onnx(tmp_path / "out" / "model.onnx", x, optimized=False)
+    assert got.min() == 0
+    with torch.no_grad():
+        assert float((torch.from_numpy(got) - sim.model(x)).abs().max()) <= 6000 / 255 * 1.001

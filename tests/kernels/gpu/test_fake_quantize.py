@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qtk.errors import SpecError
 from tests.kernels import conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
@@ -44,6 +45,15 @@ def test_blocks_along_three_axes_are_left_to_the_reference():
     x = torch.randn(4, 6, 8)
     conformance.check_forward(forward, x, scale, zero, ((2, 3, 4), -8, 7))
     conformance.check_backward(backward, torch.randn(4, 6, 8), x, scale, zero, ((2, 3, 4), -8, 7))
+
+
+@pytest.mark.parametrize(("scales", "zero_points"), [(3, 4), (4, 1)])
+def test_ranges_that_do_not_fit_are_refused(scales, zero_points):
+    x, scale, zero = torch.randn(4, 6), torch.ones(scales), torch.zeros(zero_points)
+    with pytest.raises(SpecError, match="does not fit"):
+        forward(x, scale, zero, (1, -1), -8, 7)
+    with pytest.raises(SpecError, match="does not fit"):
+        backward(x, x, scale, zero, (1, -1), -8, 7, True, True)
 
 
 @pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_tiles"])
