@@ -98,3 +98,14 @@ def test_a_batch_counts_once_however_often_it_is_computed(momentum):
     with torch.no_grad():
         view(x)
     assert int(state["body.1.num_batches_tracked"]) == 4
+
+
+def test_a_graph_that_is_retained_is_computed_a_third_time():
+    prepared = qtk.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Sigmoid())).eval(), torch.randn(16, 4))
+    view = qtk.block_view(prepared, "1", checkpoint=True).train()
+    loss = view(torch.randn(16, 4)).sum()
+    loss.backward(retain_graph=True)
+    (first,) = (p.grad.clone() for name, p in view.named_parameters() if name == "0.weight")
+    loss.backward()
+    assert torch.equal(view.get_submodule("0").weight.grad, 2 * first)
+    assert int(view.state_dict()["1.0.num_batches_tracked"]) == 1
