@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtk.capture.holders import Holder
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.graph.block_cut import cut
+from qtk.graph.block_cut import WRITTEN, cut
 from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import prefixes
@@ -41,12 +41,15 @@ class Block(Holder):
         self._codes: list[CapturedGraph] = []
         self._states: list[list[tuple[dict[str, Any], str]]] = []
         self._quantizers: list[list[Quantizer]] = []
+        self._written: list[set[int]] = []
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph of the current call."""
         code, quantizers = self._codes[self._current], self._quantizers[self._current]
         if not (self._recompute and torch.is_grad_enabled()) or any(q.mode is Mode.OBSERVE for q in quantizers):
             return code(*args)  # an observer would see a batch twice
+        # the graph writes to its buffers behind the block, but autograd keeps the arguments as they are
+        args = tuple(arg.clone() if index in self._written[self._current] else arg for index, arg in enumerate(args))
         moving = [vars(quantizer)["_buffers"] for quantizer in quantizers if not quantizer.repeatable]
         state = [*self._states[self._current], *((table, name) for table in moving for name in table)]
         if torch.compiler.is_compiling():  # which writes a batch norm's buffers once, but ranges before they are read
@@ -63,6 +66,8 @@ class Block(Holder):
         """Sets the graphs of its calls."""
         self._codes, self._states = codes, [_state(code) for code in codes]
         self._quantizers = [_quantizers(code) for code in codes]
+        self._written = [{index for index, node in enumerate(code.graph.find_nodes(op="placeholder"))
+                          if node.meta[WRITTEN]} for code in codes]
 
 
 def call_block(block: Block, index: int, *args: object) -> object:

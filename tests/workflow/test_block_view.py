@@ -316,7 +316,7 @@ def test_ranges_that_become_learned_are_learned_in_the_view():
 def test_ranges_that_follow_their_batches_follow_each_once(compiled):
     """A second computation quantizes with the ranges of the first, and moves none."""
     sims, x, seen = [vit(), vit()], torch.randn(BATCH, 1, 8, 8), []
-    views = [qtk.block_view(sim, "blocks.*", checkpoint=recompute) for sim, recompute in zip(sims, (False, True))]
+    views = [qtk.block_view(sim, "blocks.*", checkpoint=again) for sim, again in zip(sims, (False, True), strict=True)]
     for sim, view in zip(sims, views, strict=True):
         schedule = qtk.QatSchedule(sim, observe_until=2)
         run = torch.compile(view, backend="aot_eager") if compiled else view
