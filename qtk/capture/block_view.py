@@ -121,7 +121,7 @@ class _Replay:
         for table, name, value in self._before:
             table[name] = value.clone()  # a graph that is retained is computed a third time
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for (table, name, _), buffer in zip(self._before, self._actual, strict=True):
             table[name] = buffer
         self._actual = []
