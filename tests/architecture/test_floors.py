@@ -38,7 +38,8 @@ HEIGHT = {package: height for height, floor in enumerate(FLOORS) for package in 
 MAX_LINES = 400
 NO_NOUN = {"utils", "util", "helpers", "helper", "common", "misc"}
 BANNED = ("torch.ao", "torch.onnx._internal", "torch.quantization")
-HEAVY = {"triton", "onnx", "onnxruntime", "onnxscript", "torchvision", "timm", "rich", "typer", "matplotlib", "sklearn"}
+HEAVY = {"triton", "onnx", "onnxruntime", "onnxscript", "torchvision", "timm", "rich", "typer", "matplotlib", "sklearn",
+         "sympy"}
 
 
 @dataclass(frozen=True)
