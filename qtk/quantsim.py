@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +30,8 @@ from qtk.planning.planner import RULE_NAMES, plan
 from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
-from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites
+from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
-from qtk.transforms.steps import is_transformed, make
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.compare import SiteError, compare
@@ -43,7 +42,7 @@ from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
 from qtk.workflow.ranges import forget, freeze, set_range
-from qtk.workflow.store import load, restore, save
+from qtk.workflow.store import load, prepare_stored, restore, save
 from qtk.workflow.verify_export import verify_export
 
 
@@ -85,6 +84,7 @@ class QuantSim(Settled, RangeTraining):
         config: a shipped target's name, a path to YAML or AIMET JSON, or the parsed mapping.
         in_place: share the parameters of ``model`` instead of copying them.
         dynamic_shapes: the sizes that may vary, as for ``prepare_model``: ``"all"`` for sequences of any length.
+        variants: examples of other kinds of calls, with labels, without a mask, as for ``prepare_model``.
 
     Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """
@@ -102,16 +102,15 @@ class QuantSim(Settled, RangeTraining):
         config: str | Path | Mapping[str, object] | QuantConfig = "default",
         in_place: bool = False,
         dynamic_shapes: DynamicShapes = "batch",
+        variants: Sequence[ExampleInputs] = (),
     ) -> None:
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
         check_op_names(self.config, RULE_NAMES)
         check_schemes(self.config, calibrator)
-        example = Call(*split_inputs(example_inputs), None)
-        prepared = prepare_own(model, example_inputs, in_place=in_place, dynamic_shapes=dynamic_shapes)
+        prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=dynamic_shapes)
         exclude_paths(prepared, self.config.exclude)
-        if self.config.fold_batch_norms and not is_transformed(prepared):
-            fold_batch_norms(prepared, example)
+        settle_batch_norms(prepared, Call(*split_inputs(example_inputs), None), self.config.fold_batch_norms)
         if self.config.split_gates:
             split_gates(prepared)
         decided = self._plan(prepared, self.config)
@@ -133,8 +132,9 @@ class QuantSim(Settled, RangeTraining):
         return self._plan(prepared, self.config.with_rules_optional())
 
     def _plan(self, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
-        widths = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
-        return plan(prepared, config, **widths, scheme=self.scheme, gone=folded_sites(prepared))
+        with as_folded(prepared) as gone:
+            return plan(prepared, config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
+                        scheme=self.scheme, gone=gone)
 
     @property
     def model(self) -> PreparedModel:
@@ -304,7 +304,7 @@ class QuantSim(Settled, RangeTraining):
         ['encodings.json', 'encodings_aimet_1.0.0.json', 'encodings_aimet_2.0.0.json']
 
         Args:
-            directory: where the files will be: ``model.onnx``, ``encodings.json`` and AIMET's schemas beside it.
+            directory: where the files will be: ``model.onnx``, ``model.pt2``, ``encodings.json`` and AIMET's schemas.
             formats: names, or one name, from ``qtk.EXPORTERS``.
             force: replace an existing directory.
             opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
@@ -312,8 +312,8 @@ class QuantSim(Settled, RangeTraining):
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
             the model, or a file read back differs from the simulation; nothing is written then.
         """
-        inputs, check = self.example_inputs, self.check
-        export(self.simulation, inputs, directory, check=check, formats=formats, force=force, opset=opset)
+        export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
+               opset=opset)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,
@@ -369,7 +369,7 @@ class QuantSim(Settled, RangeTraining):
     @classmethod
     def load(
         cls, directory: str | os.PathLike[str], model: nn.Module, example_inputs: ExampleInputs, *,
-        in_place: bool = False,
+        in_place: bool = False, variants: Sequence[ExampleInputs] = (),
     ) -> QuantSim:
         """Loads a simulation that ``save`` wrote, for the float ``model`` that it was made from.
 
@@ -384,6 +384,7 @@ class QuantSim(Settled, RangeTraining):
             model: the float model, whose parameter values do not matter; prepared, if ``dynamic_shapes`` are explicit.
             example_inputs: as for the constructor.
             in_place: share the parameters of ``model``, and so overwrite them.
+            variants: as for the constructor, in the same order.
 
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
@@ -392,9 +393,7 @@ class QuantSim(Settled, RangeTraining):
         arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
         config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]
         arguments["config"], shapes = config.with_rules_optional(), arguments.pop("dynamic_shapes", "batch")
-        of_model = "batch" if isinstance(model, PreparedModel) else shapes
-        prepared = prepare_own(model, example_inputs, in_place=in_place, dynamic_shapes=of_model)  # type: ignore[arg-type]
-        make(prepared, stored.steps)
+        prepared = prepare_stored(stored, model, example_inputs, in_place=in_place, variants=variants)
         sim = cls(prepared, example_inputs, in_place=True, **arguments)  # type: ignore[arg-type]
         vars(sim).update(config=config, dynamic_shapes=shapes, _simulation=restore(stored, sim._simulation))
         return sim

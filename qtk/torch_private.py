@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
 from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen  # the code of ``forward`` with nested arguments
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # the base of every dropout
@@ -53,9 +55,11 @@ __all__ = [
     "is_traced",
     "keep_result_as",
     "length_hint",
+    "load_decomposed_ops",
     "python_kernel",
     "pytree",
     "register_decomposition",
+    "return_dict",
     "rnn_kernels",
     "rnn_parameter_names",
     "saves_result",
@@ -95,6 +99,11 @@ def call_structure(graph: fx.Graph) -> CallStructure | None:
     return structure
 
 
+def load_decomposed_ops() -> None:
+    """Registers the ops ``quantized_decomposed``, which torchao's and ExecuTorch's lowerings read."""
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+
+
 def branches(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """The structures inside a pytree structure."""
     named = getattr(structure, "children", None)  # torch 2.11 has children_specs, which later versions warn of
@@ -106,6 +115,15 @@ def empty_like(graph: fx.Graph) -> fx.Graph:
     empty = fx.Graph()
     empty.set_codegen(copy.deepcopy(graph._codegen))
     return empty
+
+
+def return_dict(graph: fx.Graph, results: Mapping[str, fx.Node]) -> None:
+    """Lets the generated ``forward`` of ``graph`` return ``results`` as a dict. In place."""
+    structure = call_structure(graph)
+    assert structure is not None
+    _, nested = pytree.tree_flatten(dict.fromkeys(results, 0))
+    graph.output_node().args = (list(results.values()),)
+    graph.set_codegen(PyTreeCodeGen(structure._replace(out_spec=nested)))
 
 
 def flatten_as(value: object, structure: pytree.TreeSpec) -> list[object]:

@@ -36,9 +36,11 @@ from qtk.torch_private import (
     is_traced,
     keep_result_as,
     length_hint,
+    load_decomposed_ops,
     python_kernel,
     pytree,
     register_decomposition,
+    return_dict,
     rnn_kernels,
     rnn_parameter_names,
     saves_result,
@@ -399,3 +401,22 @@ def test_length_hint_leaves_a_dynamic_axis_dynamic():
     shape = node.meta["val"].shape
     assert [length_hint(length) for length in shape] == [3, 4]
     assert not str(shape[0]).isdigit()
+
+
+def test_load_decomposed_ops_registers_them():
+    load_decomposed_ops()
+    codes = torch.ops.quantized_decomposed.quantize_per_tensor.default(torch.tensor([0.3]), 0.1, 5, 0, 255, torch.uint8)
+    assert codes.tolist() == [8]
+
+
+def test_return_dict_names_the_results():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x + 1, [x * 2]
+
+    module = torch.export.export(Two(), (torch.ones(2),)).module()
+    first, second = module.graph.output_node().args[0]
+    return_dict(module.graph, {"a": second, "b": first})
+    module.recompile()
+    results = module(torch.ones(2))
+    assert {name: value.tolist() for name, value in results.items()} == {"a": [2, 2], "b": [2, 2]}

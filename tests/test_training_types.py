@@ -12,6 +12,7 @@ from torch import multiprocessing, nn
 from torch.optim.swa_utils import update_bn
 
 import qtk
+from qtk.errors import CaptureError
 from qtk.torch_private import BatchNormBase, DropoutBase
 
 LIVE = {"version": 1, "fold_batch_norms": False}
@@ -201,6 +202,29 @@ def test_a_probability_inside_an_op_acts(build, path, name, quantized):
     setting.eval()
     sim.model.training = True
     assert torch.equal(sim.model(x), sim.model.eval()(x))
+
+
+class DropsInside(OwnAttention):
+    """As timm's: the fused op reads the probability of a dropout that the code does not call."""
+
+    def __init__(self, p):
+        super().__init__(p, True)
+        self.attn_drop, self.proj_drop = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        p = self.attn_drop.p if self.training else 0.0
+        return self.proj_drop(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=p))
+
+
+def test_a_dropout_that_only_lends_its_probability_names_where_that_acts():
+    x = torch.randn(2, 5, 8)
+    model = qtk.prepare_model(nn.Sequential(DropsInside(0.0), nn.Flatten()), x)
+    with pytest.raises(CaptureError, match=r"'0\.attn_drop\.p' would have no effect.*; set '0\.attention\.p', or set"):
+        model.get_submodule("0.attn_drop").p = 1.0
+    model.get_submodule("0.proj_drop").p = 0.0
+    model.get_submodule("0.attention").p = 1.0
+    assert not model.train()(x).any()
 
 
 def live(model, x):

@@ -36,7 +36,8 @@ def adopt_drops(prepared: nn.Module, drops: Mapping[str, Sequence[float]]) -> It
             module = called_module(node)
             if isinstance(module, (Attention, Dropout)):
                 path = (label(node, OWNER) or "").partition("@")[0]
-                calls[same.get(path, path)].append(module)
+                if module not in calls[same.get(path, path)]:  # graphs for several kinds of calls share it
+                    calls[same.get(path, path)].append(module)
     for path, probabilities in drops.items():
         if inside.keys().isdisjoint(prefixes(path)):  # its own code runs
             continue

@@ -1,4 +1,4 @@
-"""One call of a module: its arguments, its output, and the keys by which calls share a graph."""
+"""One call of a module: its arguments and its output, and copies of them."""
 
 from __future__ import annotations
 
@@ -34,28 +34,10 @@ class Call:
         return replace(self, args=detached(self.args), kwargs=detached(self.kwargs))
 
     @property
-    def structure(self) -> object:
-        """Everything but the sizes and elements of tensors: calls of equal structure can share one graph."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        return spec, [(leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-
-    @property
-    def kind(self) -> str:
-        """``structure`` as text, with every float dtype written ``float``, so that it survives ``model.half()``."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        return str((spec, [_kind_of(leaf) for leaf in leaves]))
-
-    @property
     def numel(self) -> int:
         """Number of elements of all tensor arguments."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _kind_of(leaf: object) -> object:
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)
-    return leaf.ndim, "float" if leaf.is_floating_point() else leaf.dtype
 
 
 def leaves_text(tree: object) -> str:

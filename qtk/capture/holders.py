@@ -107,7 +107,7 @@ def keep_type(root: nn.Module, path: str, original: nn.Module, *, runs: bool) ->
     twin.__dict__.update({name: fresh[name] for name in TABLES if name not in MODULE_TABLES})
     if not runs:
         twin.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
-    _replace(root, old, twin)
+    replace_module(root, old, twin)
     return twin
 
 
@@ -117,10 +117,10 @@ def forget_type(root: nn.Module, path: str) -> None:
     plain = Holder(path_of(path), constants_of(old), PlainAttributes(old))
     plain.__dict__.update({name: old.__dict__[name] for name in MODULE_TABLES})
     plain.training = old.training
-    _replace(root, old, plain)
+    replace_module(root, old, plain)
 
 
-def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for module in list(root.modules()):
         for name, child in module._modules.items():
             if child is old:

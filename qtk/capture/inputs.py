@@ -75,12 +75,12 @@ def as_captured(
         if name not in names and value is not default and not (_plain(value) and value == default):
             raise CaptureError(
                 f"input {name} was not given when the model was captured, and its default {default!r} is written into "
-                "the graph; prepare the model again with that argument"
+                "the graph; prepare the model again with that argument, or with a call that has it among the variants"
             )
     missing = [name for name in names if name not in arguments]
     if missing:
         raise CaptureError(f"input {missing[0]} was given when the model was captured, and is left out; pass it, or "
-                           "prepare the model again without")
+                           "prepare the model again without, or with a call without it among the variants")
     values = [arguments[name] for name in names]
     return tuple(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True))
 

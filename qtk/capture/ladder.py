@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
 
+from qtk.capture.call_kind import Kind, call_kind, signature_of
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
 from qtk.capture.canonicalize import canonicalize
@@ -28,7 +28,7 @@ from qtk.capture.first_difference import first_difference
 from qtk.capture.open_composites import open_composites
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import ATTRIBUTES, REPORT, SIGNATURE, PreparedGraph, PreparedTree
+from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph, PreparedTree
 from qtk.capture.torch_export import RUNGS, DynamicShapes, capture
 from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
@@ -79,7 +79,8 @@ def capture_graph(
             f"{model.original_name} is a ScriptModule, whose code torch.export cannot read; pass the module that it "
             "was scripted or traced from"
         )
-    if len({str(call.structure) for call in calls}) > 1:
+    signature = signature_of(model)
+    if len({call_kind(signature, call.args, call.kwargs) for call in calls}) > 1:
         raise CaptureError(
             f"{type(model).__name__} is called with arguments of several kinds (ranks, dtypes, None or a tensor)"
         )
@@ -125,7 +126,9 @@ def _on_rung(
         report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
     closed = open_composites(graph)
     graph.meta[SIGNATURE] = inspect.signature(model.forward)
+    graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
     graph.meta[ATTRIBUTES] = PlainAttributes(model)
+    graph.sign()
     return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
 
 
@@ -141,34 +144,43 @@ def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Ca
 
 def capture_tree(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    calls: Sequence[Call],
     dynamic_shapes: DynamicShapes,
     reason: CaptureError,
     *,
-    expected: Outcome,
+    expected: Sequence[Outcome],
     train_only: TrainOnly = MappingProxyType({}),
     excluded: Collection[str] = (),
 ) -> PreparedTree:
     """Keeps the Python of ``model`` and captures the modules it calls as islands.
+
+    Args:
+        model: the module.
+        calls: the calls that it must compute.
+        dynamic_shapes: see ``capture``.
+        reason: why it cannot be one graph.
+        expected: the outcome of each call.
+        train_only: the modules in ``model`` that act in train mode only.
+        excluded: paths of modules that stay as they are.
 
     Raises: VerificationError if the result differs from the model although no single island does, or the model differs
         from itself when run twice.
     """
     search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded, train_only)
     with untouched(model):  # the whole model: a submodule may write to modules around it
-        search.inside(model, "", [Call(args, kwargs, None)], reason)
+        search.inside(model, "", [*calls], reason)
     search.note_uncalled(model)
     while True:
         tree = PreparedTree(with_islands(model, search.islands))
         try:
             with _uncalled(search.islands) as uncalled:
-                difference = eval_difference(model, tree, args, kwargs, expected=expected)
+                difference = max(eval_difference(model, tree, call.args, call.kwargs, expected=outcome)
+                                 for call, outcome in zip(calls, expected, strict=True))
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
             with untouched(model):
-                search.replace(_culprit(model, search.islands, args, kwargs, error), error)
+                search.replace(_culprit(model, search.islands, calls, error), error)
             continue
         if not uncalled:
             break
@@ -221,9 +233,9 @@ class _IslandSearch:
         self._note(module, path, island.report.rung, CaptureError(several) if several else None)
 
     def _island(self, module: nn.Module, path: str, calls: list[Call]) -> PreparedGraph:
-        kinds: dict[str, list[Call]] = {}
+        kinds: dict[Kind, list[Call]] = {}
         for call in calls:
-            kinds.setdefault(call.kind, []).append(call)
+            kinds.setdefault(call_kind(signature_of(module), call.args, call.kwargs), []).append(call)
         if len(kinds) > MAX_KINDS:
             raise CaptureError(
                 f"{type(module).__name__} is called with arguments of {len(kinds)} kinds (ranks, dtypes, constants)"
@@ -235,7 +247,7 @@ class _IslandSearch:
             if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
                 raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
             islands.append(island)
-        for kind, island in zip(list(kinds)[1:], islands[1:], strict=True):
+        for kind, island in zip([*kinds][1:], islands[1:], strict=True):
             add_variant(islands[0], kind, island)
         return islands[0]
 
@@ -301,25 +313,24 @@ def _uncalled(islands: Mapping[nn.Module, PreparedGraph]) -> Iterator[set[nn.Mod
 
 
 def _culprit(
-    model: nn.Module,
-    islands: Mapping[nn.Module, PreparedGraph],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    error: Exception,
+    model: nn.Module, islands: Mapping[nn.Module, PreparedGraph], calls: Sequence[Call], error: Exception
 ) -> nn.Module:
-    """The first module whose island alone makes the model fail or differ.
+    """The first module whose island alone makes the model fail or differ in one of ``calls``.
 
     Raises: VerificationError if none does.
     """
     for module, island in islands.items():
         try:
-            eval_difference(model, PreparedTree(with_islands(model, {module: island})), args, kwargs)
+            tree = PreparedTree(with_islands(model, {module: island}))
+            for call in calls:
+                eval_difference(model, tree, call.args, call.kwargs)
         except OUT_OF_MEMORY:
             raise
         except Exception:
             return module
     try:
-        eval_difference(model, model, args, kwargs)
+        for call in calls:
+            eval_difference(model, model, call.args, call.kwargs)
     except VerificationError as difference:
         raise VerificationError(
             f"{type(model).__name__} does not repeat itself: run twice on the same inputs with the same seed, in eval "

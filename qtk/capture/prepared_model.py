@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx.graph import PythonCode
 
+from qtk.capture.call_kind import call_kind
 from qtk.capture.calls import Call, cloned
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
+from qtk.capture.signature import input_names
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
@@ -25,11 +29,11 @@ from qtk.torch_private import MODULE_TABLES, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
-REPORT, SIGNATURE, EXAMPLE, WRITES = "report", "qtk_signature", "qtk_example", "qtk_writes"
-WARNED, ATTRIBUTES = "qtk_warned", "qtk_attributes"
-"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the call it was captured
-with, whether the original writes to its inputs, whether ``train`` has warned, what can be read of the
-original."""
+REPORT, SIGNATURE, KIND, EXAMPLES = "report", "qtk_signature", "qtk_kind", "qtk_examples"
+WRITES, WARNED, ATTRIBUTES = "qtk_writes", "qtk_warned", "qtk_attributes"
+"""Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the kind of call that the
+graph is of, the calls the model was captured with, whether the original writes to its inputs, whether ``train`` has
+warned, what can be read of the original."""
 
 
 class PreparedModel(nn.Module):
@@ -41,10 +45,15 @@ class PreparedModel(nn.Module):
     meta: dict[str, Any]
 
     @property
+    def examples(self) -> tuple[Call, ...]:
+        """The calls it was captured with, one of each kind, moved and converted with it."""
+        examples: tuple[Call, ...] = self.meta.get(EXAMPLES, ())
+        return examples
+
+    @property
     def example(self) -> Call | None:
-        """The call it was captured with, moved and converted with it; ``None`` if it was traced without inputs."""
-        example: Call | None = self.meta.get(EXAMPLE)
-        return example
+        """The first of the calls it was captured with; ``None`` if it was traced without inputs."""
+        return next(iter(self.examples), None)
 
     @property
     def report(self) -> PrepareReport:
@@ -69,9 +78,8 @@ class PreparedModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.example is not None:
-            args, kwargs = pytree.tree_map(lambda leaf: _like(leaf, fn), (self.example.args, self.example.kwargs))
-            self.meta[EXAMPLE] = Call(args, kwargs, None)
+        moved = [pytree.tree_map(lambda leaf: _like(leaf, fn), (call.args, call.kwargs)) for call in self.examples]
+        self.meta[EXAMPLES] = tuple(Call(args, kwargs, None) for args, kwargs in moved)
         return self
 
 
@@ -124,13 +132,38 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self.variant(args, kwargs)
+        if graph is not self:
+            return graph(*args, **kwargs)
         if not torch.compiler.is_dynamo_compiling():
-            variant = self.variant(args, kwargs)
-            if variant is not self:
-                return variant(*args, **kwargs)
-            args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
-            check_inputs(self.graph, args, kwargs)
+            args, kwargs = self._checked(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""
+        args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
+        check_inputs(self.graph, args, kwargs)
+        return args, kwargs
+
+    def recompile(self) -> PythonCode:
+        """As ``CapturedGraph``."""
+        code = super().recompile()
+        self.sign()
+        return code
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CapturedGraph:
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, PreparedGraph)
+        copied.sign()
+        return copied
+
+    def sign(self) -> None:
+        """Gives ``forward`` the signature of the original's, which trainers read to know which inputs it takes."""
+        signature = self.__dict__.get("meta", {}).get(SIGNATURE)
+        if signature is not None:
+            itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+            vars(type(self).forward)["__signature__"] = signature.replace(parameters=[itself, *named])
 
     def __getattr__(self, name: str) -> Any:
         """Reads plain attributes of the original too. Raises: AttributeError saying where others are."""
@@ -143,8 +176,27 @@ class PreparedGraph(CapturedGraph, PreparedModel):
             return attributes.read(name)
 
     def variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
-        """The graph that serves calls with such arguments: itself, or one of its variants."""
-        return self.variants.get(Call(args, kwargs, None).kind, self) if self.variants else self
+        """The graph that serves calls with such arguments: itself, or one of its variants.
+
+        Raises: CaptureError with the reason of each, if none does.
+        """
+        if not self.variants:
+            return self
+        kind = call_kind(self.meta.get(SIGNATURE), args, kwargs)
+        if kind == self.meta.get(KIND):
+            return self
+        if kind in self.variants or torch.compiler.is_dynamo_compiling():
+            return self.variants[kind]
+        reasons = []
+        for graph in (self, *self.variants.values()):
+            try:
+                assert isinstance(graph, PreparedGraph)
+                graph._checked(args, kwargs)
+                return graph
+            except CaptureError as error:
+                reasons.append(f"{', '.join(input_names(graph))}: {error}")
+        raise CaptureError("\n  ".join(["no graph serves calls with such inputs; the model has one for", *reasons])
+                           + "\nadd these inputs to the variants of qtk.prepare_model or qtk.QuantSim")
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
         """The values of the graph's inputs in a call of it, in order."""

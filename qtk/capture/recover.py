@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qtk.capture.composites import composite_of
-from qtk.capture.holders import free_name, holder, keep_type
+from qtk.capture.holders import Holder, free_name, holder, keep_type
 from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_only import TrainOnly
+from qtk.graph.captured_graph import ACTING
 from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
@@ -187,6 +188,9 @@ def _add(node: fx.Node, root: nn.Module, name: str, module: nn.Module) -> str:
     """Adds ``module`` to the module that calls the op of ``node``. Returns: its path."""
     target = free_name(root, ".".join(filter(None, (_owner_path(node), name))))
     owner, _, leaf = target.rpartition(".")
+    for child in holder(root, owner).children():  # a dropout whose probability the code of the owner reads
+        if hasattr(module, "p") and isinstance(child, Holder):
+            child.__dict__.setdefault(ACTING, {"p": f"{target}.p"})
     holder(root, owner).add_module(leaf, module)
     return target
 

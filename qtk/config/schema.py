@@ -47,9 +47,9 @@ class Match(_Frozen):
         op: their kind is one of these.
         path: their module path matches one of these globs.
         feeds: their value feeds an op of one of these kinds: it is read by one, directly or through sums, averages,
-            products with parameters, merges and data movement. What such a rule says of ``output`` holds for the value
-            as these ops read it; an op with weights, or a matrix product, that reads it too gets it as it would be
-            without the rule.
+            products with parameters, merges and data movement; one of kind topk through softmax and sigmoid, too. What
+            such a rule says of ``output`` holds for the value as these ops read it; an op with weights, or a matrix
+            product, that reads it too gets it as it would be without the rule.
         has_weight: they multiply with a parameter (``true``), or do not (``false``).
     """
 
@@ -157,7 +157,8 @@ class QuantConfig(_Frozen):
         version: version of this schema.
         defaults: settings of tensors that no rule changes.
         fold_batch_norms: fold batch norms before planning, so that scales belong to the weights a runtime multiplies
-            with; ``false`` keeps them, as training with live statistics requires.
+            with. ``at_export`` keeps those behind layers live for training, plans and quantizes the layers as they
+            will be folded, and folds when the simulation is exported; ``false`` keeps all as operators of their own.
         split_gates: plan SiLU, hardswish and gates of images as a gate and a product, each with a quantizer, for
             runtimes with integer kernels for these two and none for the whole function.
         rules: rules in order; later ones win.
@@ -173,7 +174,7 @@ class QuantConfig(_Frozen):
 
     version: Literal[1]
     defaults: Defaults = Defaults()
-    fold_batch_norms: StrictBool = True
+    fold_batch_norms: StrictBool | Literal["at_export"] = True
     split_gates: StrictBool = False
     rules: tuple[Rule, ...] = ()
     supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_of_bounded_size)] = ()

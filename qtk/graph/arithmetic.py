@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import FunctionType
 
 import torch
 from torch import fx, nn
@@ -10,7 +11,7 @@ from torch import fx, nn
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.targets import batch_norm_called, called_module, train_only_called
+from qtk.graph.targets import batch_norm_called, called_module, kept_batch_norm_called, train_only_called
 
 
 def arithmetic_digest(model: nn.Module) -> str:
@@ -61,8 +62,12 @@ def _target(node: fx.Node) -> str:
         return ""
     if (norm := batch_norm_called(node)) is not None:
         return f"batch_norm eps={norm.eps}"
+    if (norm := kept_batch_norm_called(node)) is not None:
+        return f"kept_batch_norm eps={norm.eps}"
     if train_only_called(node) is not None:  # in eval mode all are the same
         return "train_only"
+    if isinstance(node.target, FunctionType):  # whose text has its address
+        return node.target.__qualname__
     module = called_module(node)
     if module is None or isinstance(module, CapturedGraph):
         return str(node.target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,8 @@ kind of call → graph of the same module for such calls; names of the attribute
 
 PICKLED_METADATA = ("custom", "val", "nn_module_stack")
 """What a pickled node keeps: its labels, the shape of its value, the modules around it."""
+ACTING = "_qtk_acting"
+"""Attribute of a module whose code is in a graph: name → path of the attribute that acts in the place of its own."""
 REVISION = "qtk_revision"
 """Key of ``meta``: a number that no other code of a graph has had."""
 
@@ -51,7 +53,7 @@ def without_effect(holder: nn.Module, path: str, name: str) -> CaptureError:
     """The error for setting an attribute of the original that the captured code no longer reads."""
     place = f"{path}.{name}" if path else name
     acting = [child for child, module in holder.named_children() if name in vars(module)]
-    beside = ".".join(filter(None, (path, acting[0], name))) if acting else None
+    beside = ".".join(filter(None, (path, acting[0], name))) if acting else vars(holder).get(ACTING, {}).get(name)
     way = "" if beside is None else f"set {beside!r}, or "
     return CaptureError(f"setting {place!r} would have no effect: the prepared model runs its graph, in which it is "
                         f"what it was at capture; {way}set it on the original model and prepare that again")
@@ -137,9 +139,9 @@ class CapturedGraph(fx.GraphModule):
         return revision
 
     @property
-    def variants(self) -> dict[str, CapturedGraph]:
+    def variants(self) -> dict[Hashable, CapturedGraph]:
         """Kind of call → another graph of the same module, with the same members, for such calls."""
-        variants: dict[str, CapturedGraph] = self.meta.get(VARIANTS, {})
+        variants: dict[Hashable, CapturedGraph] = self.meta.get(VARIANTS, {})
         return variants
 
     def lend_attributes(self, original: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from qtk.graph.losses import loss_nodes
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
@@ -16,7 +17,7 @@ class Flow:
     """The value flow of one captured graph, as it was at construction: make a new one after an edit.
 
     Args:
-        graph: the graph.
+        graph: the graph; ``losses``: its ops that compute a loss, see ``loss_nodes``.
         is_nested: whether it is inside a composite, whose weights are inputs of the graph.
     """
 
@@ -26,14 +27,16 @@ class Flow:
         self._rows: dict[fx.Node, OpRow | None] = {}
         self._constant: dict[fx.Node, bool] = {}
         self._carried: dict[fx.Node, fx.Node | None] = {}
+        self.losses = set() if is_nested else loss_nodes(graph)
         for node in graph.nodes:
             self._static[node] = node.op == "get_attr" or (
                 node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
             )
-            self._rows[node] = None if label(node, EXCLUDED) else row_of(maker(node))
+            in_float = label(node, EXCLUDED) or node in self.losses
+            self._rows[node] = None if in_float else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
-        """The row of the op that makes the value of ``node``; ``None`` if the op is unknown or excluded."""
+        """The row of the op that makes the value of ``node``; ``None`` if unknown, excluded, or of a loss."""
         return self._rows[node]
 
     def is_static(self, node: fx.Node) -> bool:

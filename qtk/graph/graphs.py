@@ -19,7 +19,7 @@ def graphs(model: nn.Module) -> dict[str, CapturedGraph]:
 
 
 def roots(model: nn.Module) -> dict[str, CapturedGraph]:
-    """The graphs that are nested in no other: the model itself, or its islands."""
+    """The graphs that are nested in no other: the model itself, or its islands, and variants of these."""
     by_path = graphs(model)
     return {path: graph for path, graph in by_path.items() if not any(_is_below(path, other) for other in by_path)}
 
@@ -36,4 +36,6 @@ def nested_graphs(node: fx.Node) -> dict[str, CapturedGraph]:
 
 
 def _is_below(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
+    if not other:
+        return not (path == other or path.startswith("@"))
+    return path.startswith(f"{other}.")

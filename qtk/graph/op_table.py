@@ -35,6 +35,7 @@ from qtk.nn.channel_clamp import ChannelClamp
 from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
 from qtk.nn.train_only import train_only
@@ -163,7 +164,7 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("pixel_shuffle", None, "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"),
     ("nearest", None, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
                       "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
-    ("pick", None, "max min amax amin topk sort median kthvalue cummax cummin"),
+    ("pick", None, "max min amax amin sort median kthvalue cummax cummin"),
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
                   "replication_pad2d replication_pad3d _pad_circular"),
     ("meshgrid", None, "meshgrid"),
@@ -174,6 +175,7 @@ _MOVEMENT_SCALING = {
 }
 for _kind, _input_axis, _ops in _MOVEMENTS:
     _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis, scaling=_MOVEMENT_SCALING.get(_kind)))
+_add("topk", OpRow("topk", MOVEMENT, family="pick", inputs=(0,), scaling=Scaling.REDUCED))
 ROWS["as_strided"] = replace(ROWS["as_strided"], scaling=Scaling.PINNED)  # it reads the layout of memory
 _add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=True))
 
@@ -257,7 +259,9 @@ def row_of(node: fx.Node) -> OpRow | None:
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
-OF_FUNCTIONS: dict[object, OpRow] = {operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], train_only: DROPOUT}
+OF_FUNCTIONS: dict[object, OpRow] = {
+    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
+}
 """Functions in Python that graphs call → their rows."""
 
 ONE_GROUP_NORM = replace(ROWS["group_norm"], family="layer_norm")

@@ -23,6 +23,9 @@ from qtk.graph.targets import path_of
 OWNER, OP, SITE = "qtk_owner", "qtk_op", "qtk_site"
 """Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call."""
 
+VALUE = "qtk_value"
+"""Label key of a node whose value has another site than its op has."""
+
 EXCLUDED, EXCLUDED_MODULE = "qtk_excluded", "qtk_excluded_module"
 """Label keys of ops in excluded modules: what excluded the module, and its path."""
 
@@ -74,7 +77,7 @@ def name_sites(graph: fx.Graph, graph_path: str = "", composite: str = "") -> No
         for node in nodes:
             op = ""
             while node is not single and (not op or join(owner, op) in ops_of):  # a module may be called "add" too
-                kind = _kind(node)
+                kind = op_kind(node)
                 op = f"{kind}_{counts[kind]}" if counts[kind] else kind
                 counts[kind] += 1
             add_labels(node, **{OWNER: owner, OP: op})
@@ -97,6 +100,8 @@ def prefixes(path: str) -> list[str]:
 
 def value_site(node: fx.Node) -> Site:
     """The site of the value that ``node`` produces."""
+    if (fields := label(node, VALUE)) is not None:
+        return Site(*fields.split("\n"))
     if node.op == "get_attr":
         return Site.parameter(join(label(node, GRAPH_PATH) or "", path_of(node.target)))
     if node.op == "placeholder":
@@ -106,6 +111,12 @@ def value_site(node: fx.Node) -> Site:
         if isinstance(source, fx.Node) and not _is_movement(source):
             return Site(label(source, OWNER) or "", label(source, OP) or "", f"out[{index}]")
     return Site(label(node, OWNER) or "", label(node, OP) or "", "out")
+
+
+def set_value_site(node: fx.Node, site: Site | None) -> None:
+    """Gives the value of ``node`` a site of its own, or with ``None`` that of its op again."""
+    others = {key: text for key, text in (node.meta.get("custom") or {}).items() if key != VALUE}
+    node.meta["custom"] = others if site is None else {**others, VALUE: "\n".join((site.owner, site.op, site.port))}
 
 
 def edge_site(port: Port) -> Site:
@@ -158,7 +169,7 @@ def _is_creation(node: fx.Node) -> bool:
     return row is not None and row.role is Role.CREATE
 
 
-def _kind(node: fx.Node) -> str:
+def op_kind(node: fx.Node) -> str:
     row = row_of(node)
     if row is not None:
         return row.kind

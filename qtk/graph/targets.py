@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from qtk.nn.batch_norm import batch_norm
+from qtk.nn.kept_batch_norm import kept_batch_norm
 from qtk.nn.train_only import train_only
 
 MEMBERS = "qtk_members"
@@ -42,6 +43,11 @@ def called_module(node: fx.Node) -> nn.Module | None:
 def batch_norm_called(node: fx.Node) -> nn.Module | None:
     """The module by whose settings the batch norm of ``node`` normalises; ``None`` if it calls none."""
     return _module_read(node, 6) if node.target is batch_norm else None
+
+
+def kept_batch_norm_called(node: fx.Node) -> nn.Module | None:
+    """The same for a batch norm that is live until the export."""
+    return _module_read(node, 6) if node.target is kept_batch_norm else None
 
 
 def train_only_called(node: fx.Node) -> nn.Module | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtk.errors import CaptureError
-from qtk.torch_private import BatchNormBase, has_hooks
+from qtk.torch_private import HOOK_TABLES, BatchNormBase, has_hooks
 
 
 class BatchNorm(nn.Module):
@@ -57,8 +59,11 @@ def batch_norm(
     if not isinstance(module, (BatchNormBase, BatchNorm)):
         _check_frozen(module)
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, float(module.eps))  # type: ignore[arg-type]
-    training = module.training
-    if (training and isinstance(module, nn.SyncBatchNorm)) or (has_hooks(module) and _only_normalises(module)):
+    training, calls_hooks = module.training, has_hooks(module)
+    if calls_hooks and not _only_normalises(module):
+        _warn_of_hooks(module)
+        calls_hooks = False
+    if calls_hooks or (training and isinstance(module, nn.SyncBatchNorm)):
         tensors = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
         result: Tensor = torch.func.functional_call(module, tensors, (x,))
         return result
@@ -80,6 +85,20 @@ def batch_norm(
 def _only_normalises(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is torch's own; that of a subclass may do more, which is in the graph."""
     return type(module).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)
+
+
+def _warn_of_hooks(module: nn.Module) -> None:
+    """Warns that hooks of ``module``, but for our own, are not called: in the graph its forward is single ops."""
+    hooks = [getattr(hook, "__qualname__", type(hook).__qualname__)
+             for table in HOOK_TABLES for hook in getattr(module, table).values()
+             if not str(getattr(hook, "__module__", "")).startswith("qtk.")]
+    if not hooks:
+        return
+    warnings.warn(
+        f"hooks of a {type(module).__name__} that will not be called: {', '.join(hooks)}; its forward is its own, and "
+        "the prepared model runs the ops in it; put them on a module around it of qtk.block_view(sim, …), which is "
+        "called", stacklevel=2,
+    )
 
 
 def _check_frozen(module: nn.Module) -> None:

@@ -45,8 +45,13 @@ def fake_quantize(x: Tensor, scale: Tensor, block_size: Sequence[int], format: F
 
     Raises: SpecError if the scale does not fit ``x``.
     """
+    return torch.empty_like(x).copy_(fake_quantized(x, scale, block_size, format))
+
+
+def fake_quantized(x: Tensor, scale: Tensor, block_size: Sequence[int], format: FloatDtype) -> Tensor:
+    """``fake_quantize`` in float32, in no layout of its own. Shape and Raises: as there."""
     steps, aligned_scale = _in_steps(x, scale, block_size)
-    return torch.empty_like(x).copy_((round_to(steps, format) * aligned_scale).reshape(x.shape))
+    return (round_to(steps, format) * aligned_scale).reshape(x.shape)
 
 
 def fake_quantize_backward(

@@ -35,6 +35,14 @@ def _forward(
     return minifloat.fake_quantize(input.detach(), scale.detach(), block_size, format)
 
 
+def written_out(
+    input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int, largest: float
+) -> Tensor:
+    """``qtk::fake_quantize_float`` in plain aten without writes; arguments as the op."""
+    format = _format(exponent_bits, mantissa_bits, largest)
+    return minifloat.fake_quantized(input, scale, block_size, format).to(input.dtype)
+
+
 def _backward(
     grad: Tensor, input: Tensor, scale: Tensor, block_size: Sequence[int], exponent_bits: int, mantissa_bits: int,
     largest: float, wants_scale: bool,

@@ -1,6 +1,7 @@
 """Which ops a value feeds: those that read it, directly or through sums, averages, merges and data movement.
 
-A product with a parameter or a number (layer scale) hands a value on, too.
+A product with a parameter or a number (layer scale) hands a value on, too. A softmax or sigmoid hands on that the
+largest values are looked for, for it keeps their order: a router's.
 
 In a transformer, the values that feed a norm are its residual stream: every sum that the next one adds to, the sum of
 embeddings that it begins with, tokens that are concatenated to it, and what is taken or averaged from it at the end.
@@ -22,6 +23,9 @@ SUMS = frozenset({"add", "sub", "mean", "avg_pool"})
 
 SCALINGS = frozenset({"mul"})
 """Kinds of the ops whose result belongs to the value that they multiply by a parameter or a number."""
+
+KEEPING_ORDER, LARGEST = frozenset({"softmax", "log_softmax", "sigmoid"}), frozenset({"topk"})
+"""Kinds of the ops whose results are in the order of what they read, and of those that read the order."""
 
 
 class Feeds:
@@ -54,6 +58,8 @@ class Feeds:
             return self._names[reader]
         if not any(port.value is value for port in self._flow.data_ports(reader)):
             return frozenset()
+        if row.kind in KEEPING_ORDER:
+            return self._names[reader] & LARGEST | frozenset(row.names)
         return self._names[reader] | frozenset(row.names) if self._hands_on(reader, row) else frozenset(row.names)
 
     def _hands_on(self, reader: fx.Node, row: OpRow) -> bool:

@@ -1,4 +1,4 @@
-"""Rules 1, 2, 3, 6, 9, 11, 14 and 15 of the planner: quantizes values at their producers."""
+"""Rules 1, 2, 3, 6, 9, 11, 14, 15 and 17 of the planner: quantizes values at their producers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
         return "computed from parameters"  # rule 4 decides where it is read
     if draft.counts(node):
         return "counts, indices, offsets or a mask"  # rule 15
+    if node in draft.flow.losses:
+        return "of a loss"  # rule 17
     readers = list(draft.flow.readers(node))
     if readers and all(draft.flow.row(port.user) is CHANNEL_SCALE for port in readers):
         return "scaled per channel first"  # rule 11

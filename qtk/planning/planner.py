@@ -28,6 +28,9 @@ The rules, numbered as the code cites them:
 15. Counts, indices, offsets and masks stay in float whatever their type, and so do constants that they are added to.
     Casts of integer inputs, and what arithmetic makes of these, are data where an op with weights reads them.
 16. What indices select from a parameter, and what it is expanded to, is a parameter to the op that reads it.
+17. A loss that the model computes from targets stays in float, and so do the targets.
+18. Of several graphs of one module, for calls with other inputs, the first decides about what it computes; the others
+    about what they alone compute.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ def plan(
     refuse_unreached(model, config.exclude)
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
-    io = config.io if list(graphs) == [""] else Io()  # inputs and outputs of islands are not those of the model
+    io = config.io if "" in graphs else Io()  # inputs and outputs of islands are not those of the model
     drafts = [Draft(graph.graph, rules, scheme, io) for graph in graphs.values()]
     for draft in drafts:
         _refuse_other_numbers(draft)
@@ -105,9 +108,13 @@ def plan(
         )
     sites: dict[Site, SitePlan] = {}
     unquantized: dict[Site, str] = {}
-    for draft in drafts:
-        sites |= draft.in_order()
-        unquantized |= draft.left_out()
+    for draft in drafts:  # rule 18
+        planned, left_out = draft.in_order(), draft.left_out()
+        decided = {*sites, *unquantized}
+        sites |= {site: plan for site, plan in planned.items() if site not in decided}
+        unquantized |= {site: reason for site, reason in left_out.items() if site not in decided}
+    unquantized |= _follows_nothing(sites)
+    sites = {site: plan for site, plan in sites.items() if site not in unquantized}
     unquantized |= {Site.parameter(name): reason for name, reason in parameters_outside(model).items()}
     if not sites and rules.quantizes:
         reasons = [f"{site}: {reason}" for site, reason in unquantized.items()][:SHOWN]
@@ -115,6 +122,16 @@ def plan(
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     check_rules(drafts, rules, gone)
     return QuantPlan(sites, {**unquantized, **gone})
+
+
+def _follows_nothing(sites: Mapping[Site, SitePlan]) -> dict[Site, str]:
+    """The sites whose encoding would be that of a site in float, each with the reason: a later graph planned them."""
+    reasons: dict[Site, str] = {}
+    for site, decided in sites.items():
+        missing = [each for each in (decided.leader, *(decided.factors or ())) if each and each not in sites]
+        if missing:
+            reasons[site] = f"encoded with {missing[0]}, which the graph of the example inputs leaves in float"
+    return reasons
 
 
 def _refuse_other_numbers(draft: Draft) -> None:

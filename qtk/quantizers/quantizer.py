@@ -23,6 +23,7 @@ from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.ops.statistics import min_max
 from qtk.public import public
 from qtk.quantizers.flags import flags_to_tensors, pop_flags
+from qtk.quantizers.lost_range import LateLook, ends, refuse_lost_range
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting, is_traced
 
@@ -94,6 +95,7 @@ class Quantizer(Tap):
         self.held = False
         self._listener = Listener[Observer](site)
         self.weight_cache = WeightCache()
+        self._late_look = LateLook()
         self._clear()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class Quantizer(Tap):
             if scale is None:
                 return None
             if scale.device.type != "meta":
-                self._refuse_lost_range(scale)
+                refuse_lost_range(self.site, *ends(scale))
             if zero_point is not None:
                 zero_point = effective_zero_point(zero_point, self.spec.qmin, self.spec.qmax).to(torch.int32)
             return Encoding(self.spec, scale.clamp(min=SMALLEST_SCALE), zero_point)
@@ -286,21 +288,18 @@ class Quantizer(Tap):
         scale_factor, shift = self.scale_factor, self.zero_point_shift
         assert scale_factor is not None
         scale = scale * scale_gradient(scale_factor, factor)
-        is_readable = scale.device.type == "cpu" and not torch.compiler.is_compiling() and not is_traced()
-        if torch.is_grad_enabled() and is_readable:  # on an accelerator, sim.check() and the export look
-            self._refuse_lost_range(scale.detach())
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_traced():
+            self._look_at(scale.detach())
         if zero_point is not None and shift is not None:
             zero_point = zero_point + float(self.spec.qmax - self.spec.qmin) * scale_gradient(shift, factor)
         return scale, zero_point
 
-    def _refuse_lost_range(self, scale: Tensor) -> None:
-        """Raises: EncodingError if a scale is not positive and finite."""
-        smallest, largest = (float(end) for end in torch.aminmax(scale))
-        if not (smallest > 0 and largest < torch.inf):
-            raise EncodingError(
-                f"{self.site}: a scale has become {largest if smallest > 0 else smallest:.4g}, but must be positive "
-                "and finite; train sim.range_parameters() with a lower learning rate and without weight decay"
-            )
+    def _look_at(self, scale: Tensor) -> None:
+        """Raises: EncodingError if a scale is, or on an accelerator was some steps ago, not positive and finite."""
+        if scale.device.type == "cpu":
+            refuse_lost_range(self.site, *ends(scale))
+        elif scale.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._late_look.look(self.site, scale)
 
     def _make_parameters(self) -> None:
         assert self.scale is not None

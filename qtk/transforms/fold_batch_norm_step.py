@@ -122,7 +122,7 @@ class FoldBatchNorm:
         for layer in self.layers:
             new: nn.Parameter | None = None  # one that is new is 0, and the same in all graphs
             for graph, node in editor.layers(layer.weight):
-                new = _give_bias(graph, node, layer, new)
+                new = give_bias(graph, node, layer, new)
 
     def _edit_call(self, graph: CapturedGraph, node: fx.Node) -> None:
         x, mean, module = node.args[0], node.args[3], node.args[-1]
@@ -159,7 +159,7 @@ def owner_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _give_bias(graph: CapturedGraph, node: fx.Node, layer: Layer, new: nn.Parameter | None) -> nn.Parameter | None:
+def give_bias(graph: CapturedGraph, node: fx.Node, layer: Layer, new: nn.Parameter | None) -> nn.Parameter | None:
     """Lets a layer read its bias, which is added as ``new``, or as zeros, if it has none. Returns: what was added."""
     row, weight = row_of(node), weight_parameter(node)
     assert row is not None

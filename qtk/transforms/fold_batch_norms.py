@@ -14,6 +14,8 @@ A batch norm that normalises by the statistics of the batch is left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from qtk.capture.calls import Call
@@ -46,8 +48,8 @@ def fold_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
         result = rewrite(
             model, call, groups, transform="fold_batch_norms", nothing="the model has no batch norm to fold"
         )
-        unread = _unread(model, [step for step in steps_of(model)[made:] if isinstance(step, FoldBatchNorm)])
-        make(model, [RemoveParameters(unread)] if unread else [])
+        names = unread(model, [step for step in steps_of(model)[made:] if isinstance(step, FoldBatchNorm)])
+        make(model, [RemoveParameters(names)] if names else [])
     return result
 
 
@@ -82,7 +84,7 @@ def folded_statistics(model: PreparedModel) -> dict[str, tuple[Tensor, Tensor]]:
     return statistics
 
 
-def _unread(model: PreparedModel, steps: list[FoldBatchNorm]) -> tuple[str, ...]:
+def unread(model: PreparedModel, steps: Sequence[FoldBatchNorm]) -> tuple[str, ...]:
     """Names of the parameters and statistics of folded batch norms that no graph reads any more."""
     members = Members(model)
     names = dict.fromkeys(name for step in steps for name in step.tensors if name in members)

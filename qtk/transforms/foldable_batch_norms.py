@@ -99,7 +99,7 @@ class _Finder:
         try:
             layer, calls, ops = self._producer(call, together)
             step = self._step(calls, Into.PRODUCER, (layer,))
-            sites = tuple(value_site(op) for op in ops)
+            sites = tuple(dict.fromkeys(value_site(op) for op in ops))
             return Group(name, (step,), f"into {owner_of(layer.weight)}", sites), calls
         except _NotFoldable as error:
             reason = str(error)
@@ -116,7 +116,7 @@ class _Finder:
         weight, bias, mean, var = calls[0].tensors
         assert mean is not None
         assert var is not None
-        sites = tuple(value_site(call.node) for call in calls)
+        sites = tuple(dict.fromkeys(value_site(call.node) for call in calls))  # several graphs have one
         new = (beside(mean, "scale"), beside(mean, "shift"))
         own = [name for name in (weight, bias) if name is not None]
         affine = (weight or new[0], bias or new[1]) if self._only_read_by(own, [call.node for call in calls]) else new

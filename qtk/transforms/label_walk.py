@@ -198,7 +198,7 @@ def _reduced(state: LabelState, node: fx.Node, row: OpRow) -> Labels:
     dim: Any = schema_arguments(node).get("dim")
     listed = dim if isinstance(dim, (list, tuple)) else [] if dim is None else [dim]
     axes = [axis % max(labels.ndim, 1) for axis in listed] or list(range(labels.ndim))
-    if dim is None and row.kind == "pick" and "dim" in schema_arguments(node):
+    if dim is None and "pick" in row.names and "dim" in schema_arguments(node):
         axes = [labels.ndim - 1]
     reduced = state.classes.unify_along(labels, axes)
     if state.first_value(node).ndim < labels.ndim:

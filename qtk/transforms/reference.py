@@ -30,14 +30,14 @@ class Reference:
 
     Args:
         model: the model before it is rewritten in steps, which replace its parameters and do not write to them.
-        call: the example inputs.
+        call: the example inputs; those of other kinds of calls are added.
     """
 
     def __init__(self, model: PreparedModel, call: Call) -> None:
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._original = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        self._call = call
-        self._outputs = _outputs(model, call)
+        self._calls = [call, *model.examples[1:]]
+        self._outputs = _outputs(model, self._calls)
 
     def compare(self, model: PreparedModel) -> tuple[float, bool]:
         """Largest relative change of the outputs, and whether ``model``, the model rewritten, computes the same.
@@ -46,7 +46,7 @@ class Reference:
         steps must keep the outputs, and those in the dtype of the model may be at most ``ROUNDING`` times as far from
         float64 as before.
         """
-        outputs = _outputs(model, self._call)
+        outputs = _outputs(model, self._calls)
         difference, within = change(self._outputs, outputs)
         return difference, within or (math.isfinite(difference) and self._is_rounding(outputs, model))
 
@@ -66,14 +66,17 @@ class Reference:
 
     def _exact_outputs(self, steps: Sequence[Step]) -> list[object] | None:
         """The outputs in float64 after ``steps``; ``None`` if the device, an op or the memory does not allow it."""
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-            (self._call.args, self._call.kwargs),
-        )
+        calls: list[Call] = []
+        for call in self._calls:
+            args, kwargs = pytree.tree_map(
+                lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+                (call.args, call.kwargs),
+            )
+            calls.append(Call(args, kwargs, None))
         try:
             model = copy.deepcopy(self._original).double()
             make(model, steps)
-            return _outputs(model, Call(args, kwargs, None))
+            return _outputs(model, calls)
         except (RuntimeError, TypeError):  # of torch; the second where a device has no float64
             return None
 
@@ -93,10 +96,10 @@ def change(before: Sequence[object], after: Sequence[object]) -> tuple[float, bo
     return (worst if len(before) == len(after) else math.inf), within
 
 
-def _outputs(model: PreparedModel, call: Call) -> list[object]:
-    """The leaves of the output."""
-    output, _ = eval_outcome(model, *detached((call.args, call.kwargs)))
-    return pytree.tree_leaves(output)
+def _outputs(model: PreparedModel, calls: Sequence[Call]) -> list[object]:
+    """The leaves of the outputs."""
+    outputs = [eval_outcome(model, *detached((call.args, call.kwargs)))[0] for call in calls]
+    return pytree.tree_leaves(outputs)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qtk.graph.op_row import Product
+from qtk.nn.kept_batch_norm import along_channels
 
 
 def along_outputs(values: Tensor, shape: tuple[int, ...], product: Product, groups: int = 1) -> Tensor:
@@ -16,13 +17,12 @@ def along_outputs(values: Tensor, shape: tuple[int, ...], product: Product, grou
     >>> along_outputs(torch.arange(4), (6, 2, 3), Product.CONV_TRANSPOSE, groups=2).squeeze(-1).tolist()
     [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3]]
     """
-    kernel = (1,) * (len(shape) - 2)
-    if product is Product.IN_OUT:
-        return values.reshape(1, -1)
-    if product is Product.CONV_TRANSPOSE:
-        per_group = values.reshape(groups, 1, shape[1])
-        return per_group.expand(groups, shape[0] // groups, shape[1]).reshape(*shape[:2], *kernel)
-    return values.reshape(-1, 1, *kernel)
+    return along_channels(values, shape, output_axis(product), groups if product is Product.CONV_TRANSPOSE else 1)
+
+
+def output_axis(product: Product) -> int:
+    """The axis of a weight that its output channels are at; a transposed convolution has groups of them."""
+    return 0 if product in (Product.OUT_IN, Product.CONV) else 1
 
 
 def along_inputs(values: Tensor, shape: tuple[int, ...], product: Product, groups: int = 1) -> Tensor:

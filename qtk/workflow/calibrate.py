@@ -255,7 +255,7 @@ def _activation_encodings(
     if starved:
         raise CalibrationError(
             f"no data reached {len(starved)} sites: {', '.join(starved[:5])}; calibrate with data that runs "
-            "them, or set them to float in the config"
+            "them (with variants: calls of each kind), or set them to float in the config"
         )
     encodings: dict[Site, Encoding] = {}
     for scheme, members in by_scheme.items():

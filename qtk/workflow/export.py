@@ -23,13 +23,14 @@ from qtk.core.granularity import PerBlock, Shape
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export import encodings_aimet, encodings_json
+from qtk.export import encodings_aimet, encodings_json, pt2e
 from qtk.export.file_names import file_stem
 from qtk.export.read_back import compare_encodings
 from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
+from qtk.transforms.keep_batch_norms import folded
 
 ENCODINGS_FILE = "encodings.json"
 AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
@@ -49,6 +50,11 @@ def onnx_name(path: str) -> str:
     return f"{file_stem(path or 'model')}.onnx"
 
 
+def pt2e_name(path: str) -> str:
+    """File name of a captured graph as an exported program: ``model.pt2``, else as ``onnx_name``."""
+    return f"{file_stem(path or 'model')}.pt2"
+
+
 def export(
     simulation: Simulation,
     example_inputs: ExampleInputs,
@@ -62,7 +68,7 @@ def export(
     """Writes every format into one new directory, or nothing if one fails.
 
     Each file is read back before the directory appears: its encodings and stored integers must be bit-equal to those of
-    the simulation.
+    the simulation. Batch norms that are kept until the export are folded while the files are written.
 
     Args:
         simulation: the simulation to export.
@@ -87,9 +93,9 @@ def export(
                               "opset out")
         exporters["onnx"] = partial(_onnx, opset=opset)
     check()
-    with TRACING, staged_directory(directory, force=force) as folder:
+    with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
-            write(simulation, example_inputs, folder)
+            write(deployed, example_inputs, folder)
 
 
 def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
@@ -202,10 +208,18 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         )
 
 
+def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+        file = folder / pt2e_name(path)
+        pt2e.export(graph, call, file)
+        with _read_back(file):
+            pt2e.compare_with_simulation(file, graph)
+
+
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
     """Path → (graph, a call of it) for every graph that the model calls on its example inputs."""
     call, graphs = Call(*split_inputs(example_inputs), None), roots(model)
-    if list(graphs) == [""]:
+    if "" in graphs:
         return {"": (graphs[""], call)}
     with evaluating(model):
         calls = record_calls(model, [call], of=graphs.values())
@@ -223,3 +237,4 @@ EXPORTERS.add("encodings_json", _encodings_json)
 EXPORTERS.add("encodings_aimet_1.0.0", _encodings_aimet_1_0_0)
 EXPORTERS.add("encodings_aimet_2.0.0", _encodings_aimet_2_0_0)
 EXPORTERS.add("onnx", _onnx)
+EXPORTERS.add("pt2e", _pt2e)

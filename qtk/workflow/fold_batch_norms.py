@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qtk.capture.prepared_model import PreparedModel
 from qtk.errors import CaptureError
 from qtk.public import public
 from qtk.transforms import fold_batch_norms as transform
+from qtk.transforms.keep_batch_norms import fold_kept, is_kept
 from qtk.transforms.result import TransformResult
+from qtk.transforms.snapshot import unchanged_on_error
 from qtk.workflow.rewrite import Rewritable, rewrite_simulation
 
 
@@ -38,6 +42,17 @@ def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformRe
     'into 0'
     >>> sim.compute_encodings([torch.randn(2, 3, 8, 8)], only_missing=True, progress=False)
 
+    Batch norms that were kept for training are folded as they were quantized: all sites keep their encodings, and the
+    simulation computes the same in eval mode, bit for bit:
+
+    >>> sim = qtk.QuantSim(model, torch.randn(2, 3, 8, 8), config={"version": 1, "fold_batch_norms": "at_export"})
+    >>> sim.compute_encodings([torch.randn(2, 3, 8, 8)], progress=False)
+    >>> x = torch.randn(2, 3, 8, 8)
+    >>> before = sim.model(x)
+    >>> _ = qtk.fold_batch_norms(sim)
+    >>> torch.equal(sim.model(x), before)
+    True
+
     Args:
         prepared_or_sim: from ``prepare_model``, or a ``QuantSim``; changed, its parameters replaced by new ones.
 
@@ -47,7 +62,7 @@ def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformRe
         in the way is frozen.
     """
     if not isinstance(prepared_or_sim, PreparedModel) and hasattr(prepared_or_sim, "simulation"):
-        return rewrite_simulation(prepared_or_sim, transform.fold_batch_norms)
+        return _fold_simulation(prepared_or_sim)
     if not isinstance(prepared_or_sim, PreparedModel):
         raise CaptureError(
             f"fold_batch_norms takes a prepared model or a QuantSim, got {type(prepared_or_sim).__name__}; "
@@ -56,3 +71,18 @@ def fold_batch_norms(prepared_or_sim: PreparedModel | Rewritable) -> TransformRe
     if prepared_or_sim.example is None:
         raise CaptureError("the model was traced without inputs; pass example_inputs to prepare_model")
     return transform.fold_batch_norms(prepared_or_sim, prepared_or_sim.example)
+
+
+def _fold_simulation(sim: Rewritable) -> TransformResult:
+    """Folds the kept batch norms, then all others. An exception leaves ``sim`` as it was."""
+    before = sim.simulation
+    if not is_kept(before.model):
+        return rewrite_simulation(sim, transform.fold_batch_norms)
+    with unchanged_on_error(before.model):
+        try:
+            sim.simulation, kept = fold_kept(before)
+            rest = rewrite_simulation(sim, transform.fold_batch_norms)
+        except BaseException:
+            sim.simulation = before
+            raise
+    return replace(rest, groups=(*kept.groups, *rest.groups))

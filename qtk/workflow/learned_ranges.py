@@ -13,6 +13,7 @@ from qtk.ops.gradient_scale import GradientScale
 from qtk.planning.selection import leaders
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.stale_optimizers import watch_optimizers
+from qtk.workflow.stale_wrappers import watch_wrappers
 
 LISTED = 5
 """Sites that an error lists."""
@@ -25,11 +26,13 @@ def learn_ranges(simulation: Simulation, names: Iterable[str] | str, gradient_sc
 
     Raises: CalibrationError for a name of no site, or if no range can be learned; NotCalibratedError naming the sites
         without an encoding. Nothing has changed then. An optimizer that was made before raises EncodingError in its
-        next step if none has the new parameters.
+        next step if none has the new parameters, and a DistributedDataParallel in its next forward pass.
     """
     taken = _taken(simulation, names, "be learned", {})
+    made = {site.name: each for site in taken if not (each := simulation.quantizers[site]).learns_range}
     for site in taken:
         simulation.quantizers[site].learn_range(gradient_scale)
+    watch_wrappers(simulation.model, made)
     watch_optimizers(simulation.model, {site.name: simulation.quantizers[site] for site in taken})
     return [site.name for site in taken]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
-from qtk.capture.prepared_model import EXAMPLE, REPORT, WRITES, PreparedGraph, PreparedModel
+from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
 from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.tracing_lock import TRACING
 from qtk.capture.train_branches import failure
 from qtk.capture.train_only import TrainOnly, finding_train_only
 from qtk.capture.untouched import untouched
+from qtk.capture.variants import join_variants, refuse_equal_kinds
 from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs
@@ -45,6 +46,7 @@ def prepare_model(
     model: nn.Module,
     example_inputs: ExampleInputs | None = None,
     *,
+    variants: Sequence[ExampleInputs] = (),
     dynamic_shapes: DynamicShapes = "batch",
     modules_to_exclude: Iterable[nn.Module | str] | str = (),
     verify: bool = True,
@@ -71,6 +73,18 @@ def prepare_model(
     Traceback (most recent call last):
     qtk.errors.CaptureError: input input has shape (7, 4), the model was captured for (3, 4); prepare it again with ...
 
+    A model that is called with other inputs too, labels while it trains, a mask or none, gets a graph for each kind of
+    call; give an example of each:
+
+    >>> class WithLoss(torch.nn.Linear):
+    ...     def forward(self, x, labels=None):
+    ...         scores = super().forward(x)
+    ...         return scores if labels is None else torch.nn.functional.cross_entropy(scores, labels)
+    >>> x, labels = torch.randn(8, 4), torch.randint(2, (8,))
+    >>> both = qtk.prepare_model(WithLoss(4, 2), x, variants=[{"x": x, "labels": labels}])
+    >>> both(x).shape, both(x, labels).shape
+    (torch.Size([8, 2]), torch.Size([]))
+
     Excluded modules stay in float:
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -95,13 +109,15 @@ def prepare_model(
             prepared model is returned as it is; one prepared without inputs is captured now.
         example_inputs: a tensor, tuple or mapping. Without them only a symbolic trace is made, and ``QuantSim``, which
             has inputs, finishes it.
+        variants: further example inputs, one for each other kind of call: inputs given or left out, other ranks or
+            dtypes, other flags. The graphs share parameters, and a value that several of them compute is one site.
         dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
             ``torch.export``, and then one graph or an error.
         modules_to_exclude: submodules, or their names, or one name, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 
-    Raises: CaptureError if the model does not run, or cannot have the given dynamic shapes;
-        VerificationError if no rung of the ladder computes what the model computes.
+    Raises: CaptureError if the model does not run, cannot have the given dynamic shapes, or two variants are of one
+        kind; VerificationError if no rung of the ladder computes what the model computes.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module instance, got {model!r}; wrap a function in a module")
@@ -113,18 +129,21 @@ def prepare_model(
     to_exclude = [modules_to_exclude] if isinstance(modules_to_exclude, str) else list(modules_to_exclude)
     if isinstance(model, PreparedModel):
         if model.report.complete:
-            return _as_it_is(model, to_exclude)
+            return _as_it_is(model, to_exclude, variants)
         to_exclude = [*model.meta[TO_EXCLUDE], *to_exclude]
         model = model.meta[ORIGINAL]
     excluded = [module_names(model, module) for module in to_exclude]
     with TRACING:
         if example_inputs is None:
-            return _traced(model, to_exclude)
-        return _prepared(model, *split_inputs(example_inputs), dynamic_shapes, excluded, verify=verify)
+            return _traced(model, to_exclude, variants)
+        calls = [Call(*split_inputs(inputs), None) for inputs in (example_inputs, *variants)]
+        refuse_equal_kinds(model, calls, dynamic_shapes)
+        return _prepared(model, calls, dynamic_shapes, excluded, verify=verify)
 
 
 def prepare_own(
-    model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool, dynamic_shapes: DynamicShapes = "batch"
+    model: nn.Module, example_inputs: ExampleInputs, variants: Sequence[ExampleInputs] = (), *, in_place: bool,
+    dynamic_shapes: DynamicShapes = "batch",
 ) -> PreparedModel:
     """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``.
 
@@ -132,7 +151,7 @@ def prepare_own(
     """
     if isinstance(model, PreparedModel) and model.report.complete and dynamic_shapes != "batch":
         raise CaptureError("the model is prepared already; give dynamic_shapes when preparing it")
-    prepared = prepare_model(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    prepared = prepare_model(model, example_inputs, dynamic_shapes=dynamic_shapes, variants=variants)
     if in_place:
         return prepared
     try:
@@ -145,49 +164,67 @@ def prepare_own(
 
 
 def _prepared(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
-    excluded: list[set[str]], *, verify: bool,
+    model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: list[set[str]], *, verify: bool,
 ) -> PreparedModel:
     started = time.perf_counter()
-    notes = [*_register_dataclasses((args, kwargs))]
-    expected, written, train_only = _run_once(model, args, kwargs)
-    notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works on "
-              "a copy of it" for index in written]
-    is_meta = any(tensor.is_meta for tensor in _tensors(model, args, kwargs))
+    notes: list[str] = []
+    expected: list[Outcome] = []
+    train_only: dict[nn.Module, bool] = {}
+    is_meta = writes = False
+    for call in calls:
+        notes += _register_dataclasses((call.args, call.kwargs))
+        outcome, written, acting = _run_once(model, call.args, call.kwargs)
+        train_only |= acting
+        notes += [f"the forward of {type(model).__name__} changes its input {index} in place; the prepared model works "
+                  "on a copy of it" for index in written]
+        notes += _register_dataclasses(outcome[0])
+        writes = writes or bool(written)
+        is_meta = is_meta or any(tensor.is_meta for tensor in _tensors(model, call.args, call.kwargs))
+        expected.append(outcome)
     notes += ["tensors without values (meta): nothing could be compared with the original"] if is_meta else []
     verify = verify and not is_meta
-    notes += _register_dataclasses(expected[0])
-    prepared = _captured(
-        model, args, kwargs, dynamic_shapes, expected=expected, excluded=excluded, verify=verify, train_only=train_only
+    graphs_of_calls, prepared = _captured(
+        model, calls, dynamic_shapes, expected=expected, excluded=excluded, verify=verify, train_only=train_only
     )
+    trained = [_train_difference(model, graph, call.args, call.kwargs, outcome, train_only)
+               for graph, call, outcome in zip(graphs_of_calls, calls, expected, strict=True)] if verify else []
+    if isinstance(prepared, PreparedGraph) and len(calls) > 1:
+        join_variants(model, graphs_of_calls, calls, expected if verify else ())
     notes += [*exclude(prepared, excluded), *_unregistered(model)]
-    difference, differences = (
-        _train_difference(model, prepared, args, kwargs, expected, train_only) if verify else (None, [])
-    )
     _restore_training_flags(prepared, model)
     warn_of_hooks(model, prepared)
     if is_meta:
         prepared.meta[REPORT] = replace(prepared.report, eval_difference=None)
-    prepared.meta[WRITES] = bool(written)
-    prepared.meta[EXAMPLE] = Call(args, kwargs, None)
+    prepared.meta[WRITES] = writes
+    prepared.meta[EXAMPLES] = tuple(calls)
+    differences = [difference for difference, _ in trained]
+    known = [difference for difference in differences if difference is not None]
     prepared.meta[REPORT] = replace(
         prepared.report,
-        train_difference=difference,
+        train_difference=max(known) if known and len(known) == len(differences) else None,
         opaque_parts=(*prepared.report.opaque_parts, *_nested_ops(prepared)),
-        notes=tuple(notes),
-        train_notes=tuple(differences),
+        notes=tuple(dict.fromkeys(notes)),
+        train_notes=tuple(dict.fromkeys(note for _, of_call in trained for note in of_call)),
         elapsed_s=time.perf_counter() - started,
     )
     return prepared
 
 
-def _as_it_is(prepared: PreparedModel, modules_to_exclude: Collection[nn.Module | str]) -> PreparedModel:
+def _as_it_is(
+    prepared: PreparedModel, modules_to_exclude: Collection[nn.Module | str], variants: Sequence[ExampleInputs]
+) -> PreparedModel:
     if modules_to_exclude:
         raise CaptureError("the model is prepared already; name modules_to_exclude when preparing it first")
+    if variants:
+        raise CaptureError("the model is prepared already; give variants when preparing it first")
     return prepared
 
 
-def _traced(model: nn.Module, modules_to_exclude: Collection[nn.Module | str]) -> PreparedModel:
+def _traced(
+    model: nn.Module, modules_to_exclude: Collection[nn.Module | str], variants: Sequence[ExampleInputs]
+) -> PreparedModel:
+    if variants:
+        raise CaptureError("variants are captured with example_inputs; give both, or both to QuantSim")
     started = time.perf_counter()
     try:
         with untouched(model):
@@ -206,26 +243,32 @@ def _traced(model: nn.Module, modules_to_exclude: Collection[nn.Module | str]) -
 
 def _captured(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    calls: Sequence[Call],
     dynamic_shapes: DynamicShapes,
     *,
-    expected: Outcome,
+    expected: Sequence[Outcome],
     excluded: Collection[set[str]],
     verify: bool,
     train_only: TrainOnly,
-) -> PreparedModel:
-    """Captures one graph if possible, else islands in the model's own Python."""
+) -> tuple[Sequence[PreparedModel], PreparedModel]:
+    """Captures one graph for each call if possible, else islands in the model's own Python.
+
+    Returns: what serves each call, and what will serve all.
+    """
     try:
-        calls = [Call(args, kwargs, None)]
-        return capture_graph(model, calls, dynamic_shapes, verify=verify, expected=expected, owns_inputs=True,
-                             train_only=train_only)
+        captured = [
+            capture_graph(model, [call], dynamic_shapes, verify=verify, expected=outcome, owns_inputs=True,
+                          train_only=train_only)
+            for call, outcome in zip(calls, expected, strict=True)
+        ]
+        return captured, captured[0]
     except CaptureError as error:
         if dynamic_shapes not in ("batch", "all", None):
             raise  # explicit dynamic shapes are those of one graph
         paths = set().union(*excluded)
-        return capture_tree(model, args, kwargs, dynamic_shapes, error, expected=expected, excluded=paths,
+        tree = capture_tree(model, calls, dynamic_shapes, error, expected=expected, excluded=paths,
                             train_only=train_only)
+        return [tree] * len(calls), tree
 
 
 def _train_difference(

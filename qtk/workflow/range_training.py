@@ -50,8 +50,9 @@ class RangeTraining:
                 that share a scale (arXiv 1902.08153); ``None``: they are not.
 
         Raises: CalibrationError if there is no such site, or none whose range can be learned; NotCalibratedError naming
-            sites without an encoding. EncodingError in the next step of an optimizer that was made before, and in the
-            forward pass after a scale has become 0, negative or not finite.
+            sites without an encoding. EncodingError in the next step of an optimizer that was made before, in the next
+            forward pass of a DistributedDataParallel that was, and in the forward pass after a scale has become 0,
+            negative or not finite, on a GPU some steps later.
         """
         return learn_ranges(self.simulation, sites, GradientScale.NONE if gradient_scale is None else GradientScale.LSQ)
 

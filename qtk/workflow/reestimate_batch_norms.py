@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from qtk.core.granularity import PerChannel
 from qtk.core.site import Site
 from qtk.errors import CalibrationError, NotCalibratedError
 from qtk.graph.captured_graph import CapturedGraph
@@ -17,10 +18,12 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
-from qtk.graph.targets import attribute, batch_norm_called
-from qtk.nn.batch_norm import BatchNorm, batch_norm
+from qtk.graph.targets import attribute, batch_norm_called, kept_batch_norm_called
+from qtk.nn.batch_norm import BatchNorm
 from qtk.public import public
+from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import BatchNormBase
+from qtk.transforms.keep_batch_norm_step import unfolded_targets, weight_quantizer
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
 from qtk.workflow.forward_pass import Data, Forward, run_all
 
@@ -50,19 +53,20 @@ def reestimate_batch_norms(
 
     After training with quantized weights the statistics are those of other weights. Each becomes the average of the
     batches' means and variances, every batch norm normalising by its batch meanwhile, as in training. This changes the
-    function. A simulation whose batch norms are folded has none: plan it with ``fold_batch_norms: false``.
+    function. A simulation whose batch norms are folded has none: plan it with ``fold_batch_norms: at_export``.
 
     >>> import qtk, torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> batches = [torch.randn(8, 3, 8, 8) for _ in range(4)]
-    >>> sim = qtk.QuantSim(model, batches[0], config={"version": 1, "fold_batch_norms": False})
+    >>> sim = qtk.QuantSim(model, batches[0], config={"version": 1, "fold_batch_norms": "at_export"})
     >>> sim.compute_encodings(batches, progress=False)
     >>> print(qtk.reestimate_batch_norms(sim, batches, progress=False))  # doctest: +ELLIPSIS
     reestimate_batch_norms: 1 applied
       1  applied: mean moved by ... standard deviations, variance times ... on average
 
-    Encodings of the values behind them are forgotten, unless they are frozen:
+    Encodings of the values behind them are forgotten, unless they are frozen. A weight that is quantized as folded
+    keeps its codes: its scales follow the statistics, or are forgotten if channels share one.
 
     >>> sim.compute_encodings(batches, only_missing=True, progress=False)
     >>> _ = qtk.fold_batch_norms(sim)
@@ -79,26 +83,26 @@ def reestimate_batch_norms(
     """
     simulation = sim.simulation
     norms = list(_norms(simulation.model))
-    nothing = "the model has no batch norm; plan it with fold_batch_norms: false in the config to keep them"
+    nothing = "the model has no batch norm; plan it with fold_batch_norms: at_export in the config to keep them"
     if not norms:
         return TransformResult("reestimate_batch_norms", (), nothing=nothing)
     missing = [site.name for site, quantizer in simulation.quantizers.items() if not quantizer.ready]
     if missing:
         raise NotCalibratedError(f"{missing[0]} has no encoding; run sim.compute_encodings(data) first")
+    with _averaging(norms) as averages:
+        run_all(simulation.model, data, forward=forward, num_batches=num_batches, label="batch norms",
+                progress=progress)
+    for norm in norms:
+        if not all(bool(average.isfinite().all()) for average in averages[id(norm.mean)]):
+            raise CalibrationError(f"{norm.name}: the statistics of its input became NaN or infinite; check the "
+                                   "data, and the encodings in front of it")
     before = {norm.name: (norm.mean.clone(), norm.var.clone()) for norm in norms}
-    try:
-        with _averaging(norms):
-            run_all(simulation.model, data, forward=forward, num_batches=num_batches, label="batch norms",
-                    progress=progress)
-        for norm in norms:
-            if not bool((norm.mean.isfinite() & norm.var.isfinite()).all()):
-                raise CalibrationError(f"{norm.name}: the statistics of its input became NaN or infinite; check the "
-                                       "data, and the encodings in front of it")
-    except BaseException:
-        for norm in norms:
-            norm.mean.copy_(before[norm.name][0])
-            norm.var.copy_(before[norm.name][1])
-        raise
+    for norm in norms:
+        mean, var = averages[id(norm.mean)]
+        norm.mean.copy_(mean)
+        norm.var.copy_(var)
+    for quantizer, norm in {q: norm for norm in norms if (q := weight_quantizer(norm.node)) is not None}.items():
+        _follow(quantizer, norm, before[norm.name][1])
     for site in _behind(simulation, norms):
         quantizer = simulation.quantizers[site]
         if not quantizer.frozen:
@@ -110,7 +114,8 @@ def reestimate_batch_norms(
 def _norms(model: nn.Module) -> Iterator[_Norm]:
     for graph in graphs(model).values():
         for node in graph.graph.nodes:
-            module, (mean, var) = batch_norm_called(node), (*node.args, *[None] * 5)[3:5]
+            module = batch_norm_called(node) or kept_batch_norm_called(node)
+            mean, var = (*node.args, *[None] * 5)[3:5]
             if not isinstance(module, (BatchNorm, BatchNormBase)) or getattr(module, "always_batch_statistics", False):
                 continue  # none, a frozen one, or one that takes no running statistics
             if isinstance(mean, fx.Node) and isinstance(var, fx.Node):
@@ -119,29 +124,49 @@ def _norms(model: nn.Module) -> Iterator[_Norm]:
 
 
 @contextmanager
-def _averaging(norms: list[_Norm]) -> Iterator[None]:
-    """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too."""
+def _averaging(norms: list[_Norm]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """While the body runs, batch norms normalise by the batch and average its statistics, in eval mode too.
+
+    Yields: id of a running mean → the averages of the means and of the variances; the running ones stay.
+    """
     calls = Counter[int]()
+    averages = {id(norm.mean): (norm.mean.clone(), norm.var.clone()) for norm in norms}
 
     def averaged(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module
     ) -> Tensor:
         calls[id(mean)] += 1
         eps = float(module.eps)  # type: ignore[arg-type]
-        return F.batch_norm(x, mean, var, weight, bias, True, 1 / calls[id(mean)], eps)
+        return F.batch_norm(x, *averages[id(mean)], weight, bias, True, 1 / calls[id(mean)], eps)
 
+    nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaged for norm in norms}
+    for norm in norms:  # a layer in front of one is not to compute what it will when folded
+        nodes |= unfolded_targets(norm.node)
+    before = {node: node.target for node in nodes}
     try:
-        _set_target(norms, averaged)
-        yield
+        _set_targets(norms, nodes)
+        yield averages
     finally:
-        _set_target(norms, batch_norm)
+        _set_targets(norms, before)
 
 
-def _set_target(norms: list[_Norm], function: Callable[..., Tensor]) -> None:
-    for norm in norms:
-        norm.node.target = function
+def _set_targets(norms: list[_Norm], targets: Mapping[fx.Node, fx.node.Target]) -> None:
+    for node, target in targets.items():
+        node.target = target
     for graph in {id(norm.graph): norm.graph for norm in norms}.values():
         graph.recompile()
+
+
+def _follow(quantizer: Quantizer, norm: _Norm, var: Tensor) -> None:
+    """Moves the scales of a weight that is quantized as folded as its batch norm's variance moved from ``var``."""
+    if quantizer.frozen or quantizer.scale is None:
+        return
+    eps = float(norm.module.eps)
+    factor = ((var.double() + eps) / (norm.var.double() + eps)).sqrt()
+    if isinstance(quantizer.spec.granularity, PerChannel) and quantizer.scale.shape == factor.shape:
+        quantizer.scale.mul_(factor)
+    else:
+        quantizer.drop_encoding()
 
 
 def _behind(simulation: Simulation, norms: list[_Norm]) -> list[Site]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx, nn
 
-from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.simulated_sites import SimulatedSite, simulated_sites
 from qtk.numerics import dynamic
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer

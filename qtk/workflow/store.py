@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtk.atomic import staged_directory
+from qtk.capture.prepared_model import PreparedModel
 from qtk.core.encoding import Encoding
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
@@ -35,8 +36,9 @@ from qtk.nn.device import META, is_dry_run
 from qtk.numerics.effective import effective_zero_point
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
-from qtk.transforms.steps import Step, steps_of
+from qtk.transforms.steps import Step, make, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
+from qtk.workflow.prepare import ExampleInputs, prepare_own
 
 FORMAT, VERSION, READ_VERSIONS = "qtk.sim", 5, (4, 5)
 STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
@@ -61,6 +63,7 @@ class Stored:
         steps: of the transforms made on its float model.
         arithmetic: digest of its model's ops; ``None`` if another version of torch captured them.
         flags: flag of a quantizer, or ``bypassed`` → the sites whose quantizers have it.
+        variants: how many kinds of calls the model had graphs for besides that of its example inputs.
     """
 
     arguments: Mapping[str, object]
@@ -69,6 +72,7 @@ class Stored:
     steps: tuple[Step, ...] = ()
     arithmetic: str | None = None
     flags: Mapping[str, Collection[str]] = field(default_factory=dict)
+    variants: object = 0
 
 
 def _full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -107,6 +111,7 @@ def save(
         "torch": torch.__version__,
         "arithmetic": arithmetic_digest(simulation.model),
         "arguments": dict(arguments),
+        "variants": len(simulation.model.examples) - 1 if isinstance(simulation.model, PreparedModel) else 0,
         "plan": plan_to_json(simulation.plan),
         "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
@@ -164,8 +169,26 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     state = {name: state[name] for name in tensors}
     return Stored(
         arguments, plan_from_json(plan), state, steps_from_json(steps, step_tensors),
-        arithmetic if record.get("torch") == torch.__version__ else None, flags,
+        arithmetic if record.get("torch") == torch.__version__ else None, flags, record.get("variants", 0),
     )
+
+
+def prepare_stored(
+    stored: Stored, model: nn.Module, example_inputs: ExampleInputs, *, in_place: bool,
+    variants: Sequence[ExampleInputs],
+) -> PreparedModel:
+    """``model`` prepared and rewritten as that of the stored simulation; arguments as for ``QuantSim.load``.
+
+    Raises: EncodingError if the stored model had a graph for more or fewer kinds of calls.
+    """
+    shapes = "batch" if isinstance(model, PreparedModel) else stored.arguments.get("dynamic_shapes", "batch")
+    prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=shapes)  # type: ignore[arg-type]
+    given = len(prepared.examples) - 1
+    if stored.variants != given:
+        raise EncodingError(f"the stored simulation has graphs for {stored.variants} kinds of calls besides that of "
+                            f"its example inputs, and {given} variants are given; give those that it was made with")
+    make(prepared, stored.steps)
+    return prepared
 
 
 def _digest(path: Path) -> str:

@@ -15,7 +15,7 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names, output_nodes
 from qtk.core.dtypes import FloatDtype
-from qtk.errors import ExportError
+from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.session import bfloat16_remedy, integer_sums_saturate, require_onnxruntime
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
@@ -26,6 +26,7 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Finding, Level, Verdict
 from qtk.torch_private import pytree
+from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.simulated_values import SimulatedValues, step_of
@@ -64,11 +65,28 @@ def verify_export(
         progress: show bars where it takes longer than seconds.
 
     Raises: ExportError if a file is missing or belongs to another simulation, onnxruntime is not installed or does not
-        run the file even with the optimizations off; CalibrationError without any batch.
+        run the file even with the optimizations off; CalibrationError without any batch, or any of the exported kind.
     """
     require_onnxruntime()
     check_runtime(runtime)
-    files = {Path(directory) / onnx_name(path): graph for path, graph in roots(simulation.model).items()}
+    with folded(simulation) as deployed:  # as the files are: so are the float files that are made
+        return _verdict(deployed, Path(directory), data, forward, runtime, float_export, turns, progress=progress)
+
+
+def _verdict(
+    simulation: Simulation,
+    directory: Path,
+    data: Data,
+    forward: Forward | None,
+    runtime: str,
+    float_export: str | os.PathLike[str] | None,
+    turns: int,
+    *,
+    progress: bool,
+) -> Verdict:
+    graphs = roots(simulation.model)
+    exported = {"": graphs[""]} if "" in graphs else graphs
+    files = {directory / onnx_name(path): graph for path, graph in exported.items()}
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise ExportError(f"{directory} holds no {missing.name} to verify; export with formats=('onnx',)")
@@ -78,12 +96,15 @@ def verify_export(
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons))
         run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
+        if not any(witness.is_called for witness in witnesses):
+            names = ", ".join(name for graph in files.values() for name in input_names(graph))
+            raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
         for witness in witnesses:
             witness.stop()
             if turns:
                 witness.measure(simulation, float_export, turns, progress=progress)
         verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
-        return verdicts[0] if len(verdicts) == 1 else _of_islands(Path(directory), witnesses, verdicts)
+        return verdicts[0] if len(verdicts) == 1 else _of_islands(directory, witnesses, verdicts)
     finally:
         for witness in witnesses:
             witness.close()
@@ -137,6 +158,7 @@ class _Witness:
 
         self.graph, self.path = graph, path
         self.first_call: Call | None = None
+        self.is_called = False
         self.inputs: dict[str, Tensor] = {}
         self.notes: list[Finding] = []
         self.float_bytes: int | None = None
@@ -194,6 +216,7 @@ class _Witness:
     def _compare(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object
     ) -> None:
+        self.is_called = True
         leaves = zip(input_names(self.graph), input_leaves(self.graph.graph, args, kwargs), strict=True)
         inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

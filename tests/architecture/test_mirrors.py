@@ -23,6 +23,8 @@ ELSEWHERE = {
     "planning/draft.py": ("tests/planning/test_planner.py", "qtk.planning.planner"),
     "planning/share_merges.py": ("tests/planning/test_planner.py", "qtk.planning.planner"),
     "transforms/fold_batch_norm_step.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
+    "transforms/keep_batch_norm_step.py": ("tests/transforms/test_keep_batch_norms.py",
+                                           "qtk.transforms.keep_batch_norms"),
     "transforms/foldable_batch_norms.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
     "transforms/graph_editor.py": ("tests/transforms/test_fold_batch_norms.py", "qtk.fold_batch_norms"),
     "layerwise/bias_correction.py": ("tests/layerwise/test_methods.py", "qtk.layerwise.bias_correction"),

@@ -11,15 +11,6 @@ from qtk.capture.calls import Call, detached, with_rows
 X = torch.randn(3, 4)
 
 
-def test_calls_of_one_structure_differ_in_sizes_only():
-    def structure(*args, **kwargs):
-        return str(Call(args, kwargs, None).structure)
-
-    assert structure(X) == structure(X[:1])
-    others = [(X, {}), (X[0], {}), (X.int(), {}), ((X,), {}), (X, {"scale": 1.0}), (X, {"scale": 2.0})]
-    assert len({structure(args, **kwargs) for args, kwargs in others}) == len(others)
-
-
 def test_the_size_of_a_call_counts_all_tensors_that_go_in():
     assert Call((X, [X[:1]]), {"y": {"z": X}, "n": 3}, X).numel == 12 + 4 + 12
 

@@ -44,7 +44,8 @@ class SignAlone(nn.Module):
 
 def tree(model, **options) -> PreparedTree:
     expected = eval_outcome(model, (X,), {})
-    return capture_tree(model, (X,), {}, "batch", CaptureError("no graph"), expected=expected, **options)
+    call = Call((X,), {}, None)
+    return capture_tree(model, [call], "batch", CaptureError("no graph"), expected=[expected], **options)
 
 
 def parts(prepared):

@@ -4,17 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.capture.calls import Call
+from qtk.capture.call_kind import call_kind, signature_of
 from qtk.capture.variants import add_variant
 from qtk.errors import CaptureError
 from qtk.graph.graphs import graphs, with_nested
+from qtk.graph.sites import value_site
+from qtk.graph.targets import called_module
+from qtk.nn.attention import Attention
 from qtk.workflow.prepare import prepare_model
 
 MATRIX, CUBE = torch.randn(3, 8), torch.randn(2, 3, 8)
 
 
 def kind(*args):
-    return Call(args, {}, None).kind
+    return call_kind(signature_of(net()), args, {})
 
 
 def net():
@@ -73,20 +76,146 @@ def test_all_follow_to_another_dtype():
     assert main(MATRIX.bfloat16()).dtype is main(CUBE.bfloat16()).dtype is torch.bfloat16
 
 
-def test_members_of_one_name_that_differ_are_refused_and_nothing_changes():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
+class Constant(nn.Module):
+    """Adds a constant that the number of axes decides, and one that it does not, in an order that it decides too."""
 
-        def forward(self, x):
-            return self.fc(x) + torch.tensor([float(x.ndim)] * 8)
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
 
+    def forward(self, x):
+        if x.ndim == 2:
+            x = x * torch.tensor([2.0] * 8)
+        return self.fc(x) + torch.tensor([1.0] * 8)
+
+
+def test_constants_that_differ_have_names_of_their_own_and_equal_ones_are_one():
     model = Constant()
-    main, other = prepare_model(model, CUBE), prepare_model(model, MATRIX)
-    before, modules = dict(main.named_buffers()), main._modules
-    with pytest.raises(CaptureError, match="would each have a lifted_tensor_0 of their own"):
-        add_variant(main, kind(MATRIX), other)
-    assert main.variants == {}
-    assert dict(main.named_buffers()).keys() == before.keys()
-    assert main._modules is modules is not other._modules
+    main = prepare_model(model, CUBE, variants=[MATRIX])
+    assert torch.equal(main(CUBE), model(CUBE))
+    assert torch.equal(main(MATRIX), model(MATRIX))
+    assert sorted(float(buffer[0]) for buffer in main.buffers()) == [1.0, 2.0]
+
+
+class Heads(nn.Module):
+    """Attention with a mask or none; a residual sum behind the ops that prepare the mask."""
+
+    def __init__(self, fused=True):
+        super().__init__()
+        self.q, self.k, self.v, self.fused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), fused
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, mask=None):
+        bias = None
+        if mask is not None:
+            bias = ((mask + 0.0) - 1.0)[:, None, :] * 1e4 + torch.zeros(3, 1)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.fused:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, bias)
+        else:
+            scores = q @ k.transpose(-2, -1)
+            y = (scores if bias is None else scores + bias).softmax(-1) @ v
+        return x + self.drop(y)
+
+
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_ops_of_both_graphs_are_the_same_sites_whatever_stands_before_them(fused, first):
+    """``add`` is the residual sum without a mask, and one in front of it with a mask."""
+    model, inputs = Heads(fused).eval(), [(CUBE,), (CUBE, MASK)]
+    alone = prepare_model(model, inputs[first])
+    main = prepare_model(model, inputs[first], variants=[inputs[1 - first]])
+    (other,) = main.variants.values()
+    assert [value_site(node) for node in main.graph.nodes if node.op != "get_attr"] == [
+        value_site(node) for node in alone.graph.nodes if node.op != "get_attr"]
+    residuals = [graph.graph.output_node().all_input_nodes[0] for graph in (main, other)]
+    assert value_site(residuals[0]) == value_site(residuals[1])
+    masked = (main, other)[1 - first]
+    everything = [value_site(node) for graph in [masked, *(g for p, g in graphs(main).items() if ".core" in p)]
+                  for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
+    assert len(set(everything)) >= len(everything) - 8  # the two cores share some
+    for call in inputs:
+        torch.testing.assert_close(main(*call), model(*call))
+
+
+def test_names_are_of_one_op_each():
+    model = Heads(False).eval()
+    main = prepare_model(model, CUBE, variants=[(CUBE, MASK)])
+    (other,) = main.variants.values()
+    names = [value_site(node) for node in other.graph.nodes if node.op == "call_function"]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("variant", "equal"), [((MATRIX,), True), ((CUBE, MASK), False)])
+def test_equal_composites_are_one_and_others_share_their_sites(variant, equal):
+    main = prepare_model(Heads().eval(), CUBE, variants=[variant])
+    (other,) = main.variants.values()
+    (mine,), (its,) = called(main), called(other)
+    assert (mine is its) is equal
+    inside = [{value_site(node).name for node in each.core.graph.nodes if node.op == "call_function"}
+              for each in (mine, its)]
+    assert inside[0] <= inside[1]
+    assert len(graphs(main)) == (3 if equal else 4)
+    mine.p = 0.4
+    assert its.p == 0.4
+
+
+def called(graph):
+    return [module for node in graph.graph.nodes if isinstance(module := called_module(node), Attention)]
+
+
+class Labelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.norm, self.aux = Heads(), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+
+    def forward(self, x, labels=None, aux=False):
+        y = self.norm(self.heads(x)).mean(1)
+        if aux:
+            y = self.aux(y)
+        return y if labels is None else nn.functional.cross_entropy(y, labels)
+
+
+def test_modules_of_the_original_act_wherever_a_graph_calls_them():
+    model = Labelled().eval()
+    main = prepare_model(model, CUBE, variants=[{"x": CUBE, "aux": True}, {"x": CUBE, "labels": torch.tensor([0, 1])}])
+    assert type(main.norm) is nn.BatchNorm1d
+    assert type(main.aux.get_submodule("1")) is nn.Dropout
+    main.train()
+    main.heads.drop.p = 0.0
+    for module in main.modules():
+        if isinstance(module, Attention):
+            module.p = 0.0
+    before = main.norm.running_mean.clone()
+    torch.testing.assert_close(main(CUBE, aux=True).count_nonzero() < 16, torch.tensor(True))
+    assert not torch.equal(main.norm.running_mean, before)
+    main.aux.get_submodule("1").p = 0.0
+    assert main(CUBE, aux=True).count_nonzero() == 16
+    assert list(main.state_dict()) == list(model.state_dict())
+
+
+def test_a_call_is_told_by_what_it_gives_not_by_how_it_is_written():
+    model, labels = Labelled().eval(), torch.tensor([0, 1])
+    main = prepare_model(model, CUBE, variants=[{"x": CUBE, "labels": labels}])
+    loss = model(CUBE, labels)
+    for written in (main(CUBE, labels), main(CUBE, labels=labels), main(labels=labels, x=CUBE, aux=False)):
+        assert torch.equal(written, loss)
+    for written in (main(CUBE), main(CUBE, None), main(x=CUBE, labels=None)):
+        assert torch.equal(written, model(CUBE))
+    with pytest.raises(CaptureError, match=r"no graph serves(.|\n)*input aux(.|\n)*add these inputs to the variants"):
+        main(CUBE, aux=True)
+
+
+def test_what_cannot_be_variants_is_refused():
+    model, labels = Labelled().eval(), torch.tensor([0, 1])
+    with pytest.raises(CaptureError, match=r"variants\[1\].* is a call of the same kind as variants\[0\]"):
+        prepare_model(model, CUBE, variants=[(CUBE, labels), {"labels": labels, "x": CUBE}])
+    with pytest.raises(CaptureError, match="explicit dynamic_shapes are those of one graph"):
+        prepare_model(model, CUBE, variants=[(CUBE, labels)], dynamic_shapes={"x": None, "labels": None})
+    with pytest.raises(CaptureError, match="variants are captured with example_inputs"):
+        prepare_model(nn.Linear(2, 2), variants=[MATRIX])
+    with pytest.raises(CaptureError, match="give variants when preparing it first"):
+        prepare_model(prepare_model(model, CUBE), CUBE, variants=[(CUBE, labels)])

@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -105,3 +106,23 @@ def test_hooks_on_the_module_fire(training):
     assert torch.equal(plain.running_mean, hooked.running_mean)
     made[1].sum().backward()
     assert seen == ["forward", "backward"]
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_hooks_that_cannot_fire_are_named():
+    module, x = Doubled(3).eval(), torch.randn(4, 3)
+    tensors = (module.weight, module.bias, module.running_mean, module.running_var, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = batch_norm(x, *tensors, module)
+
+    def spy(*_):
+        raise AssertionError
+
+    module.register_forward_hook(spy)
+    with pytest.warns(UserWarning, match=r"hooks of a Doubled that will not be called: .*spy; .*block_view"):
+        assert torch.equal(batch_norm(x, *tensors, module), expected)

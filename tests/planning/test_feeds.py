@@ -10,6 +10,7 @@ from qtk.planning.patterns import match_patterns
 from qtk.workflow.prepare import prepare_model
 from tests.planning.plans import BARE, by_name, plan_of
 from tests.zoo.attention import Block, TinyViT
+from tests.zoo.models import ZOO
 
 STREAM = {"match": {"feeds": ["layer_norm", "rms_norm"]}, "output": "float"}
 SUMS = {"match": {"op": ["add", "concat"], "feeds": ["layer_norm"]}, "output": {"bits": 16}}
@@ -134,3 +135,28 @@ def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(con
     sim = qtk.QuantSim(Residual(), torch.randn(2, 4, 8, 8), config=config)
     assert {decided.spec.dtype.bits for decided in sim.plan.values() if decided.factors is None} == {8}
     assert {"relu:out", "add_1:out"} <= {str(site) for site in sim.plan}
+
+
+@pytest.mark.parametrize(
+    ("code", "feeds"),
+    [
+        (lambda net, x: net.layer(x).topk(2, -1), True),
+        (lambda net, x: net.layer(x).softmax(-1).topk(2, -1), True),
+        (lambda net, x: (net.layer(x).sigmoid() + net.scale).topk(2, -1), True),
+        (lambda net, x: (net.layer(x).softmax(-1) @ x.transpose(-1, -2)).topk(2, -1), False),
+        (lambda net, x: net.norm(net.layer(x).softmax(-1)), False),
+    ],
+)
+def test_softmax_and_sigmoid_hand_on_that_the_largest_are_looked_for(code, feeds):
+    names = fed(Net(code), torch.randn(2, 4, 8))["linear"]
+    assert ("topk" in names) is feeds
+    assert "layer_norm" not in names
+
+
+@pytest.mark.parametrize(("config", "bits"), [("default", 16), ("onnxruntime", None), ("openvino", None)])
+def test_shipped_targets_keep_routers_out_of_8_bits(config, bits):
+    entry = ZOO["dispatched_experts"]
+    decided = by_name(qtk.QuantSim(entry.model(), entry.inputs(), config=config).plan)
+    assert {decided[name].spec.dtype.bits for name in ("router:out", "softmax:out") if name in decided} == (
+        set() if bits is None else {bits}
+    )

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qtk
-from qtk.capture.variants import add_variant
 from qtk.demo.small_vit import SmallViT
 from qtk.errors import CaptureError
 from qtk.torch_private import pytree
@@ -369,8 +368,7 @@ class MaybeMasked(nn.Module):
 
 def test_each_kind_of_call_has_its_own_cut():
     model, x, mask = MaybeMasked().eval(), torch.randn(3, 4), torch.rand(3, 4)
-    prepared, other = qtk.prepare_model(model, x), qtk.prepare_model(model, (x, mask))
-    add_variant(prepared, qtk.capture.calls.Call((x, mask), {}, None).kind, other)
+    prepared = qtk.prepare_model(model, x, variants=[(x, mask)])
     calls = []
     view = qtk.block_view(prepared, "inner")
     view.get_submodule("inner").register_forward_hook(lambda _, args, output: calls.append(args[0]))

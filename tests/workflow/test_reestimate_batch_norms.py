@@ -82,4 +82,4 @@ def test_uncalibrated_and_folded_simulations_say_so():
     with pytest.raises(NotCalibratedError, match=r"0\.weight has no encoding"):
         qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
     folded = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), BATCHES[0])
-    assert "fold_batch_norms: false" in str(qtk.reestimate_batch_norms(folded, BATCHES, progress=False))
+    assert "fold_batch_norms: at_export" in str(qtk.reestimate_batch_norms(folded, BATCHES, progress=False))

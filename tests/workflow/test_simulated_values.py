@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.export.simulated_sites import simulated_sites
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.simulated_values import SimulatedValues, step_of
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.export.simulated_sites import simulated_sites
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import with_nested
 from qtk.graph.insert import quantizer_called

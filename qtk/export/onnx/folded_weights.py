@@ -1,7 +1,8 @@
 """Lets ONNX Runtime dequantize weights that float operators read when it loads a file, and not at every run.
 
 LSTM, GRU and RNN compute in float, and prepare constant weights for their products once; float cells in a Scan fail at
-dequantized ones; embeddings would dequantize the whole table to look up a few rows. ONNX Runtime (seen in 1.31)
+dequantized ones; embeddings would dequantize the whole table to look up a few rows; a table of position biases is
+gathered, and a mask added to scores in float, at every run. ONNX Runtime (seen in 1.31)
 computes what follows from constants in advance, but DequantizeLinear never. So these weights are dequantized by a
 function of the file, ``qtk::DequantizeLinear``, that has the inputs of the operator of this name and is written out as
 (codes − zero point) · scale. Files stay small; the memory of a session is that of the float model.
@@ -15,7 +16,10 @@ from qtk.export.onnx.dequantize_nodes import codes_of
 
 DOMAIN = "qtk"
 
-FLOAT_OPERATORS = ("LSTM", "GRU", "RNN", "Gather")
+FLOAT_OPERATORS = ("LSTM", "GRU", "RNN", "Gather", "GatherND")
+
+ELEMENTWISE = ("Add", "Sub", "Mul")
+"""Operators that are integer between DequantizeLinear and QuantizeLinear only."""
 
 QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 
@@ -24,10 +28,10 @@ ARRANGING = ("Slice", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose", 
 
 
 def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:
-    """Calls the function for every stored matrix that only such operators read. In place."""
+    """Calls the function for every stored tensor that only such operators read. In place."""
     dequantized = [
         node for node in model.graph.all_nodes()
-        if node.op_type == "DequantizeLinear" and _is_matrix_by_row(node)
+        if node.op_type == "DequantizeLinear" and _fits_function(node)
         and _only_for_float(node.outputs[0], model.graph)
     ]
     for node in dequantized:
@@ -38,21 +42,45 @@ def dequantize_when_loaded(model: ir.Model, *, opset: int) -> None:
         model.opset_imports[DOMAIN] = 1
 
 
-def _is_matrix_by_row(dequantize: ir.Node) -> bool:
-    """Whether it reads a stored matrix with one scale, or one for each row, and a zero point."""
+def _fits_function(dequantize: ir.Node) -> bool:
+    """Whether it reads stored codes of two axes or more with one scale, or a matrix with one for each row."""
     codes, axis = codes_of(dequantize), dequantize.attributes.get("axis")
-    matrix = codes.is_initializer() and codes.shape is not None and len(codes.shape) == 2
-    by_row = axis is None or axis.as_int() == 0
-    return matrix and by_row and len(dequantize.inputs) == 3 and "block_size" not in dequantize.attributes
+    if not codes.is_initializer() or codes.shape is None or len(dequantize.inputs) < 3:
+        return False
+    by_row = axis is not None and axis.as_int() == 0 and len(codes.shape) == 2
+    return (axis is None or by_row) and len(codes.shape) >= 2 and "block_size" not in dequantize.attributes
 
 
 def _only_for_float(value: ir.Value, graph: ir.Graph) -> bool:
     readers = [reader for reader, _ in value.uses()]
     return bool(readers) and not value.is_graph_output() and all(
         reader.op_type in FLOAT_OPERATORS
+        or (reader.op_type in ELEMENTWISE and _computes_in_float(reader, value))
         or _is_in_float_body(reader, graph)
         or (reader.op_type in ARRANGING and _only_for_float(reader.outputs[0], graph))
         for reader in readers
+    )
+
+
+def _computes_in_float(node: ir.Node, constant: ir.Value) -> bool:
+    """Whether an elementwise operator has an operand or a result that is not quantized."""
+    others = [value for value in node.inputs if value is not constant]
+    return not all(_is_dequantized(value) for value in others) or not _is_quantized(node.outputs[0])
+
+
+def _is_dequantized(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    if producer is not None and producer.op_type in (*ARRANGING, "Split"):
+        return _is_dequantized(producer.inputs[0])
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def _is_quantized(value: ir.Value) -> bool:
+    """Whether a reader quantizes a value, possibly behind a rectifier."""
+    return any(
+        reader.op_type in QUANTIZING
+        or (reader.op_type in (*ARRANGING, "Relu", "Clip") and _is_quantized(reader.outputs[0]))
+        for reader, _ in value.uses()
     )
 
 

@@ -30,11 +30,12 @@ from qtk.capture.signature import input_names, output_nodes
 from qtk.capture.torch_export import silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError, first_line
+from qtk.export.free_axes import doubled, free_axes
 from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.scan_over_time import scan_over_time
-from qtk.export.onnx.simulated_sites import SimulatedSite
+from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
@@ -184,28 +185,14 @@ def _export(
     flat: fx.GraphModule, leaves: list[object], free: Mapping[str, list[int]]
 ) -> torch.export.ExportedProgram:
     placeholders = flat.graph.find_nodes(op="placeholder")
-    axes = [free.get(str(node.target), _dynamic_axes(node)) for node in placeholders]
-    examples = tuple(_doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True))
+    axes = [free.get(str(node.target), free_axes(node)) for node in placeholders]
+    examples = tuple(doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True))
     shapes = tuple(dict.fromkeys(each, Dim.AUTO) or None for each in axes)
     try:
         with lengths_stay_free():
             return torch.export.export(flat, examples, dynamic_shapes=shapes)
     except Exception as error:
         raise ExportError(f"torch.export cannot capture the simulation: {_root_cause(error)}") from error
-
-
-def _dynamic_axes(node: fx.Node) -> list[int]:
-    value = node.meta.get("val")
-    shape = value.shape if isinstance(value, Tensor) else ()
-    return [axis for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
-
-
-def _doubled(leaf: object, axes: list[int]) -> object:
-    """The input with length 2 instead of 1 along dynamic axes, because torch.export fixes a length of 1."""
-    for axis in axes:
-        if isinstance(leaf, Tensor) and leaf.shape[axis] == 1:
-            leaf = leaf.repeat_interleave(2, axis)
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:

@@ -1,11 +1,13 @@
 """Moves codes in place of the values that they stand for, where ONNX Runtime does not.
 
 It looks for DequantizeLinear directly in front of a product, and carries it there itself (seen in 1.31) through
-Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and with them the product in float:
+Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and mostly with them the product in float:
 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
 2. Pad with zeros, whose code is the zero point; windows of attention are padded.
 3. Concat of parts of one quantized value, as ``roll`` is exported.
+4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
+5. Shape, for which it would dequantize the tensor.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ from qtk.export.onnx.value_names import ValueNames
 CARRIED = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Identity")
 """Operators that ONNX Runtime carries a DequantizeLinear through."""
 
-NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat")
+NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat", "MaxPool")
+
+POOLED = (ir.DataType.UINT8, ir.DataType.INT8)
+"""Types of codes that MaxPool takes."""
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
-    """Lets the operators of the three cases, and those in front of them that move values, move codes. In place."""
+    """Lets the operators of these cases, and those in front of them that move values, move codes. In place."""
     nodes = DequantizeNodes(names)
     for node in list(graph):
+        if node.op_type == "Shape" and (dequantize := dequantize_of(node.inputs[0])) is not None:
+            node.replace_input_with(0, codes_of(dequantize))
         if node.op_type in NOT_CARRIED:
             for mover in dict.fromkeys(mover for value in _data(node) for mover in _movers(value)):
                 _move(mover, nodes)
@@ -58,6 +65,8 @@ def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
     if first is None or codes_of(first).is_initializer():
         return
     if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
+        return
+    if node.op_type == "MaxPool" and (len(node.outputs) > 1 or codes_of(first).dtype not in POOLED):
         return
     if node.op_type == "Pad" and not _pad_with_code_of_zero(node, first):
         return

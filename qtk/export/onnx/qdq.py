@@ -20,15 +20,16 @@ from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
+from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
-from qtk.export.onnx.simulated_sites import SimulatedSite, simulated_sites
 from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
+from qtk.export.simulated_sites import SimulatedSite, simulated_sites
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def export(
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
     multiply_stacks(graph)
+    read_as_produced(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:

@@ -25,6 +25,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
+from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.float_softmax import keep_softmax_float
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
@@ -38,9 +39,9 @@ from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, val
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.right_weights import put_weights_right
-from qtk.export.onnx.simulated_sites import SimulatedSite
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
 
 SITE, SPEC = "site", "spec"
@@ -87,6 +88,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     keep_softmax_float(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
+    drop_zeros_of_convolutions(graph)
     RemoveUnusedNodesPass()(marked.model)
     OutputFixPass()(marked.model)
     dequantize_when_loaded(marked.model, opset=opset)
@@ -163,9 +165,7 @@ def _replace(marker: ir.Node, graph: ir.Graph, site: SimulatedSite, name: str, o
     if site.encoding is None:
         entry, result = dynamic_qdq(writer, site.name, value, site.spec, kind)
     else:
-        convolved = all(use.node.op_type == "Conv" for use in marker.outputs[0].uses())
-        calibrated = _Calibrated(writer, site.name, site.encoding, value.shape, kind)
-        entry, result = calibrated.qdq(value, site.constant, keeps_zeros=not convolved)
+        entry, result = _Calibrated(writer, site.name, site.encoding, value.shape, kind).qdq(value, site.constant)
     result.name = name
     result.metadata_props.update({SITE: site.name, SPEC: json.dumps(site.spec.to_json())})
     same_kind = writer.cast(result.outputs[0], value.dtype)
@@ -184,14 +184,12 @@ class _Calibrated:
         self.writer, self.site, self.encoding, self.shape, self.kind = writer, site, encoding, shape, kind
         self.block_axis = self._block_axis(encoding.spec.granularity)
 
-    def qdq(self, value: ir.Value, constant: Tensor | None, *, keeps_zeros: bool) -> tuple[ir.Node, ir.Node]:
+    def qdq(self, value: ir.Value, constant: Tensor | None) -> tuple[ir.Node, ir.Node]:
         """Writes the nodes.
 
         Args:
             value: what is quantized.
             constant: its numbers, if they are known.
-            keeps_zeros: whether zero points of 0 of int8 codes are stored. ONNX Runtime's matrix products are integer
-                only if they are, convolutions in any case.
 
         Returns: the node that reads the value, or its stored codes, and the DequantizeLinear.
         """
@@ -199,7 +197,7 @@ class _Calibrated:
         scale_and_zero_point = self._scale_and_zero_point()
         if constant is not None:
             without_offset = self.encoding.zero_point is None and not self.encoding.spec.middle_code
-            if without_offset and (not keeps_zeros or "block_size" in attributes or self.kind == ir.DataType.INT32):
+            if without_offset and ("block_size" in attributes or self.kind == ir.DataType.INT32):
                 del scale_and_zero_point[1:]
             stored = self.writer.node(
                 "DequantizeLinear", [self._codes(constant), *scale_and_zero_point], ir.DataType.FLOAT, attributes

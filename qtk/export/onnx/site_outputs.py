@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.export.onnx.concat_inputs import restore_edges
 from qtk.export.onnx.stacked_products import restore_operands
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics import affine
@@ -99,6 +100,7 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
 def _load(file: Path) -> ir.Model:
     model = ir.load(file)
     restore_operands(model)
+    restore_edges(model)
     return model
 
 

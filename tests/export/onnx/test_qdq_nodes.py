@@ -10,7 +10,7 @@ from qtk.core.granularity import PerChannel
 from qtk.errors import ExportError
 from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.qdq_nodes import qparam_name, replace_markers
-from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.export.simulated_sites import simulated_sites
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds
 from tests.export.onnx.test_fused_activations import Convolutions

@@ -4,7 +4,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import ExportError
-from qtk.export.onnx.simulated_sites import simulated_sites
+from qtk.export.simulated_sites import simulated_sites
 
 
 class Net(nn.Module):

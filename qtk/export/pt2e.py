@@ -1,0 +1,269 @@
+"""The export format PT2E: an ExportedProgram with the quantize and dequantize ops that compilers lower.
+
+Every quantized value goes through ``quantized_decomposed::quantize_*`` and ``dequantize_*`` with the simulation's
+encoding; weights are integer constants and ``dequantize_*``. What these ops cannot hold (dynamic ranges, activations in
+small floats or blocks) is plain ATen. A process that loads the file needs torch alone, and the ops: ``import
+torch.ao.quantization.fx._decomposed``, as torchao and ExecuTorch do.
+
+The reference of ``quantize_*`` multiplies by the reciprocal of the scale where the simulation divides: the codes of a
+value within a rounding error of the middle between two differ by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from qtk.capture.calls import Call
+from qtk.capture.composites import Composite, composite_called
+from qtk.capture.inputs import input_leaves
+from qtk.capture.packed import PackedRecurrent
+from qtk.capture.signature import output_nodes
+from qtk.capture.torch_export import silent_torch
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTensor
+from qtk.core.spec import QuantSpec
+from qtk.errors import ExportError, first_line
+from qtk.export.free_axes import doubled, free_axes
+from qtk.export.read_back import compare_encodings
+from qtk.export.simulated_sites import SimulatedSite, simulated_sites
+from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, codes_of, has_ops
+from qtk.graph.graphs import graphs
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.op_row import Role
+from qtk.graph.op_table import row_of
+from qtk.graph.sites import SITE, label
+from qtk.nn.eval_mode import evaluating
+from qtk.ops import fake_quantize_float, onnx_form
+from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict
+
+_DEQUANTIZE = "quantized_decomposed.dequantize"
+
+_OPS = "qtk_sites"
+"""The submodule of an exported graph that holds the numbers of its sites, each under the site's name."""
+
+_LOCAL = ("stack_trace", "from_node", "torch_fn", "source_fn_stack")
+"""Metadata of nodes that is left out: paths of source files of this machine, and half of the bytes of a small file."""
+
+_PLAIN = {
+    torch.ops.qtk.fake_quantize.default: onnx_form.fake_quantize,
+    torch.ops.qtk.fake_quantize_dynamic.default: onnx_form.fake_quantize_dynamic,
+    torch.ops.qtk.fake_quantize_float.default: fake_quantize_float.written_out,
+}
+
+
+def export(model: fx.GraphModule, call: Call, path: str | os.PathLike[str]) -> None:
+    """Writes a simulated model as ``.pt2``; its dynamic dimensions stay dynamic.
+
+    Args:
+        model: the prepared model with its quantizers. It is exported in eval mode and not changed.
+        call: a call of the model; the values do not matter.
+        path: the file to write.
+
+    Raises: ExportError if a quantizer has no encoding, or torch cannot export the model.
+    """
+    torch.export.save(exported_program(model, call), path)
+
+
+def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
+    """The program that ``export`` writes; Args and Raises as there."""
+    if isinstance(model, PackedRecurrent):
+        raise ExportError("torch.export cannot capture loops over packed sequences; call the net with padded ones, or "
+                          "export formats=('onnx',)")
+    load_decomposed_ops()
+    sites = {site.node: site for site in simulated_sites(model)}
+    with evaluating(model), silent_torch(), torch.no_grad():
+        written_out = _written_out(model, sites)
+        args, kwargs, shapes = _example(model.graph, call)
+        try:
+            program = torch.export.export(written_out, args, kwargs, dynamic_shapes=shapes, strict=False)
+            program = program.run_decompositions(_PLAIN) if _has_own_ops(program) else program
+        except Exception as error:
+            raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
+    for node in program.graph.nodes:
+        for key in _LOCAL:
+            node.meta.pop(key, None)
+    return program
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
+    """The encodings in a file that ``export`` wrote, bit for bit, in graph order; those in plain ATen are left out.
+
+    Raises: ExportError if the file is no exported program.
+    """
+    return {name: encoding for name, encoding, _ in _stored_sites(path)}
+
+
+def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
+    """Reads a file back and compares encodings and stored integers with the simulation it was exported from.
+
+    Raises: ExportError naming the site of the first difference.
+    """
+    sites = {site.name: site for site in simulated_sites(model) if _has_ops(site)}
+    stored = {name: (encoding, codes) for name, encoding, codes in _stored_sites(path)}
+    simulated = {name: site.encoding for name, site in sites.items() if site.encoding is not None}
+    compare_encodings({name: encoding for name, (encoding, _) in stored.items()}, simulated)
+    for name, (encoding, codes) in stored.items():
+        constant = sites[name].constant
+        if (codes is None) != (constant is None):
+            raise ExportError(f"{name} is a constant in one of file and simulation alone")
+        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant, encoding)):
+            raise ExportError(f"{name}: the stored integers are not those of the simulation")
+
+
+def _has_ops(site: SimulatedSite) -> bool:
+    return has_ops(site.spec, None if site.constant is None else site.constant.shape)
+
+
+def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) -> fx.GraphModule:
+    """A copy of ``model`` that calls a module of ``site_ops`` in place of each quantizer of ``sites``, none of others.
+
+    Parameters are shared with ``model``; those that are stored as codes are left out. Quantizers stay at sites that
+    ``site_ops`` has nothing for.
+    """
+    graph = copy.deepcopy(model.graph)
+    copied = fx.GraphModule(model, graph)
+    nodes = dict(zip(model.graph.nodes, graph.nodes, strict=True))
+    _write_out(model, copied, nodes, sites)
+    for node in model.graph.nodes:
+        composite = composite_called(node)
+        if composite is not None:
+            copied.set_submodule(str(node.target), _written_out_composite(composite, sites))
+    graph.eliminate_dead_code()
+    if not _is_plain(graph):
+        return_dict(graph, output_nodes(copied))
+    return fx.GraphModule(copied, graph)  # holds only what the graph reads
+
+
+def _is_plain(graph: fx.Graph) -> bool:
+    """Whether results are nested in tuples, lists and dicts alone, the types that ``torch.export.save`` knows."""
+    structure = call_structure(graph)
+    pending = [] if structure is None or structure.out_spec is None else [structure.out_spec]
+    while pending:
+        spec = pending.pop()
+        if spec.type not in (None, tuple, list, dict):
+            return False
+        pending.extend(branches(spec))
+    return True
+
+
+def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, SimulatedSite]) -> nn.Module:
+    copied = copy.deepcopy(composite)
+    for before, after in zip(graphs(composite).values(), graphs(copied).values(), strict=True):
+        _write_out(before, after, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
+        after.recompile()
+    return copied
+
+
+def _write_out(
+    original: fx.GraphModule, copied: fx.GraphModule, nodes: Mapping[fx.Node, fx.Node],
+    sites: Mapping[fx.Node, SimulatedSite],
+) -> None:
+    """Replaces the quantizers in ``copied``, a copy of ``original``; ``nodes``: node → its copy."""
+    copied.add_module(_OPS, nn.Module())
+    for call in quantizer_nodes(original):
+        node, site = nodes[call], sites.get(call)
+        if site is None:
+            (value,) = node.args
+            assert isinstance(value, fx.Node)
+            node.replace_all_uses_with(value)
+            node.graph.erase_node(node)
+        elif (module := _module_for(site)) is not None:
+            node.target = f"{_OPS}.{site.name}"
+            copied.add_submodule(node.target, module)
+            if site.constant is not None:
+                node.args = ()
+            elif isinstance(site.spec.granularity, PerTensor):
+                _repeat_behind_movement(node, node)
+
+
+def _repeat_behind_movement(call: fx.Node, value: fx.Node) -> None:
+    """Calls the ops of ``call`` again where moved elements of its result are computed with, from ``value`` on.
+
+    The same codes come out. Lowerings find the ops of a value right before what computes with it, and right behind
+    what moves it, as torchao's quantizers place them.
+    """
+    for moved in [user for user in value.users if _moves(user)]:
+        _repeat_behind_movement(call, moved)
+        readers = [user for user in moved.users if user.op != "output" and not _moves(user)]
+        if readers and isinstance(moved.meta["val"], Tensor):
+            with moved.graph.inserting_after(moved):
+                again = moved.graph.call_module(str(call.target), (moved,))
+            again.meta["val"] = moved.meta["val"]
+            for reader in readers:
+                reader.replace_input_with(moved, again)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a node's result is elements, in any order, of the one tensor it reads, or a tuple of such."""
+    row, result = row_of(node), node.meta.get("val")
+    if row is None or row.role is not Role.MOVEMENT or row.mask:
+        return False
+    read = [value for value in node.all_input_nodes if not isinstance(value.meta.get("val"), torch.SymInt)]
+    return len(read) == 1 and (not isinstance(result, Tensor) or result.is_floating_point())
+
+
+def _module_for(site: SimulatedSite) -> ComputedSite | StoredSite | None:
+    if site.encoding is None:
+        return None
+    if site.constant is not None:
+        return StoredSite(site.name, site.encoding, site.constant)
+    if not has_ops(site.spec, None):
+        return None
+    return ComputedSite(site.name, site.encoding, site.node.meta["val"].ndim)
+
+
+def _example(
+    graph: fx.Graph, call: Call
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[object, ...]]:
+    """The arguments of ``call`` with dynamic axes of length 2 at least, and dynamic shapes for ``torch.export``."""
+    axes = [free_axes(node) for node in graph.find_nodes(op="placeholder")]
+    leaves = input_leaves(graph, call.args, call.kwargs)
+    structure = call_structure(graph)
+    args = [doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True)]
+    shapes = [dict.fromkeys(each, Dim.AUTO) or None for each in axes]
+    if structure is None:
+        return tuple(args), {}, tuple(shapes)
+    positional, named = pytree.tree_unflatten(args, structure.in_spec)
+    of_positional, of_named = pytree.tree_unflatten(shapes, structure.in_spec)
+    return positional, named, (*of_positional, *of_named.values())
+
+
+def _has_own_ops(program: ExportedProgram) -> bool:
+    return any(getattr(node.target, "namespace", None) == "qtk" for node in program.graph.nodes)
+
+
+def _stored_sites(path: str | os.PathLike[str]) -> Iterator[tuple[str, Encoding, Tensor | None]]:
+    """Name, encoding and, of a constant, the stored codes of each site that has ops; once for a site in a loop."""
+    load_decomposed_ops()
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        raise ExportError(f"cannot read {path} as an exported program: {first_line(error)}") from error
+    signature = program.graph_signature
+    kept: dict[str | None, Any] = {**program.state_dict, **program.constants}
+    targets = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    seen: set[str] = set()
+    for node in program.graph.nodes:
+        name, spec = label(node, SITE), label(node, SPEC)
+        if not str(node.target).startswith(_DEQUANTIZE) or name is None or spec is None or name in seen:
+            continue
+        seen.add(name)
+        arguments = [kept.get(targets.get(each.name)) if isinstance(each, fx.Node) else each for each in node.args]
+        codes, scale, zero_point, *_ = arguments
+        yield name, _encoding(QuantSpec.from_json(json.loads(spec)), scale, zero_point), codes
+
+
+def _encoding(spec: QuantSpec, scale: object, zero_point: object) -> Encoding:
+    """The encoding of the arguments of an op: tensors, or numbers per tensor."""
+    scales, zero_points = (each if isinstance(each, Tensor) else torch.tensor([each]) for each in (scale, zero_point))
+    return Encoding(spec, scales.to(torch.float32), None if spec.symmetric else zero_points.to(torch.int32))
+

@@ -1,0 +1,223 @@
+"""Exported programs against the simulation; with scales that are powers of two both round alike, so bit for bit."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import qtk
+from qtk.capture.inputs import split_inputs
+from qtk.core.encoding import Encoding
+from qtk.errors import ExportError
+from qtk.export.pt2e import compare_with_simulation, read
+from qtk.graph.graphs import roots
+from qtk.quantizers.bias_quantizer import BiasQuantizer
+from qtk.torch_private import load_decomposed_ops
+from tests.zoo.models import ZOO
+from tests.zoo.prepared import simulated, slow_but
+
+QUICK = ("residual", "masked_fill", "gathered_experts", "gru", "nested_output", "dataclass_output", "keyword_input")
+
+WITHOUT_QTK = """
+import sys, torch, torch.ao.quantization.fx._decomposed
+sys.modules["qtk"] = None  # any import of it fails
+program = torch.export.load(sys.argv[1])
+with torch.no_grad():
+    torch.save(program.module()(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def round_scales(sim):
+    """Rounds every scale to a power of two."""
+    for quantizer in sim.quantizers.values():
+        encoding = quantizer.encoding
+        if encoding is not None and not isinstance(quantizer, BiasQuantizer):
+            scale = torch.exp2(torch.log2(encoding.scale).round())
+            quantizer.load_encoding(Encoding(encoding.spec, scale, encoding.zero_point))
+
+
+def exported(sim, folder):
+    sim.export(folder, formats="pt2e", force=True)
+    return torch.export.load(folder / "model.pt2")
+
+
+def results(model, inputs):
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_equal(sim, program, inputs):
+    expected, found = results(sim.model.eval(), inputs), results(program.module(), inputs)
+    assert len(expected) == len(found) > 0
+    for left, right in zip(expected, found, strict=True):
+        torch.testing.assert_close(right, left, rtol=0, atol=0)
+
+
+def ops_of(program):
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
+def test_the_zoo_computes_the_bits_of_the_simulation_at_another_batch(name, tmp_path):
+    sim, entry = simulated(name), ZOO[name]
+    if list(roots(sim.model)) != [""]:
+        pytest.skip("islands are a file each")
+    round_scales(sim)
+    program = exported(sim, tmp_path / "export")
+    assert not [op for op in ops_of(program) if op.startswith("qtk")]
+    assert_equal(sim, program, entry.inputs(3 if entry.dynamic else 2))
+
+
+def test_a_process_without_qtk_loads_and_runs_the_file(tmp_path):
+    sim, x = simulated("residual"), ZOO["residual"].inputs(3)
+    round_scales(sim)
+    exported(sim, tmp_path / "export")
+    torch.save(x, tmp_path / "x.pt")
+    files = tmp_path / "export" / "model.pt2", tmp_path / "x.pt", tmp_path / "y.pt"
+    subprocess.run([sys.executable, "-c", WITHOUT_QTK, *files], check=True, cwd=tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / "y.pt"), results(sim.model, x)[0], rtol=0, atol=0)
+
+
+def settings(weight, activation):
+    return {"version": 1, "defaults": {"weight": weight, "activation": activation, "bias": "float"}}
+
+
+PER_CHANNEL = {"symmetric": True, "granularity": "per_channel"}
+FORMATS = {
+    "int4 in groups": settings({"dtype": "int4", "symmetric": True, "granularity": "per_block",
+                               "block_size": 16}, {"symmetric": False}),
+    "uint4 in groups": settings({"dtype": "uint4", "symmetric": False, "granularity": "per_block",
+                                "block_size": 8}, {"symmetric": False}),
+    "symmetric uint8": settings({"dtype": "uint8", **PER_CHANNEL}, {"dtype": "uint8", "symmetric": True}),
+    "int16": settings({"dtype": "int16", **PER_CHANNEL}, {"dtype": "uint16", "symmetric": False}),
+    "reduced range": settings({"dtype": "int8", "reduced_range": True, **PER_CHANNEL}, {"symmetric": False}),
+    "5 bits": settings({"dtype": "int5", **PER_CHANNEL}, {"dtype": "uint5", "symmetric": False}),
+    "fp8": settings({"dtype": "fp8_e4m3", **PER_CHANNEL}, {"dtype": "fp8_e5m2"}),
+    "mxfp4": settings({"dtype": "mxfp4"}, {"symmetric": False}),
+    "dynamic per token": settings(PER_CHANNEL, {"dtype": "int8", "symmetric": True, "dynamic": True,
+                                                "granularity": "per_token"}),
+}
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.second(nn.functional.gelu(self.norm(self.first(x)))) + x
+
+
+@pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
+def test_formats(config, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(6, 5, 32)
+    sim = qtk.QuantSim(Small().eval(), x, config=config)
+    sim.compute_encodings([x], progress=False)
+    round_scales(sim)
+    assert_equal(sim, exported(sim, tmp_path / "export"), x)
+
+
+def test_half_precision_is_computed_in_float32_as_in_the_simulation(tmp_path):
+    x = torch.randn(4, 5, 32, dtype=torch.bfloat16)
+    sim = qtk.QuantSim(Small().eval().bfloat16(), x)
+    sim.compute_encodings([x], progress=False)
+    round_scales(sim)
+    assert_equal(sim, exported(sim, tmp_path / "export"), x)
+
+
+def test_codes_at_any_scale_differ_by_one_at_most_and_seldom():
+    load_decomposed_ops()
+    torch.manual_seed(0)
+    x, scale = torch.randn(1_000_000), 0.0237
+    codes = torch.ops.quantized_decomposed.quantize_per_tensor.default(x, scale, 128, 0, 255, torch.uint8).int()
+    simulation = (x / scale).round().add(128).clamp(0, 255).int()
+    difference = (codes - simulation).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 1e-5
+
+
+def test_integers_are_stored_and_the_floats_they_stand_for_are_not(tmp_path):
+    sim = simulated("residual")
+    state = exported(sim, tmp_path / "export").state_dict
+    stored = {name: tensor.dtype for name, tensor in state.items() if name.endswith(".codes")}
+    assert stored
+    assert set(stored.values()) == {torch.int8}
+    weights = [name for name in sim.encodings() if name.endswith("weight")]
+    assert weights
+    assert not set(weights) & set(state)
+
+
+def test_what_is_read_back_is_the_simulation(tmp_path):
+    sim = simulated("depthwise_separable")
+    exported(sim, tmp_path / "export")
+    found = read(tmp_path / "export" / "model.pt2")
+    expected = sim.encodings()
+    assert found.keys() == expected.keys()
+    assert all(found[name].equals(expected[name]) for name in expected)
+
+
+def test_a_file_of_other_numbers_is_found(tmp_path):
+    sim = simulated("residual")
+    exported(sim, tmp_path / "export")
+    file, (graph,) = tmp_path / "export" / "model.pt2", roots(sim.model).values()
+    name, quantizer = next((name, each) for name, each in sim.quantizers.items() if name.endswith("weight"))
+    encoding = quantizer.encoding
+    with torch.no_grad():
+        graph.get_parameter(name).flatten()[0] += 3 * encoding.scale.max()
+    with pytest.raises(ExportError, match=f"{name}: the stored integers"):
+        compare_with_simulation(file, graph)
+    quantizer.load_encoding(Encoding(encoding.spec, encoding.scale * 2, encoding.zero_point))
+    with pytest.raises(ExportError, match=rf"{name}: scale\[0\]"):
+        compare_with_simulation(file, graph)
+
+
+def test_a_file_that_is_no_program_is_named(tmp_path):
+    (tmp_path / "x.pt2").write_bytes(b"nothing")
+    with pytest.raises(ExportError, match=r"cannot read .*x\.pt2 as an exported program"):
+        read(tmp_path / "x.pt2")
+
+
+def test_the_file_holds_no_paths_of_this_machine(tmp_path):
+    exported(simulated("residual"), tmp_path / "export")
+    with zipfile.ZipFile(tmp_path / "export" / "model.pt2") as archive:
+        content = b"".join(archive.read(name) for name in archive.namelist())
+    assert str(Path(__file__).parent).encode() not in content
+    assert str(Path(torch.__file__).parent).encode() not in content
+
+
+def test_ops_stand_right_before_what_computes_with_moved_elements(tmp_path):
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 4)
+
+        def forward(self, x):
+            return self.second(self.first(x).transpose(1, 2).reshape(x.shape[0], -1, 12))
+
+    x = torch.randn(3, 5, 8)
+    sim = qtk.QuantSim(Moved().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    round_scales(sim)
+    program = exported(sim, tmp_path / "export")
+    linears = [node for node in program.graph.nodes if node.target is torch.ops.aten.linear.default]
+    assert len(linears) == 2
+    for linear in linears:
+        assert [str(value.target).split(".")[1].split("_")[0] for value in linear.args[:2]] == ["dequantize"] * 2
+    assert_equal(sim, program, x)
+
+
+def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
+    net = nn.LSTM(8, 8)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 8), torch.randn(2, 8)])
+    sim = qtk.QuantSim(net.eval(), (packed,))
+    sim.compute_encodings([(packed,)], progress=False)
+    with pytest.raises(ExportError, match="packed sequences"):
+        sim.export(tmp_path / "export", formats="pt2e")
+    assert not (tmp_path / "export").exists()
