@@ -1,5 +1,10 @@
 """The errors of qtk: one root, each also the builtin exception a caller would expect."""
 
+import torch
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Errors that say nothing of what was tried, so that trying another way must not hide them."""
+
 
 class QtkError(Exception):
     """Root of all qtk errors."""

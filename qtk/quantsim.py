@@ -224,7 +224,7 @@ class QuantSim(Settled, RangeTraining):
         set_range(self._simulation, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Freezes the encodings of the named sites, or of all: they cannot be changed until ``unfreeze``.
+        """Freezes the encodings of the named sites, or of all: fixed, also if they were learned, until ``unfreeze``.
 
         >>> import qtk, torch
         >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))

@@ -22,7 +22,6 @@ from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
 from torch.fx import _pytree as fx_pytree  # for ``flatten_as``
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen  # the code of ``forward`` with nested arguments
 from torch.fx.graph import _PyTreeInfo as CallStructure  # how an exported graph nests arguments and results
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # the base of every batch norm
@@ -164,6 +163,7 @@ def graph_to_bytes(graph: fx.Graph, metadata: Collection[str]) -> bytes:
 def graph_from_bytes(data: bytes) -> fx.Graph:
     """Inverse of ``graph_to_bytes``."""
     from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # the symbols of dynamic sizes; loads sympy
 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     content: Any = GraphPickler.loads(data, fake_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: fl
 
     The average over all leading axes of ``T² Σ p log(p / q)``, where ``p = softmax(teacher_scores / T)`` and
     ``q = softmax(scores / T)``; T² keeps the gradients of one size whatever T is (Hinton et al., arXiv:1503.02531, §2).
-    No gradient goes to the teacher.
+    No gradient goes to the teacher. Classes with a teacher's score of -inf add nothing.
 
     Shape: ``scores`` and ``teacher_scores`` [..., classes], before softmax; result [].
 
@@ -41,5 +42,8 @@ def distillation_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: fl
     classes = max(scores.shape[-1], 1) if scores.ndim else 1
     rows = scores.float().reshape(-1, classes) / temperature
     teacher_rows = teacher_scores.detach().float().reshape(-1, classes) / temperature
-    divergence = F.kl_div(rows.log_softmax(-1), teacher_rows.log_softmax(-1), reduction="batchmean", log_target=True)
+    log_q, log_p = rows.log_softmax(-1), teacher_rows.log_softmax(-1)
+    ruled_out = log_p == -torch.inf  # 0 · log 0 is 0
+    log_q, log_p = (each.masked_fill(ruled_out, 0.0) for each in (log_q, log_p))
+    divergence = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     return divergence * temperature**2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qtk.capture.holders import Holder
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.graph.block_cut import cut
+from qtk.graph.block_cut import WRITTEN, cut
 from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import prefixes
 from qtk.graph.targets import attribute, called_module
+from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import MODULE_TABLES, OpOverload
 
 
@@ -39,16 +40,24 @@ class Block(Holder):
         self._recompute, self._current = recompute, 0
         self._codes: list[CapturedGraph] = []
         self._states: list[list[tuple[dict[str, Any], str]]] = []
+        self._quantizers: list[list[Quantizer]] = []
+        self._written: list[set[int]] = []
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph of the current call."""
-        code, state = self._codes[self._current], self._states[self._current]
-        if not (self._recompute and torch.is_grad_enabled()):
-            return code(*args)
-        if not state or torch.compiler.is_compiling():  # a compiler writes to a buffer once
+        code, quantizers = self._codes[self._current], self._quantizers[self._current]
+        if not (self._recompute and torch.is_grad_enabled()) or any(q.mode is Mode.OBSERVE for q in quantizers):
+            return code(*args)  # an observer would see a batch twice
+        # the graph writes to its buffers behind the block, but autograd keeps the arguments as they are
+        args = tuple(arg.clone() if index in self._written[self._current] else arg for index, arg in enumerate(args))
+        moving = [vars(quantizer)["_buffers"] for quantizer in quantizers if not quantizer.repeatable]
+        state = [*self._states[self._current], *((table, name) for table in moving for name in table)]
+        if torch.compiler.is_compiling():  # which writes a batch norm's buffers once, but ranges before they are read
+            return code(*args) if moving else checkpoint(code, *args, use_reentrant=False)
+        if not state:
             return checkpoint(code, *args, use_reentrant=False)
-        before = [(table, name, value.clone()) for table, name in state if isinstance(value := table[name], Tensor)]
-        return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _on_copies(before)))
+        replay = _Replay(state)
+        return checkpoint(code, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), replay))
 
     def _is_called(self) -> bool:
         return True
@@ -56,6 +65,9 @@ class Block(Holder):
     def _take(self, codes: list[CapturedGraph]) -> None:
         """Sets the graphs of its calls."""
         self._codes, self._states = codes, [_state(code) for code in codes]
+        self._quantizers = [_quantizers(code) for code in codes]
+        self._written = [{index for index, node in enumerate(code.graph.find_nodes(op="placeholder"))
+                          if node.meta[WRITTEN]} for code in codes]
 
 
 def call_block(block: Block, index: int, *args: object) -> object:
@@ -80,27 +92,39 @@ def _state(code: CapturedGraph) -> list[tuple[dict[str, Any], str]]:
     return state + [(table, name) for table in tables for name in table]
 
 
+def _quantizers(code: CapturedGraph) -> list[Quantizer]:
+    """The quantizers that ``code`` calls, those inside of composites too."""
+    called = [module for node in code.graph.nodes if (module := called_module(node)) is not None]
+    return [inner for module in called for inner in module.modules() if isinstance(inner, Quantizer)]
+
+
 def _may_write(node: fx.Node) -> bool:
     return node.op != "output" and not isinstance(node.target, OpOverload) and quantizer_called(node) is None
 
 
-@contextmanager
-def _on_copies(state: Collection[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
-    """Lets the body read buffers as they were, and write to copies.
+class _Replay:
+    """Context of a second computation: buffers are copies of what they were before the first, written to for nothing.
 
-    What is computed a second time must be the same, and a batch must not count twice.
+    Otherwise a batch would count twice, and a range that follows its values would have moved on.
 
     Args:
-        state: table, name, and what the buffer was.
+        state: tables and names of the buffers; as they are now.
     """
-    now = [(table, name, table[name]) for table, name, _ in state]
-    for table, name, value in state:
-        table[name] = value.clone()
-    try:
-        yield
-    finally:
-        for table, name, buffer in now:
+
+    def __init__(self, state: Collection[tuple[dict[str, Any], str]]) -> None:
+        self._before = [(table, name, value.clone()) for table, name in state
+                        if isinstance(value := table[name], Tensor)]
+        self._actual: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._actual = [table[name] for table, name, _ in self._before]
+        for table, name, value in self._before:
+            table[name] = value.clone()  # a graph that is retained is computed a third time
+
+    def __exit__(self, *error: object) -> None:
+        for (table, name, _), buffer in zip(self._before, self._actual, strict=True):
             table[name] = buffer
+        self._actual = []
 
 
 class BlockView(nn.Module):

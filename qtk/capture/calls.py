@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import pytree
 
 Tree = TypeVar("Tree")
@@ -93,6 +94,8 @@ def with_rows(model: nn.Module, call: Call) -> Call:
     try:
         with torch.no_grad():
             model(*detached(args), **detached(kwargs))
+    except OUT_OF_MEMORY:
+        raise
     except Exception:
         return call
     return replace(call, args=args, kwargs=kwargs)

@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from qtk.capture.calls import detached
 from qtk.capture.untouched import untouched
+from qtk.errors import OUT_OF_MEMORY
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.torch_private import custom_functions, pytree
 
@@ -38,6 +39,8 @@ def _backwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         args, kwargs = pytree.tree_map_only(Tensor, _with_gradient, detached((args, kwargs)))
         with untouched(model), torch.enable_grad():
             output = functional_call(model.train(), tensors, args, kwargs)
+    except OUT_OF_MEMORY:
+        raise
     except Exception:
         return set()
     results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

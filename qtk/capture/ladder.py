@@ -35,7 +35,7 @@ from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.verify_prepared import Outcome, eval_difference
-from qtk.errors import CaptureError, QtkError, VerificationError, first_line
+from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.sites import prefixes
 from qtk.graph.unknown_ops import unknown_ops
@@ -93,6 +93,8 @@ def capture_graph(
             with untouched(model):
                 graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs, train_only)
             graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:  # whatever torch refuses, the next rung may take
             reasons.append(str(error) if isinstance(error, CaptureError) else f"{rung}: {first_line(error)}")
             continue
@@ -102,6 +104,8 @@ def capture_graph(
             differences = [eval_difference(model, graph, c.args, c.kwargs, expected=expected) for c in calls]
             graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
             return graph
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:  # whatever a capture does wrong, the next rung may do right
             difference = _first_difference(model, graph, calls)
             where = "" if difference is None else f"; the first module to differ is {difference}"
@@ -132,6 +136,8 @@ def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Ca
     """``first_difference`` over all calls; ``None`` also if the graph does not run."""
     try:
         return next((text for call in calls if (text := first_difference(model, graph, call))), None)
+    except OUT_OF_MEMORY:
+        raise
     except Exception:
         return None
 
@@ -170,6 +176,8 @@ def capture_tree(
             with _uncalled(search.islands) as uncalled:
                 difference = max(eval_difference(model, tree, call.args, call.kwargs, expected=outcome)
                                  for call, outcome in zip(calls, expected, strict=True))
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:
             with untouched(model):
                 search.replace(_culprit(model, search.islands, calls, error), error)
@@ -316,6 +324,8 @@ def _culprit(
             tree = PreparedTree(with_islands(model, {module: island}))
             for call in calls:
                 eval_difference(model, tree, call.args, call.kwargs)
+        except OUT_OF_MEMORY:
+            raise
         except Exception:
             return module
     try:

@@ -19,7 +19,7 @@ from qtk.capture.calls import cloned, detached, distinct
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.errors import CaptureError, first_line
+from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
 Shapes: TypeAlias = "Mapping[str, Shapes] | Mapping[int, object] | tuple[Shapes, ...] | list[Shapes] | None"
@@ -93,6 +93,8 @@ def capture(
     for rung in rungs:
         try:
             source = model if rung == "export" else _trace(model, args, kwargs)
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:
             reasons.append(f"{rung}: {first_line(error)}")
             continue
@@ -102,6 +104,8 @@ def capture(
                 if owns_inputs and program.graph_signature.user_inputs_to_mutate:
                     with _on_copies(source):
                         program = _export(source, some_args, some_kwargs, shapes)
+            except OUT_OF_MEMORY:
+                raise
             except Exception as error:
                 reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
                 continue
@@ -217,6 +221,8 @@ def with_batch_of_two(
     try:
         with torch.no_grad():
             model(*detached(doubled[0]), **detached(doubled[1]))
+    except OUT_OF_MEMORY:
+        raise
     except Exception:
         return args, kwargs
     return doubled

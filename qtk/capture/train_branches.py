@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from qtk.capture.calls import detached, leaves_text
 from qtk.capture.untouched import untouched
 from qtk.capture.without_dropout import WithoutDropout
-from qtk.errors import VerificationError
+from qtk.errors import OUT_OF_MEMORY, VerificationError
 from qtk.graph.sites import prefixes
 from qtk.torch_private import BatchNormBase, pytree
 
@@ -38,6 +38,8 @@ def failure(
     numbers = str(error).partition("\n")[0]
     try:
         branches = _branches(model, args, kwargs, train_only)
+    except OUT_OF_MEMORY:
+        raise
     except Exception:  # of the user's code
         branches = []
     if not branches:

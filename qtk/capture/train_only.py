@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qtk.capture.markers import MODULE, WRITING_MODULE
 from qtk.capture.untouched import untouched
+from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import DropoutBase, version_of
 
 TRIES = 8
@@ -103,6 +104,8 @@ def _act(module: nn.Module, x: Tensor) -> bool | None:
                 writes = version_of(given) > 0
                 if output is not given or writes:
                     return writes
+    except OUT_OF_MEMORY:
+        raise
     except Exception:  # of the user's code, which may run in other circumstances only
         return None
     return None

@@ -17,10 +17,13 @@ from qtk.graph.captured_graph import LENT, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import SITE, is_float, label, prefixes, value_site
 from qtk.graph.targets import called_module
-from qtk.torch_private import empty_like
+from qtk.torch_private import empty_like, schema_of
 
 ROOT = "qtk_root"
 """The attribute by which the graph of a block reaches modules outside it, quantizers above all: the whole graph."""
+
+WRITTEN = "qtk_written"
+"""Key of the ``meta`` of a block's input: whether an op writes to the tensor, which is a buffer then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ class _Plan:
         values: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             values[node] = inner.placeholder(node.name)
-            values[node].meta = dict(node.meta)
+            values[node].meta = {**node.meta, WRITTEN: any(_writes(user) for user in node.users)}
         for node, (tensor, axis) in sizes.items():
             values[node] = inner.call_function(torch.ops.aten.sym_size.int, (values[tensor], axis))
         for node in self.members[call]:
@@ -280,6 +283,11 @@ def _outermost_call(
             if module is not None and module in blocks:
                 return _Call(module, stack.get(outer, outer))
     return None
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = schema_of(node.target)
+    return schema is not None and schema.is_mutable
 
 
 def _is_on_edge(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""How the gradient of a learned range is scaled: by LSQ's factor, not at all, or to nothing."""
+"""How the gradient of a learned range is scaled: by LSQ's factor, or not at all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor
 
 
 class GradientScale(enum.Enum):
-    """What the gradient of a learned range is multiplied by: ``1 / √(N · q_max)``, 1, or 0, which holds the range."""
+    """What the gradient of a learned range is multiplied by: ``1 / √(N · q_max)``, or 1."""
 
     LSQ = "lsq"
     NONE = "none"
-    HELD = "held"
 
     def factor(self, shape: Sequence[int], scales: int, qmax: float, *, static: bool) -> float:
         """The factor for a tensor of ``shape`` with so many scales.
@@ -37,7 +36,7 @@ class GradientScale(enum.Enum):
         0.1
         """
         if self is not GradientScale.LSQ:
-            return 1.0 if self is GradientScale.NONE else 0.0
+            return 1.0
         sample = shape if static or len(shape) < 2 else shape[1:]
         return 1 / math.sqrt(max(math.prod(sample) / scales, 1.0) * qmax)
 

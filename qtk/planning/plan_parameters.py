@@ -24,11 +24,11 @@ def plan_parameters(draft: Draft) -> None:
     Ensures: every parameter that a compute op reads as one of these is in ``values`` or ``floats``; the edges to the
     readers of one that is in ``split`` are in ``edges``; a spec that does not fit the shape is a line of ``misfits``.
     """
+    values, edges, floats = dict(draft.values), dict(draft.edges), dict(draft.floats)
     requests, misfits = len(draft.requests), len(draft.misfits)
     _plan_ops(draft)
     if draft.split:  # known only now, when some readers have their plans
-        for node in draft.split:
-            del draft.values[node]
+        draft.values, draft.edges, draft.floats = values, edges, floats
         del draft.requests[requests:], draft.misfits[misfits:]
         _plan_ops(draft)
 

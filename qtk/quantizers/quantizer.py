@@ -22,6 +22,7 @@ from qtk.ops.observe import Listener
 from qtk.ops.simulate import simulate, simulate_dynamic
 from qtk.ops.statistics import min_max
 from qtk.public import public
+from qtk.quantizers.flags import flags_to_tensors, pop_flags
 from qtk.quantizers.lost_range import LateLook, ends, refuse_lost_range
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting, is_traced
@@ -39,11 +40,8 @@ SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
 """Attributes of a quantizer that its constructor sets for good."""
 
 ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
-          "momentum", "rewrote_weight", "training", "forward")
+          "held", "momentum", "rewrote_weight", "training", "forward")
 """Those that may be set at any time; libraries wrap ``forward``."""
-
-FLAGS = ("frozen", "rewrote_weight", "momentum", "gradient_scale")
-"""Attributes in the ``state_dict``, as tensors, where they are not those of a new quantizer."""
 
 
 @public
@@ -59,8 +57,10 @@ class Quantizer(Tap):
 
     With a dynamic spec all of them stay ``None``: each tensor is quantized in its own range.
 
-    ``rewrote_weight`` is whether a layer-wise method has changed the parameter that it quantizes. ``momentum`` is the
-    weight of each new tensor in a range that follows its tensors while the model trains; ``None``: it does not.
+    Setting ``frozen`` makes a learned range a fixed one. ``rewrote_weight`` is whether a layer-wise method has changed
+    the parameter that it quantizes. ``momentum`` is the weight of each new tensor in a range that follows its tensors
+    while the model trains; ``None``: it does not. While ``held``, a learned range has gradients of 0. What a schedule
+    sets for a time, ``held`` and the momentum of what is not static, is not in the ``state_dict``.
 
     Args:
         spec: how to quantize.
@@ -92,6 +92,7 @@ class Quantizer(Tap):
         self.static = static or cache
         self.gradient_scale = GradientScale.LSQ
         self.momentum: float | None = None
+        self.held = False
         self._listener = Listener[Observer](site)
         self.weight_cache = WeightCache()
         self._late_look = LateLook()
@@ -135,6 +136,8 @@ class Quantizer(Tap):
             )
         if name == "mode" and not isinstance(value, Mode):
             raise EncodingError(f"{self.site}: mode must be a qtk.Mode, {', '.join(Mode.__members__)}, got {value!r}")
+        if name == "frozen" and value and self.__dict__.get("_learns"):  # an optimizer would go on moving it
+            self.fix_range()
         super().__setattr__(name, value)  # type: ignore[arg-type]
 
     @property
@@ -260,7 +263,7 @@ class Quantizer(Tap):
         if not self._learns:
             return scale, zero_point
         exporting = is_exporting()  # an exported program is not trained
-        factor = 1.0 if exporting else self.gradient_scale.factor(
+        factor = 1.0 if exporting else 0.0 if self.held else self.gradient_scale.factor(
             x.shape, scale.numel(), float(self.spec.qmax), static=self.static
         )
         return self._learned(scale, zero_point, factor)
@@ -338,19 +341,10 @@ class Quantizer(Tap):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        how = list(GradientScale).index(self.gradient_scale) if self.learns_range else None
-        flags = dict(zip(FLAGS, (self.frozen, self.rewrote_weight, self.momentum, how), strict=True))
-        destination.update({prefix + flag: torch.tensor(value, device="cpu") for flag, value in flags.items() if value})
-
-    def _load_flags(self, stored: dict[str, Any], prefix: str) -> None:
-        """Sets the flags that the checkpoint names, and takes them out of it."""
-        flags = {name: stored.pop(prefix + name).item() for name in FLAGS if prefix + name in stored}
-        if "gradient_scale" in flags:
-            flags["gradient_scale"] = list(GradientScale)[flags["gradient_scale"]]
-        elif prefix + "scale_factor" in stored:
-            flags["gradient_scale"] = GradientScale.LSQ
-        for name, value in flags.items():
-            setattr(self, name, value)
+        flags = {"frozen": self.frozen, "rewrote_weight": self.rewrote_weight,
+                 "momentum": self.momentum if self.static else None,
+                 "gradient_scale": self.gradient_scale if self.learns_range else None}
+        destination.update(flags_to_tensors(flags, prefix))
 
     def _load_from_state_dict(
         self,
@@ -363,7 +357,7 @@ class Quantizer(Tap):
         error_msgs: list[str],
     ) -> None:
         """As ``nn.Module``; a quantizer without an encoding takes that of the checkpoint, and learns it if it was
-        learned there. One that learns its range learns on from a fixed one.
+        learned there. One that learns its range, or follows its weight, goes on from a fixed one.
         """
         stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         scale, zero_point = stored.get(prefix + "scale"), stored.get(prefix + "zero_point")
@@ -387,10 +381,12 @@ class Quantizer(Tap):
                 stored[prefix + "scale_factor"] = torch.ones_like(scale)
                 if zero_point is not None:
                     stored[prefix + "zero_point_shift"] = torch.zeros_like(scale)
-        self._load_flags(stored, prefix)
+        flags = pop_flags(stored, prefix)
         super()._load_from_state_dict(
             stored, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for name, value in flags.items():  # last: freezing takes the range as it is
+            setattr(self, name, value)
 
     def _scale_rank(self) -> int:
         granularity = self.spec.granularity

@@ -65,7 +65,7 @@ def block_view(
         sim: a ``QuantSim``, or a prepared model.
         blocks: module paths or globs over them (``*`` matches dots too); of nested matches the outermost is taken.
         checkpoint: recompute by ``torch.utils.checkpoint``, without reentry; random numbers are drawn again as they
-            were, batch norms count a batch once.
+            were, batch norms count a batch once, ranges follow it once.
 
     Raises: CaptureError if a path matches nothing that can be cut, a cut is not convex (what leaves a block enters it
         again), or the model could not be captured as one graph.

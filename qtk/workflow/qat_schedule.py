@@ -32,7 +32,8 @@ class QatSchedule:
     ...     optimizer.zero_grad()
 
     Make it before the optimizer: the parameters of the ranges are there from the first step, so that optimizers,
-    learning-rate schedulers and ``DistributedDataParallel`` know them, with gradients of 0 until they are learned.
+    learning-rate schedulers and ``DistributedDataParallel`` know them, with gradients of 0 until they are learned. Let
+    their learning rate rise from 0 then: after zeros, Adam's first steps are several times the learning rate.
 
     Args:
         sim: a calibrated simulation. The ranges that it learns already are scheduled, else those of all sites.
@@ -65,10 +66,7 @@ class QatSchedule:
         self._observe_until, self._learn_from, self._freeze_at = observe_until, learn_ranges_from, freeze_batch_norms_at
         if learn_ranges_from is not None and not any(quantizer.learns_range for quantizer in quantizers):
             learn_ranges(simulation, "*", GradientScale.LSQ)
-        self._learned = {  # a state that was loaded may hold them
-            q: GradientScale.NONE if q.gradient_scale is GradientScale.NONE else GradientScale.LSQ
-            for q in quantizers if q.learns_range
-        }
+        self._learned = [quantizer for quantizer in quantizers if quantizer.learns_range]
         self._observed = [
             simulation.quantizers[site] for site, decided in simulation.plan.items()
             if observe_until and not decided.static and not decided.spec.dynamic and decided.leader is None
@@ -82,8 +80,8 @@ class QatSchedule:
         """Call it at the start of every training step, after ``sim.model.train()``."""
         for quantizer in self._observed:
             quantizer.momentum = MOMENTUM if self.steps < self._observe_until else None
-        for quantizer, gradient_scale in self._learned.items():
-            quantizer.gradient_scale = GradientScale.HELD if self._holds() else gradient_scale
+        for quantizer in self._learned:
+            quantizer.held = self._learn_from is not None and self.steps < self._learn_from
         if self._freeze_at is not None and self.steps >= self._freeze_at:
             for module in self._batch_norms:
                 module.eval()
@@ -98,6 +96,3 @@ class QatSchedule:
         if "steps" not in state:
             raise ConfigError(f"QatSchedule: the state has no 'steps', only {', '.join(state) or 'nothing'}")
         self.steps = state["steps"]
-
-    def _holds(self) -> bool:
-        return self._learn_from is not None and self.steps < self._learn_from

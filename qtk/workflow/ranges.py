@@ -14,6 +14,7 @@ from qtk.graph.simulation import Simulation
 from qtk.nn.device import device_of
 from qtk.numerics.ranges import choose_range
 from qtk.planning.selection import leaders
+from qtk.workflow.learned_ranges import fix_ranges
 
 
 def set_range(simulation: Simulation, names: str, low: float, high: float) -> None:
@@ -46,8 +47,17 @@ def set_range(simulation: Simulation, names: str, low: float, high: float) -> No
 
 
 def freeze(simulation: Simulation, names: Iterable[str] | str | None, *, frozen: bool) -> None:
-    """Keeps encodings from changing, or lets them change again. Raises: CalibrationError if there is no such site."""
-    for site in leaders(simulation.plan, names):
+    """Keeps encodings from changing, or lets them change again.
+
+    Learned ranges that are frozen become fixed ones.
+
+    Raises: CalibrationError if there is no such site; EncodingError naming a site whose learned scale is not positive
+        and finite. Nothing has changed then.
+    """
+    sites = leaders(simulation.plan, names)
+    if frozen:
+        fix_ranges(simulation, [site.name for site in sites])
+    for site in sites:
         simulation.quantizers[site].frozen = frozen
 
 

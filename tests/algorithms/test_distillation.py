@@ -47,3 +47,19 @@ def test_bad_arguments():
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="temperature must be above 0"):
             qtk.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 3), temperature=temperature)
+
+
+@pytest.mark.parametrize("student_masks", [True, False])
+def test_classes_that_the_teacher_rules_out_add_nothing(student_masks):
+    torch.manual_seed(0)
+    scores, teacher = torch.randn(4, 5), torch.randn(4, 5)
+    teacher[:, 3:] = -torch.inf
+    if student_masks:
+        scores[:, 3:] = -torch.inf
+    scores.requires_grad_()
+    loss = qtk.distillation_loss(scores, teacher)
+    loss.backward()
+    p, log_q = torch.softmax(teacher.double(), -1)[:, :3], torch.log_softmax(scores.detach().double(), -1)[:, :3]
+    torch.testing.assert_close(loss.double(), (p * (p.log() - log_q)).sum(-1).mean(), rtol=1e-5, atol=1e-6)
+    expected = (torch.softmax(scores.detach(), -1) - torch.softmax(teacher, -1)) / 4
+    torch.testing.assert_close(scores.grad, expected, rtol=1e-5, atol=1e-6)

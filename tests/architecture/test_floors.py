@@ -40,7 +40,8 @@ NO_NOUN = {"utils", "util", "helpers", "helper", "common", "misc"}
 BANNED = ("torch.ao", "torch.onnx._internal", "torch.quantization")
 ALLOWED = "torch.ao.quantization.fx._decomposed"
 """Where torch registers the ops that its lowerings read; torch_private alone loads it."""
-HEAVY = {"triton", "onnx", "onnxruntime", "onnxscript", "torchvision", "timm", "rich", "typer", "matplotlib", "sklearn"}
+HEAVY = {"triton", "onnx", "onnxruntime", "onnxscript", "torchvision", "timm", "rich", "typer", "matplotlib", "sklearn",
+         "sympy"}
 
 
 @dataclass(frozen=True)

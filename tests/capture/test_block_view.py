@@ -98,3 +98,45 @@ def test_a_batch_counts_once_however_often_it_is_computed(momentum):
     with torch.no_grad():
         view(x)
     assert int(state["body.1.num_batches_tracked"]) == 4
+
+
+def test_a_graph_that_is_retained_is_computed_a_third_time():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Sigmoid()))
+    prepared = qtk.prepare_model(model.eval(), torch.randn(16, 4))
+    view = qtk.block_view(prepared, "1", checkpoint=True).train()
+    loss = view(torch.randn(16, 4)).sum()
+    loss.backward(retain_graph=True)
+    (first,) = (p.grad.clone() for name, p in view.named_parameters() if name == "0.weight")
+    loss.backward()
+    assert torch.equal(view.get_submodule("0").weight.grad, 2 * first)
+    assert int(view.state_dict()["1.0.num_batches_tracked"]) == 1
+
+
+class Centred(nn.Module):
+    """Subtracts a mean that it moves towards each batch itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x - self.mean)
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return y
+
+
+def test_a_block_that_writes_its_own_buffers_is_computed_again_with_what_they_were():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 2)).eval(), torch.randn(16, 4)
+    twin, prepared = copy.deepcopy(model), qtk.prepare_model(model, x)
+    view = qtk.block_view(prepared, "1", checkpoint=True)
+    for factor in (1.0, 2.0):
+        outputs = [each(factor * x) for each in (view, twin)]
+        for output in outputs:
+            output.square().sum().backward()
+        assert torch.equal(*outputs)
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(parameter.grad, view.get_parameter(name).grad), name
+    for name, buffer in twin.named_buffers():
+        assert torch.equal(buffer, view.get_buffer(name)), name

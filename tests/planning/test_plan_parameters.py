@@ -5,8 +5,9 @@ from torch import nn
 
 import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
+from qtk.core.site import Site
 from qtk.errors import CalibrationError, ConfigError, SpecError
-from tests.planning.plans import PER_CHANNEL, by_name, plan_of
+from tests.planning.plans import PER_CHANNEL, by_name, leaders, plan_of
 from tests.zoo.models import ZOO
 
 
@@ -305,6 +306,29 @@ def test_readers_that_agree_share_the_weight_s_own_site_and_one_more_format_take
     assert "left.weight" not in made.quantizers
     assert made.quantizers["left:in[1]"] is made.quantizers["linear:in[1]"]
     assert made.quantizers["linear_1:in[1]"].spec.dtype.name == "int4"
+
+
+class TiedAndShared(nn.Module):
+    """A tied embedding and head, and one weight of three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.b, self.c, self.d = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.head.weight, self.c.weight, self.d.weight = self.emb.weight, self.b.weight, self.b.weight
+
+    def forward(self, indices):
+        return self.head(self.d(self.c(self.b(self.emb(indices)))))
+
+
+def test_a_weight_in_several_formats_leaves_the_edges_of_another_weight_their_leader():
+    indices = torch.randint(0, 16, (4, 5))
+    prepared = qtk.prepare_model(TiedAndShared().eval(), indices, modules_to_exclude=["d"])
+    made = qtk.QuantSim(prepared, indices, config="onnxruntime")
+    assert {"emb:in[0]", "head:in[1]"} <= {site.name for site in made.plan}
+    assert made.plan.unquantized[Site.parameter("head.weight")].startswith("head wants it in another format than emb")
+    assert leaders(made.plan) == {"c:in[1]": "b:in[1]"}
+    assert made.quantizers["c:in[1]"] is made.quantizers["b:in[1]"]
 
 
 @pytest.mark.parametrize(("exclude", "others"), [

@@ -238,12 +238,62 @@ def test_a_learned_range_learns_on_from_a_fixed_state():
 
 
 def test_flags_are_part_of_the_state_where_they_are_set():
-    quantizer = calibrated(WEIGHT)
+    quantizer, fresh = (Quantizer(WEIGHT, site="x", static=True) for _ in range(2))
+    quantizer.load_encoding(encoding_of(WEIGHT))
     quantizer.frozen, quantizer.rewrote_weight, quantizer.momentum = True, True, 0.25
-    fresh = Quantizer(WEIGHT, site="x")
     fresh.load_state_dict(quantizer.state_dict())
     assert (fresh.frozen, fresh.rewrote_weight, fresh.momentum) == (True, True, 0.25)
     assert all(isinstance(value, torch.Tensor) for value in quantizer.state_dict().values())
+
+
+def test_a_state_without_flags_takes_them_back_and_one_without_a_range_does_not():
+    quantizer = calibrated(WEIGHT)
+    before = quantizer.state_dict()
+    quantizer.frozen = quantizer.rewrote_weight = True
+    quantizer.load_state_dict({}, strict=False)
+    assert (quantizer.frozen, quantizer.rewrote_weight) == (True, True)
+    quantizer.load_state_dict(before)
+    assert (quantizer.frozen, quantizer.rewrote_weight) == (False, False)
+
+
+def test_what_a_schedule_sets_for_a_time_is_not_saved():
+    quantizer, fresh = calibrated(OUTPUT), Quantizer(OUTPUT, site="x")
+    quantizer.learn_range(GradientScale.NONE)
+    quantizer.held, quantizer.momentum = True, 0.01
+    fresh.load_state_dict(quantizer.state_dict())
+    assert (fresh.held, fresh.momentum, fresh.gradient_scale) == (False, None, GradientScale.NONE)
+
+
+def test_the_average_of_two_states_loads():
+    states = []
+    for seed in range(2):
+        quantizer = Quantizer(WEIGHT, site="x", static=True)
+        quantizer.load_encoding(encoding_of(WEIGHT, seed=seed))
+        quantizer.learn_range(GradientScale.NONE)
+        quantizer.rewrote_weight = True
+        states.append(quantizer.state_dict())
+    fresh = Quantizer(WEIGHT, site="x")
+    fresh.load_state_dict({name: (value + states[1][name]) / 2 for name, value in states[0].items()})
+    assert (fresh.rewrote_weight, fresh.frozen, fresh.gradient_scale) == (True, False, GradientScale.NONE)
+
+
+def test_freezing_a_learned_range_fixes_it_unless_its_scale_is_lost():
+    quantizer = calibrated(OUTPUT)
+    quantizer.learn_range()
+    move(quantizer, factor=1.25)
+    before, parameters = quantizer.encoding, list(quantizer.parameters())
+    quantizer.frozen = True
+    assert quantizer.frozen
+    assert not quantizer.learns_range
+    for parameter in parameters:
+        parameter.data.fill_(9.0)
+    assert quantizer.encoding.equals(before)
+    quantizer.frozen = False
+    quantizer.learn_range()
+    move(quantizer, factor=-1.0)
+    with pytest.raises(EncodingError, match="a scale has become"):
+        quantizer.frozen = True
+    assert not quantizer.frozen
 
 
 def test_states_with_integer_zero_points_load_and_averages_keep_their_fraction():
@@ -378,8 +428,9 @@ def test_gradients_are_those_of_autograd_times_that_of_lsq(spec, static):
     quantizer.load_encoding(encoding_of(spec))
     quantizer.mode = Mode.SIMULATE
     found = {}
-    for how in GradientScale:
-        quantizer.learn_range(how)
+    for how in (*GradientScale, "held"):
+        quantizer.held = how == "held"
+        quantizer.learn_range(GradientScale.LSQ if quantizer.held else how)
         quantizer(x).backward(upstream)
         found[how] = [parameter.grad.clone() for parameter in quantizer.parameters()]
         quantizer.zero_grad()
@@ -390,7 +441,7 @@ def test_gradients_are_those_of_autograd_times_that_of_lsq(spec, static):
     expected = torch.autograd.grad(op, [factor] if zero is None else [factor, shift], upstream)
     elements = (24 if static else 8) / scale.numel()
     lsq = 1 / (max(elements, 1) * spec.qmax) ** 0.5
-    for how, scaled_by in ((GradientScale.NONE, 1.0), (GradientScale.LSQ, lsq), (GradientScale.HELD, 0.0)):
+    for how, scaled_by in ((GradientScale.NONE, 1.0), (GradientScale.LSQ, lsq), ("held", 0.0)):
         for own, other in zip(found[how], expected, strict=True):
             torch.testing.assert_close(own, other * scaled_by)
 
@@ -406,7 +457,8 @@ def test_a_held_range_costs_as_little_as_a_fixed_one():
         return result
 
     fixed, held = calibrated(OUTPUT), calibrated(OUTPUT)
-    held.learn_range(GradientScale.HELD)
+    held.learn_range()
+    held.held = True
     run(fixed)
     run(held).backward(torch.full((4, 100), torch.inf))
     assert sizes[held] == sizes[fixed]

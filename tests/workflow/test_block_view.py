@@ -311,6 +311,36 @@ def test_ranges_that_become_learned_are_learned_in_the_view():
     assert same(seen, expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranges_that_follow_their_batches_follow_each_once(compiled):
+    """A second computation quantizes with the ranges of the first, and moves none."""
+    sims, x, seen = [vit(), vit()], torch.randn(BATCH, 1, 8, 8), []
+    views = [qtk.block_view(sim, "blocks.*", checkpoint=again) for sim, again in zip(sims, (False, True), strict=True)]
+    for sim, view in zip(sims, views, strict=True):
+        schedule = qtk.QatSchedule(sim, observe_until=2)
+        run = torch.compile(view, backend="aot_eager") if compiled else view
+        view.train()
+        for factor in (1.0, 3.0):
+            schedule.step()
+            result = step(view, lambda _, run=run, factor=factor: run(factor * x), list(view.parameters()))
+        seen.append((*result, [quantizer.scale for quantizer in sim.quantizers.values()]))
+    assert all(same(*parts) for parts in zip(*seen, strict=True))
+
+
+def test_an_observer_sees_a_batch_once_however_often_it_is_computed():
+    sim, x = vit(scheme="percentile"), torch.randn(BATCH, 1, 8, 8)
+    (site,) = (quantizer for name, quantizer in sim.quantizers.items() if name == "blocks.0.norm1:out")
+    view, counted = qtk.block_view(sim, "blocks.*", checkpoint=True), []
+
+    class Counts:
+        def observe(self, values):
+            counted.append(values.shape)
+
+    site.observer, site.mode = Counts(), qtk.Mode.OBSERVE
+    view(x).sum().backward()
+    assert len(counted) == 1
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_view(recompute):
     sim, x = vit(), torch.randn(BATCH, 1, 8, 8)

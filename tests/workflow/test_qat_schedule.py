@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import ConfigError, NotCalibratedError
+from qtk.ops.gradient_scale import GradientScale
 from tests.workflow.test_learned_ranges import batches, equal_encodings, simulated
 
 KEPT = {"version": 1, "fold_batch_norms": False}
@@ -73,7 +74,36 @@ def test_what_is_frozen_or_already_chosen_is_respected():
     assert second["1:out"].equals(before["1:out"])
     assert first["0.weight"].equals(before["0.weight"])
     assert not second["0.weight"].equals(before["0.weight"])
+    assert sim.quantizers["0.weight"].gradient_scale is GradientScale.NONE
     assert not sim.quantizers["3.weight"].learns_range
+
+
+def test_ranges_that_the_config_gives_follow_no_batch():
+    torch.manual_seed(0)
+    rules = [{"match": {"op": "softmax"}, "output": {"range": [0.0, 2.0]}},
+             {"match": {"op": "relu"}, "output": {"bounds": [0.0, 0.5]}}]
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Softmax(-1)).eval(), torch.randn(8, 4)
+    sim = qtk.QuantSim(model, x, config={"version": 1, "rules": rules})
+    sim.compute_encodings([x], progress=False)
+    given = {site.name for site, decided in sim.plan.items() if decided.range or decided.bounds}
+    schedule, before = qtk.QatSchedule(sim, observe_until=2), sim.encodings()
+    schedule.step()
+    sim.model.train()(3 * x)
+    moved = {name for name, encoding in sim.encodings().items() if not encoding.equals(before[name])}
+    assert given == {"1:out", "3:out"}
+    assert moved == {"input:input", "0:out", "2:out"}
+
+
+def test_a_state_saved_while_ranges_are_held_is_trained_without_the_schedule():
+    sim, again = simulated(), simulated()
+    sim.learn_ranges(gradient_scale=None)
+    qtk.QatSchedule(sim, learn_ranges_from=5).step()
+    again.model.load_state_dict(sim.model.state_dict())
+    again.model.train()(batches()[0]).square().sum().backward()
+    assert {quantizer.gradient_scale for quantizer in again.quantizers.values()} == {GradientScale.NONE}
+    assert all(quantizer.scale_factor.grad.any() for quantizer in again.quantizers.values())
+    sim.model.train()(batches()[0]).square().sum().backward()
+    assert not any(parameter.grad.any() for parameter in sim.range_parameters())
 
 
 def test_a_resumed_training_goes_on_where_it_was():

@@ -155,3 +155,20 @@ def test_numbers_in_brackets_are_part_of_a_name():
         sim.unfreeze(name)
     with pytest.raises(CalibrationError, match="no site is called"):
         sim.freeze("*[0-9]")
+
+
+def test_an_optimizer_no_longer_moves_a_learned_range_that_is_frozen_or_set(sim):
+    sim.learn_ranges()
+    frozen, *_, by_hand = (name for name, quantizer in sim.quantizers.items() if quantizer.learns_range)
+    optimizer = torch.optim.Adam(sim.model.parameters(), lr=0.1)
+
+    def step():
+        sim.model(BATCHES[0]).square().sum().backward()
+        optimizer.step()
+        return sim.encodings()
+
+    step()
+    sim.freeze(frozen)
+    sim.set_range(by_hand, -1, 1)
+    before, after = sim.encodings(), step()
+    assert {name for name in after if after[name].equals(before[name])} == {frozen, by_hand}
