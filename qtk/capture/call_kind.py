@@ -35,7 +35,8 @@ def call_kind(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs
 
     Float dtypes are one, so that it survives ``model.half()``.
     """
-    return tuple((name, _kind_of(value)) for name, value in sorted(_given(signature, args, kwargs).items()))
+    given = _given(signature, args, kwargs)
+    return tuple((name, _kind_of(given[name])) for name in sorted(given))
 
 
 def _given(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import input_leaves
 from qtk.capture.packed import PackedRecurrent
+from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import output_nodes
 from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
@@ -70,7 +71,12 @@ def export(model: fx.GraphModule, call: Call, path: str | os.PathLike[str]) -> N
 
     Raises: ExportError if a quantizer has no encoding, or torch cannot export the model.
     """
-    torch.export.save(exported_program(model, call), path)
+    program = exported_program(model, call)
+    try:
+        torch.export.save(program, path)
+    except Exception as error:
+        raise ExportError(f"torch.export cannot save the program: {first_line(error)}; export formats=('onnx',)"
+                          ) from error
 
 
 def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
@@ -84,7 +90,8 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
         written_out = _written_out(model, sites)
         args, kwargs, shapes = _example(model.graph, call)
         try:
-            program = torch.export.export(written_out, args, kwargs, dynamic_shapes=shapes, strict=False)
+            with lengths_stay_free():
+                program = torch.export.export(written_out, args, kwargs, dynamic_shapes=shapes, strict=False)
             program = program.run_decompositions(_PLAIN) if _has_own_ops(program) else program
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
@@ -115,7 +122,7 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
         constant = sites[name].constant
         if (codes is None) != (constant is None):
             raise ExportError(f"{name} is a constant in one of file and simulation alone")
-        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant, encoding)):
+        if codes is not None and constant is not None and not torch.equal(codes, codes_of(constant.cpu(), encoding)):
             raise ExportError(f"{name}: the stored integers are not those of the simulation")
 
 
@@ -138,21 +145,17 @@ def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) 
         if composite is not None:
             copied.set_submodule(str(node.target), _written_out_composite(composite, sites))
     graph.eliminate_dead_code()
-    if not _is_plain(graph):
+    structure = call_structure(graph)
+    if structure is not None and not _is_plain(structure.out_spec):
         return_dict(graph, output_nodes(copied))
     return fx.GraphModule(copied, graph)  # holds only what the graph reads
 
 
-def _is_plain(graph: fx.Graph) -> bool:
-    """Whether results are nested in tuples, lists and dicts alone, the types that ``torch.export.save`` knows."""
-    structure = call_structure(graph)
-    pending = [] if structure is None or structure.out_spec is None else [structure.out_spec]
-    while pending:
-        spec = pending.pop()
-        if spec.type not in (None, tuple, list, dict):
-            return False
-        pending.extend(branches(spec))
-    return True
+def _is_plain(structure: pytree.TreeSpec | None) -> bool:
+    """Whether values are nested in tuples, lists and dicts alone, the types that ``torch.export.save`` knows."""
+    return structure is None or (
+        structure.type in (None, tuple, list, dict) and all(_is_plain(branch) for branch in branches(structure))
+    )
 
 
 def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, SimulatedSite]) -> nn.Module:
@@ -228,6 +231,9 @@ def _example(
     axes = [free_axes(node) for node in graph.find_nodes(op="placeholder")]
     leaves = input_leaves(graph, call.args, call.kwargs)
     structure = call_structure(graph)
+    if structure is not None and not _is_plain(structure.in_spec):
+        raise ExportError("torch.export.save knows inputs nested in tuples, lists and dicts alone; pass those, or "
+                          "export formats=('onnx',)")
     args = [doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True)]
     shapes = [dict.fromkeys(each, Dim.AUTO) or None for each in axes]
     if structure is None:
@@ -258,7 +264,7 @@ def _stored_sites(path: str | os.PathLike[str]) -> Iterator[tuple[str, Encoding,
             continue
         seen.add(name)
         arguments = [kept.get(targets.get(each.name)) if isinstance(each, fx.Node) else each for each in node.args]
-        codes, scale, zero_point, *_ = arguments
+        codes, scale, zero_point, *_ = (each.cpu() if isinstance(each, Tensor) else each for each in arguments)
         yield name, _encoding(QuantSpec.from_json(json.loads(spec)), scale, zero_point), codes
 
 

@@ -7,7 +7,7 @@ from qtk.errors import CaptureError
 from qtk.public import public
 from qtk.transforms.equalize import equalize_layers
 from qtk.transforms.result import TransformResult
-from qtk.workflow.rewrite import Rewritable, rewrite_simulation
+from qtk.workflow.rewrite import Rewritable, refuse_kept, rewrite_simulation
 
 
 @public
@@ -57,6 +57,7 @@ def equalize_model(prepared_or_sim: PreparedModel | Rewritable) -> TransformResu
         if an encoding in the way is frozen.
     """
     if not isinstance(prepared_or_sim, PreparedModel) and hasattr(prepared_or_sim, "simulation"):
+        refuse_kept(prepared_or_sim)
         return rewrite_simulation(prepared_or_sim, equalize_layers)
     if not isinstance(prepared_or_sim, PreparedModel):
         raise CaptureError(

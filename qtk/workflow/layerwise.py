@@ -32,9 +32,9 @@ from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.transforms.keep_batch_norms import is_kept
 from qtk.workflow.calibrate import parameter_encodings
 from qtk.workflow.forward_pass import Data, Forward, run_all
+from qtk.workflow.rewrite import refuse_kept
 from qtk.workflow.scale_floor import raise_scales
 
 
@@ -335,9 +335,7 @@ def apply_layerwise(
     if not hasattr(sim, "simulation"):
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
     simulation = sim.simulation
-    if is_kept(simulation.model):
-        raise CalibrationError("weights in front of live batch norms are computed at every step, and cannot be set; "
-                               "run qtk.fold_batch_norms(sim) first")
+    refuse_kept(sim)
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
     with ExitStack() as stack:
         for context in contexts:

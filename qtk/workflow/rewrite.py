@@ -14,8 +14,9 @@ from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.insert import QUANTIZERS, drop_sites, insert, remove
-from qtk.graph.simulation import Simulation
+from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.quantizers.quantizer import Mode
+from qtk.transforms.keep_batch_norms import is_kept
 from qtk.transforms.members import Members
 from qtk.transforms.result import TransformResult
 from qtk.transforms.snapshot import unchanged_on_error
@@ -37,6 +38,13 @@ class Rewritable(Protocol):
     def model(self) -> PreparedModel: ...
 
     def plan_of(self, prepared: PreparedModel) -> QuantPlan: ...
+
+
+def refuse_kept(sim: HasSimulation) -> None:
+    """Raises: CalibrationError if batch norms are kept until the export."""
+    if is_kept(sim.simulation.model):
+        raise CalibrationError("weights in front of live batch norms are computed at every step, and cannot be set; "
+                               "run qtk.fold_batch_norms(sim) first")
 
 
 def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult:

@@ -16,7 +16,7 @@ from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.smooth_quant import SmoothQuant
 from qtk.workflow.forward_pass import Data, Forward, run_all
-from qtk.workflow.rewrite import Rewritable, refuse_fixed, rewrite_simulation
+from qtk.workflow.rewrite import Rewritable, refuse_fixed, refuse_kept, rewrite_simulation
 
 Alpha: TypeAlias = float | Literal["auto"]
 """How much of the range of activations goes into the weights: from 0 to 1, or the best for each group."""
@@ -97,6 +97,7 @@ def apply_smooth_quant(
         raise CalibrationError(f"SmoothQuant needs the plan of a QuantSim, got {type(sim).__name__}; make one of it")
     if several_ranks():
         raise CalibrationError("SmoothQuant runs in one process; apply it there, and load the result in the others")
+    refuse_kept(sim)
     before = sim.simulation
 
     def transform(model: PreparedModel, call: Call) -> TransformResult:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,34 @@ def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
     with pytest.raises(ExportError, match="packed sequences"):
         sim.export(tmp_path / "export", formats="pt2e")
     assert not (tmp_path / "export").exists()
+
+
+def test_time_stays_free_where_a_net_is_one_op(tmp_path):
+    x = torch.randn(2, 7, 8)
+    sim = qtk.QuantSim(nn.LSTM(8, 8, batch_first=True).eval(), x, config="onnxruntime", dynamic_shapes="all")
+    sim.compute_encodings([x], progress=False)
+    round_scales(sim)
+    program = exported(sim, tmp_path / "export")
+    assert_equal(sim, program, torch.randn(3, 9, 8))
+
+
+@dataclass
+class Pair:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def test_inputs_that_torch_cannot_save_are_named(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, both):
+            return self.layer(both.a + both.b)
+
+    x = (Pair(torch.randn(2, 8), torch.randn(2, 8)),)
+    sim = qtk.QuantSim(Net().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    with pytest.raises(ExportError, match=r"tuples, lists and dicts alone; pass those, or export formats=\('onnx',\)"):
+        sim.export(tmp_path / "export", formats="pt2e")
