@@ -228,7 +228,7 @@ def test_masks_never_enter_a_range_and_stay_masks(fill):
     torch.manual_seed(0)
     model = MaskedAttention(fill).eval()
     x, mask = torch.randn(2, 5, 8), torch.ones(2, 5, 5).tril().bool()
-    sim = qtk.QuantSim(model, (x, mask))
+    sim = qtk.QuantSim(model, (x, mask), config={"version": 1})  # no supergroup hides the sum
     sim.compute_encodings([(x, mask)], progress=False)
     assert all(bool(encoding.scale.isfinite().all()) for encoding in sim.encodings().values())
     assert max(float(encoding.maximum.max()) for encoding in sim.encodings().values()) < 100
