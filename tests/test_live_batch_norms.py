@@ -11,6 +11,7 @@ from torch.optim.swa_utils import update_bn
 
 import qtk
 from qtk.errors import CalibrationError
+from qtk.export.onnx.session import Optimizations, session_with
 from qtk.transforms.keep_batch_norms import folded, is_kept
 from tests.transforms.nets import InPython, randomized
 
@@ -196,7 +197,6 @@ def test_what_was_trained_is_what_is_exported(config, tmp_path):
 
 def test_digits_trained_live_have_the_same_accuracy_in_onnx_runtime(tmp_path):
     pytest.importorskip("sklearn")
-    onnxruntime = pytest.importorskip("onnxruntime")
     from qtk.demo.digits import load_digits_split
     from qtk.demo.models import build
 
@@ -218,9 +218,7 @@ def test_digits_trained_live_have_the_same_accuracy_in_onnx_runtime(tmp_path):
         expected = sim.model(digits.test_images).argmax(1)
     assert float((expected == digits.test_labels).double().mean()) > 0.97
     sim.export(tmp_path / "digits", formats="onnx")
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(str(tmp_path / "digits" / "model.onnx"), options)
+    session, _ = session_with(tmp_path / "digits" / "model.onnx", Optimizations.EXACT)
     (name,) = (each.name for each in session.get_inputs())
     (scores,) = session.run(None, {name: digits.test_images.numpy()})
     assert torch.equal(torch.from_numpy(scores).argmax(1), expected)
@@ -337,6 +335,7 @@ def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_fi
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_is_the_eager_one(backend, training):
     """Also its gradients, for which compilers compute weights again after the statistics were updated."""
+    torch.compiler.reset()
     sim = simulation()
     sim.model.train(training)
     compiled = torch.compile(sim.model, fullgraph=True, backend=backend)

@@ -1,12 +1,12 @@
 """Zero points of the weights of convolutions: left out where these are integer, stored where they are float."""
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.export.onnx.session import Optimizations, session_with
 from tests.export.onnx.test_flat_linears import optimized_kinds
 
 
@@ -35,8 +35,6 @@ def test_a_file_with_a_float_convolution_runs_in_the_exact_mode(config, tmp_path
     assert ("patch.weight.zero_point" in stored) is (integer == 1)
     assert (integer == 1) is (config == "default")  # 16 bits, which no integer convolution makes
     assert "first.weight.zero_point" not in stored
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    session, _ = session_with(folder / "model.onnx", Optimizations.EXACT)
     (got,) = session.run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), sim.model(x), atol=0.05, rtol=0)
