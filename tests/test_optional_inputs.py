@@ -241,6 +241,17 @@ def test_a_compiled_model_serves_all_kinds_without_breaks(all_kinds):
         assert equal(compiled(**inputs), all_kinds.model(**inputs))
 
 
+def test_hooks_of_the_model_that_a_kind_of_call_does_not_run_are_a_warning(recwarn):
+    sim, called = simulation(), []
+    sim.model.register_forward_hook(lambda *call: called.append(call))
+    sim.model(**PLAIN)
+    assert len(called) == 1
+    assert not [each for each in recwarn if "hooks of the model" in str(each.message)]
+    with pytest.warns(UserWarning, match=r"hooks of the model are not called.*block_view"):
+        sim.model(**KINDS["labels"])
+    assert len(called) == 1
+
+
 def test_it_follows_to_another_dtype(all_kinds):
     twin = copy.deepcopy(all_kinds.model).to(torch.float64)
     assert twin(**KINDS["mask and labels"]).loss.dtype is torch.float64

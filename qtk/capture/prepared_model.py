@@ -25,7 +25,7 @@ from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, pytree
+from qtk.torch_private import MODULE_TABLES, has_hooks, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -134,6 +134,11 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.variant(args, kwargs)
         if graph is not self:
+            if has_hooks(self) and not torch.compiler.is_dynamo_compiling():
+                warnings.warn(
+                    "the hooks of the model are not called: another graph serves calls of this kind (variants=); register "
+                    "them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
+                )
             return graph(*args, **kwargs)
         if not torch.compiler.is_dynamo_compiling():
             args, kwargs = self._checked(args, kwargs)
