@@ -136,8 +136,8 @@ class PreparedGraph(CapturedGraph, PreparedModel):
         if graph is not self:
             if has_hooks(self) and not torch.compiler.is_dynamo_compiling():
                 warnings.warn(
-                    "the hooks of the model are not called: another graph serves calls of this kind (variants=); register "
-                    "them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
+                    "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
+                    "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,
                 )
             return graph(*args, **kwargs)
         if not torch.compiler.is_dynamo_compiling():
