@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.moved_codes import CARRIED
+from qtk.export.onnx.moved_codes import carries_codes
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import SITES
 
@@ -79,19 +79,10 @@ def _rounded_again(value: ir.Value | None, quantize: ir.Node | None) -> tuple[ir
         return None
     ours, theirs = _scale_and_zero_point(rounding), _scale_and_zero_point(quantize)
     source = rounding.inputs[0]
-    if source is None or not _is_dequantized(source) or ours is None or theirs is None:
+    if source is None or not carries_codes(source) or ours is None or theirs is None:
         return None
     pairs = zip(ours, theirs, strict=True)
     return (source, again) if all(np.array_equal(*pair) and pair[0].dtype == pair[1].dtype for pair in pairs) else None
-
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    """Whether ONNX Runtime has computed codes of ``value``."""
-    dequantize = dequantize_of(value)
-    if dequantize is not None:
-        return not codes_of(dequantize).is_initializer()
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type in CARRIED and _is_dequantized(producer.inputs[0])
 
 
 def _scale_and_zero_point(quantize: ir.Node) -> tuple[np.ndarray, np.ndarray] | None:

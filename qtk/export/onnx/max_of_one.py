@@ -9,15 +9,14 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from qtk.export.onnx.dequantize_nodes import codes_of, dequantize_of
-from qtk.export.onnx.moved_codes import FOLLOWED
+from qtk.export.onnx.moved_codes import carries_codes
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.value_names import ValueNames
 
 
 def read_through_max(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
     """Lets nodes, each at the index of one of its inputs, read ``x`` through Max, if ``x`` is dequantized. In place."""
-    if not _is_dequantized(x):
+    if not carries_codes(x):
         return
     same = ir.node("Max", [x], outputs=[value_of(x.dtype, x.shape)])
     names.give(same.outputs[0], names.free(f"{x.name}/Max"))
@@ -28,12 +27,3 @@ def read_through_max(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: V
     producer.graph.insert_after(producer, same)
     for reader, index in reads:
         reader.replace_input_with(index, same.outputs[0])
-
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    """Whether ONNX Runtime carries a DequantizeLinear of computed codes to ``value``."""
-    dequantize = dequantize_of(value)
-    if dequantize is not None:
-        return not codes_of(dequantize).is_initializer()
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type in FOLLOWED and _is_dequantized(producer.inputs[0])

@@ -61,6 +61,15 @@ def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
     yield from reversed(chain)
 
 
+def carries_codes(value: ir.Value | None) -> bool:
+    """Whether ONNX Runtime carries a DequantizeLinear of computed codes to ``value``."""
+    dequantize = dequantize_of(value)
+    if dequantize is not None:
+        return not codes_of(dequantize).is_initializer()
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type in FOLLOWED and carries_codes(producer.inputs[0])
+
+
 def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
     sources = [dequantize_of(value) for value in _data(node)]
