@@ -3,6 +3,7 @@
 # make test-all     the slow tests too, matrices in full
 # make test-oldest  the tests with the oldest torch that is promised, in .venv-oldest
 # make lint    ruff and mypy alone
+# make docs    the documentation as a site in build/site
 # make bench   the benchmarks; ARGS="--quick" is passed on
 # An active virtual environment is used instead of .venv.
 
@@ -24,7 +25,7 @@ KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
 OLDEST  := $(CURDIR)/.venv-oldest
 PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope
 
-.PHONY: demo test test-all test-oldest pytest lint bench clean
+.PHONY: demo docs test test-all test-oldest pytest lint bench clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
@@ -48,6 +49,9 @@ test-oldest:
 	git ls-files -z | xargs -0 cp --parents --target-directory $(OLDEST)/source
 	$(MAKE) -C $(OLDEST)/source pytest VIRTUAL_ENV=$(OLDEST)
 
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 lint: $(STAMPS)/all
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
@@ -64,6 +68,10 @@ $(STAMPS)/all: $(SOURCES) | $(PYTHON)
 	$(PYTHON) -m pip install --editable ".[all]"
 	$(KERNELS)
 	$(STAMP) $@ $(STAMPS)/demo
+
+$(STAMPS)/docs: $(SOURCES) | $(PYTHON)
+	$(PYTHON) -m pip install --editable ".[docs]"
+	$(STAMP) $@
 
 $(PYTHON):
 	$(PYTHON3) -m venv $(VENV)

@@ -51,6 +51,7 @@ setup(
     package_dir={"qtk.configs": "configs"},
     package_data={
         "qtk": ["py.typed"],
+        "qtk.report": ["page.html"],
         "qtk.demo": ["weights/*.safetensors"],
         **{package: ["*.yaml"] for package in CONFIGS},
     },

@@ -1,6 +1,7 @@
 """qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
 
 from qtk.algorithms.distillation import distillation_loss
+from qtk.auto.quantize import Quantized, quantize
 from qtk.calibrators.scheme import SCHEMES
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.dtypes import QDtype, dtype
@@ -16,6 +17,7 @@ from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
 from qtk.workflow.block_view import block_view
+from qtk.workflow.check_target import TargetCheck, check_target
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
@@ -47,9 +49,11 @@ __all__ = [
     "QuantPlan",
     "QuantSim",
     "QuantSpec",
+    "Quantized",
     "Quantizer",
     "Site",
     "SitePlan",
+    "TargetCheck",
     "apply_adaround",
     "apply_gptq",
     "apply_layerwise",
@@ -57,11 +61,13 @@ __all__ = [
     "apply_smooth_quant",
     "backends",
     "block_view",
+    "check_target",
     "correct_bias",
     "distillation_loss",
     "dtype",
     "equalize_model",
     "fold_batch_norms",
     "prepare_model",
+    "quantize",
     "reestimate_batch_norms",
 ]

@@ -91,8 +91,14 @@ def runs_model(function: T) -> T:
     return function
 
 
-def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _checked(function: Callable[..., Any], written: str) -> Callable[..., Any]:
     signature = inspect.signature(function)
+
+    def name_of(arguments: tuple[Any, ...]) -> str:
+        """A method of a base is named after the class it is called on."""
+        _, dot, method = written.rpartition(".")
+        is_method = bool(dot and arguments) and "self" in signature.parameters
+        return f"{type(arguments[0]).__name__}.{method}" if is_method else written
 
     @functools.cache
     def annotations() -> dict[str, Any]:
@@ -106,10 +112,11 @@ def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
+            name = name_of(args)
             raise ArgumentError(f"{name}: {error}; its signature is {name}{_shown(signature)}") from None
         for parameter, annotation in annotations().items():
             if parameter in arguments and not fits(arguments[parameter], annotation):
-                raise ArgumentError(f"{name}: {parameter} must be {_text(annotation)}, got "
+                raise ArgumentError(f"{name_of(args)}: {parameter} must be {_text(annotation)}, got "
                                     f"{_repr(arguments[parameter])}")
         try:
             return function(*args, **kwargs)
@@ -118,9 +125,9 @@ def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             if (place := raised_by_us(error)) is None:
                 raise
-            raise InternalError(f"{name} failed in {place}: {type(error).__name__}: {error}; this is a defect of qtk, "
-                                "please report it with this traceback; nothing is known of the state of what it was "
-                                "given") from error
+            raise InternalError(f"{name_of(args)} failed in {place}: {type(error).__name__}: {error}; this is a defect "
+                                "of qtk, please report it with this traceback; nothing is known of the state of what "
+                                "it was given") from error
 
     setattr(entered, MARK, annotations)
     return entered

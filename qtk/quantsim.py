@@ -32,22 +32,23 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
 from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
+from qtk.workflow.analysis import Analysis
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
-from qtk.workflow.compare import SiteError, compare
+from qtk.workflow.encoding_changes import EncodingChanges
 from qtk.workflow.export import export
 from qtk.workflow.float_state import load_float_state
-from qtk.workflow.forward_pass import Batch, Data, Forward
+from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
-from qtk.workflow.ranges import forget, freeze, set_range
-from qtk.workflow.store import load, prepare_stored, restore, save
+from qtk.workflow.store import StoredWeights, load, prepare_stored, restore, save
+from qtk.workflow.valid_tokens import Valid
 from qtk.workflow.verify_export import verify_export
 
 
 @public
-class QuantSim(Settled, RangeTraining):
+class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     """Simulates a quantized model exactly, and trains, measures, saves and exports it.
 
     >>> import qtk, torch
@@ -114,7 +115,7 @@ class QuantSim(Settled, RangeTraining):
         if self.config.split_gates:
             split_gates(prepared)
         decided = self._plan(prepared, self.config)
-        self._simulation = Simulation(prepared, decided, insert(prepared, decided))
+        self._simulation = Simulation(prepared, decided, insert(prepared, decided), target=self.config.target)
         for quantizer in self._simulation.quantizers.values():
             quantizer.mode = Mode.SIMULATE
 
@@ -160,14 +161,9 @@ class QuantSim(Settled, RangeTraining):
         return {name: e for name, quantizer in self.quantizers.items() if (e := quantizer.encoding) is not None}
 
     def compute_encodings(
-        self,
-        data: Data | None,
-        *,
-        sites: Iterable[str] | str | None = None,
-        only_missing: bool = False,
-        forward: Forward | None = None,
-        num_batches: int | None = None,
-        progress: bool = True,
+        self, data: Data | None, *, sites: Iterable[str] | str | None = None, only_missing: bool = False,
+        forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
+        valid: Valid | None = None,
     ) -> None:
         """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
 
@@ -200,58 +196,18 @@ class QuantSim(Settled, RangeTraining):
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
+            valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), or a
+                function from a batch to bool [samples, tokens]; ``None``: all.
 
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress)
+        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid)
         with nullcontext() if only_missing or sites is not None else masked_sites_back(self):
             to_calibrate = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
             self._simulation = calibrate(self._simulation, to_calibrate, calibration_data)
         if sites is None:
             self.check()
-
-    def set_range(self, sites: str, low: float, high: float) -> None:
-        """Sets the range of a site, or of all sites that match a glob, to [low, high], and freezes it.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.ReLU(), torch.randn(8, 4))
-        >>> sim.set_range("relu:out", 0.0, 6.0)
-
-        Raises: CalibrationError if there is no such site, low < high does not hold, a bound is not finite, or a site is
-            quantized dynamically or has several scales whose number is not known yet.
-        """
-        set_range(self._simulation, sites, low, high)
-
-    def freeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Freezes the encodings of the named sites, or of all: fixed, also if they were learned, until ``unfreeze``.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
-        >>> sim.freeze()
-        >>> sim.unfreeze("input:input")
-        >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
-        ['weight', 'linear:out']
-
-        Raises: CalibrationError if there is no such site.
-        """
-        freeze(self._simulation, sites, frozen=True)
-
-    def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
-        """Unfreezes what ``freeze``, ``set_range`` or a layer-wise method froze. Raises: as ``freeze``."""
-        freeze(self._simulation, sites, frozen=False)
-
-    def forget(self, sites: Iterable[str] | str | None = None) -> None:
-        """Deletes encodings, e.g. of changed weights; ``compute_encodings(data, only_missing=True)`` computes new ones.
-
-        >>> import qtk, torch
-        >>> sim = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4))
-        >>> sim.compute_encodings([torch.randn(8, 4)], progress=False)
-        >>> sim.forget("*weight")
-
-        Raises: CalibrationError if there is no such site; EncodingError if an encoding is frozen.
-        """
-        forget(self._simulation, sites)
 
     def check(self) -> None:
         """Checks that every planned quantizer is inserted, enabled, calibrated and finite.
@@ -266,21 +222,6 @@ class QuantSim(Settled, RangeTraining):
         Raises: CheckError listing every finding.
         """
         check(self._simulation)
-
-    def compare(
-        self, data: Iterable[Batch], *, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
-    ) -> list[SiteError]:
-        """SQNR in dB and largest error in scale units at every site, against float, worst first.
-
-        >>> import qtk, torch
-        >>> sim, batches = qtk.QuantSim(torch.nn.Linear(4, 2).eval(), torch.randn(8, 4)), [torch.randn(8, 4)]
-        >>> sim.compute_encodings(batches, progress=False)
-        >>> worst = sim.compare(batches, progress=False)[0]
-        >>> 10 < worst.sqnr_db < 80
-        True
-        """
-        return compare(self._simulation, data, forward=forward, num_batches=num_batches, progress=progress)
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
@@ -347,7 +288,7 @@ class QuantSim(Settled, RangeTraining):
         """
         load_float_state(self._simulation, state)
 
-    def save(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
+    def save(self, directory: str | os.PathLike[str], *, weights: StoredWeights = "float", force: bool = False) -> None:
         """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
 
         >>> import pathlib, qtk, tempfile, torch
@@ -356,15 +297,17 @@ class QuantSim(Settled, RangeTraining):
         >>> sorted(path.name for path in folder.glob("[a-z]*"))
         ['model.safetensors', 'sim.json']
 
-        Raises: ExportError if the directory exists and ``force`` is not set, or cannot be written.
+        ``weights="integer"`` stores quantized weights as codes, those of 4 bits in half a byte. What is loaded computes
+        the same, bit for bit, but its weights are the dequantized ones: the float weights are lost for training.
+
+        Raises: ExportError if the directory exists without ``force``, cannot be written, or no weight has codes.
         """
         arguments = {
-            "scheme": self.scheme,
+            "scheme": self.scheme, "config": self.config.model_dump(mode="json", exclude_none=True),
             "weight_bits": width_to_json(self.weight_bits), "activation_bits": width_to_json(self.activation_bits),
             "dynamic_shapes": self.dynamic_shapes if isinstance(self.dynamic_shapes, str | None) else "batch",
-            "config": self.config.model_dump(mode="json", exclude_none=True),
         }
-        save(directory, self._simulation, arguments=arguments, force=force)
+        save(directory, self._simulation, arguments=arguments, weights=weights, force=force)
 
     @classmethod
     def load(
@@ -388,8 +331,7 @@ class QuantSim(Settled, RangeTraining):
 
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
-        stored = load(directory)
-        widths = ("weight_bits", "activation_bits")
+        stored, widths = load(directory), ("weight_bits", "activation_bits")
         arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
         config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]
         arguments["config"], shapes = config.with_rules_optional(), arguments.pop("dynamic_shapes", "batch")

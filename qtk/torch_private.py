@@ -49,7 +49,9 @@ __all__ = [
     "graph_from_bytes",
     "graph_to_bytes",
     "has_hooks",
+    "hooks",
     "hooks_on_saved_tensors_work",
+    "in_backward",
     "is_exporting",
     "is_in_onnx_export",
     "is_traced",
@@ -214,6 +216,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(before or module._forward_hooks or module._backward_hooks)
 
 
+def hooks(module: nn.Module) -> set[Callable[..., object]]:
+    """What runs before or after the forward or backward of ``module``, besides hooks of all modules."""
+    return {hook for table in HOOK_TABLES for hook in getattr(module, table).values()}
+
+
 def length_hint(length: int | torch.SymInt) -> int:
     """A length of the example inputs: of a dynamic axis without fixing it, which ``int()`` would do."""
     return length if isinstance(length, int) else int(str(length.node.hint))
@@ -246,6 +253,11 @@ def hooks_on_saved_tensors_work() -> bool:
     """Whether nobody has switched them off; checkpointing needs them."""
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return enabled
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def saves_result(x: Tensor) -> bool:

@@ -1,8 +1,10 @@
-"""How the suite runs: the Triton interpreter where there is no GPU, thin matrices."""
+"""How the suite runs: the Triton interpreter where there is no GPU, thin matrices, no compiled code of other files."""
 
 import os
 import signal
+import sys
 
+import pytest
 import torch
 
 from tests.pairwise import full, pairwise
@@ -11,6 +13,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # said before anything imports Triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_anew():
+    """torch.compile runs a function uncompiled that it has compiled eight times, for whatever models."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def pytest_generate_tests(metafunc):

@@ -235,6 +235,20 @@ def test_layerwise_methods_see_all_kinds():
     assert any(not torch.equal(encoding.scale, before[name]) for name, encoding in sim.encodings().items())
 
 
+@pytest.mark.filterwarnings("error:the hooks of the model")
+def test_padded_tokens_of_a_kind_of_call_are_left_out_as_by_a_model_of_that_kind_alone():
+    padded = {"input_ids": torch.where(MASK == 1, IDS, 19), "attention_mask": MASK}
+    several = qtk.QuantSim(model(), PLAIN, variants=[padded], weight_bits=4)
+    alone = qtk.QuantSim(model(), padded, weight_bits=4)
+    for sim in (several, alone):
+        sim.compute_encodings([padded], valid="attention_mask", progress=False)
+        qtk.apply_seq_mse(sim, [padded], num_candidates=5, valid="attention_mask", progress=False)
+    expected = alone.encodings()
+    assert expected.keys() <= several.encodings().keys()
+    assert all(torch.equal(several.encodings()[name].scale, encoding.scale) for name, encoding in expected.items())
+    assert equal(several.model(**padded), alone.model(**padded))
+
+
 def test_a_compiled_model_serves_all_kinds_without_breaks(all_kinds):
     compiled = torch.compile(all_kinds.model, backend="eager", fullgraph=True)
     for inputs in (PLAIN, KINDS["labels"]):
@@ -270,6 +284,19 @@ def test_a_call_of_another_kind_says_what_to_add():
     alone = simulation(others=())
     with pytest.raises(CaptureError, match=r"input labels was not given .* variants"):
         alone.model(**KINDS["labels"])
+
+
+def test_a_simulation_of_a_prepared_model_takes_inputs_of_its_first_kind(tmp_path):
+    prepared = qtk.prepare_model(model(), PLAIN, variants=[KINDS["labels"]])
+    for in_place in (False, True):
+        with pytest.raises(CaptureError, match=r"of the kind of a variant.* pass inputs like .*first.*int64 \[16, 6\]"):
+            qtk.QuantSim(prepared, KINDS["labels"], in_place=in_place)
+        with pytest.raises(CaptureError, match="no graph serves calls with such inputs"):
+            qtk.QuantSim(prepared, KINDS["mask"], in_place=in_place)
+    sim = qtk.QuantSim(prepared, (IDS,))
+    sim.compute_encodings([PLAIN], progress=False)
+    sim.export(tmp_path / "sim", formats="encodings")
+    assert sim.model(**KINDS["labels"]).loss.ndim == 0
 
 
 class TwoHeads(nn.Module):

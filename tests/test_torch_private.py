@@ -30,7 +30,9 @@ from qtk.torch_private import (
     graph_from_bytes,
     graph_to_bytes,
     has_hooks,
+    hooks,
     hooks_on_saved_tensors_work,
+    in_backward,
     is_exporting,
     is_in_onnx_export,
     is_traced,
@@ -251,6 +253,14 @@ def test_has_hooks():
         module = nn.ReLU()
         getattr(module, f"register_{register}_hook")(print)
         assert has_hooks(module)
+        assert len(hooks(module)) == 1
+
+
+def test_hooks():
+    module, other = nn.ReLU(), nn.ReLU()
+    module.register_forward_hook(print)
+    assert hooks(module) == {print}
+    assert hooks(other) == set()
 
 
 def test_below_autograd():
@@ -420,3 +430,11 @@ def test_return_dict_names_the_results():
     module.recompile()
     results = module(torch.ones(2))
     assert {name: value.tolist() for name, value in results.items()} == {"a": [2, 2], "b": [2, 2]}
+
+
+def test_in_backward():
+    x, seen = torch.ones(2, requires_grad=True), []
+    x.register_hook(lambda gradient: seen.append(in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not in_backward()

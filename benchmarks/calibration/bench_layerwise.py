@@ -1,10 +1,11 @@
-"""Times Sequential MSE in multiples of the float model's forward over the same data, and compares its output error.
+"""Times layer-wise methods in multiples of the float model's forward over the same data, and compares output errors.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
-median over the turns. *Direct* forms every output for every candidate, as other toolkits do; AIMET is measured if it is
-installed. qtk's error must not be above that of the full search over all candidates (*exact*), or no speed is given.
+median over the turns, in seconds of CPU time: run it with one thread. *Direct* forms every output for every candidate,
+as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE must not be above that of the full
+search over all candidates (*exact*), or no speed is given.
 
-    python benchmarks/calibration/bench_layerwise.py --csv layerwise.csv
+    OMP_NUM_THREADS=1 python benchmarks/calibration/bench_layerwise.py --csv layerwise.csv
     python benchmarks/calibration/bench_layerwise.py --memory
 """
 
@@ -17,8 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import timm
 import torch
@@ -32,10 +35,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from turns import commit, write_csv
 
 import qtk
+from qtk.core.spec import QuantSpec
+from qtk.layerwise.layer_state import LayerState
+from qtk.layerwise.second_moments import RequiredStatistics
 
 CANDIDATES = 20
 GRANULARITIES = ("per_channel", "128", "64")
 FLOAT = "original fp32 forward"
+JOINT, EXACT = "SeqMSE, joint", "SeqMSE, exact"
 Search = Callable[[nn.Module, list[Tensor], str], nn.Module]
 """(float model, data, granularity) → a model with quantized weights."""
 
@@ -76,15 +83,32 @@ def sim_of(model: nn.Module, batches: list[Tensor], granularity: str) -> qtk.Qua
     return sim
 
 
-def seq_mse(**settings: object) -> Search:
+@dataclass(frozen=True)
+class WalkAlone:
+    """A layer-wise method that collects the Gram matrices and changes nothing."""
+
+    needs_bias: ClassVar[bool] = False
+    searches_scale: ClassVar[bool] = False
+
+    def min_rows(self, columns: int) -> int:
+        return 0
+
+    def refuses(self, spec: QuantSpec) -> str | None:
+        return None
+
+    def required_statistics(self, block: int | None) -> RequiredStatistics:
+        return RequiredStatistics()
+
+    def apply(self, state: LayerState) -> LayerState:
+        return state
+
+
+def layerwise(*methods: object, inputs: str = "asym") -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
-        seq_mse = qtk.METHODS["seq_mse"]
-        inputs = settings.get("inputs", "asym")
-        own = {name: value for name, value in settings.items() if name != "inputs"}
-        start = time.perf_counter()
-        qtk.apply_layerwise(sim, batches, [type(seq_mse)(CANDIDATES, **own)], inputs=inputs, progress=False)
-        search.seconds = time.perf_counter() - start
+        start = time.process_time()
+        qtk.apply_layerwise(sim, batches, list(methods), inputs=inputs, progress=False)
+        search.seconds = time.process_time() - start
         return sim.model
 
     return search
@@ -93,7 +117,7 @@ def seq_mse(**settings: object) -> Search:
 def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
     """Computes every output for every candidate, with one forward up to each layer for its inputs."""
     sim = sim_of(model, batches, granularity)
-    start = time.perf_counter()
+    start = time.process_time()
     with torch.no_grad():
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear):
@@ -114,7 +138,7 @@ def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Modu
             best = torch.stack(errors).min(0).indices + 1
             scale = present.scale * (best.reshape(present.scale.shape) / CANDIDATES)
             quantizer.load_encoding(qtk.Encoding(present.spec, scale.float()))
-    direct.seconds = time.perf_counter() - start
+    direct.seconds = time.process_time() - start
     return sim.model
 
 
@@ -149,18 +173,24 @@ def aimet(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Modul
             module.input_quantizers[index] = None if quantizer is not None else quantizer
     if granularity != "per_channel":
         set_blockwise_quantization_for_weights(sim, [nn.Linear], 4, symmetric=True, block_size=int(granularity))
-    start = time.perf_counter()
+    start = time.process_time()
     apply_seq_mse(sim, batches, num_candidates=CANDIDATES)
-    aimet.seconds = time.perf_counter() - start
+    aimet.seconds = time.process_time() - start
     return sim.model
 
 
 WAYS: dict[str, Search] = {
-    "qtk": seq_mse(),
-    "qtk, one path (symqt)": seq_mse(inputs="symqt"),
-    "qtk, refined": seq_mse(refine=True),
-    "qtk, joint": seq_mse(joint=True),
-    "qtk, exact": seq_mse(exact=True),
+    "walk alone": layerwise(WalkAlone()),
+    "SeqMSE": layerwise("seq_mse"),
+    "SeqMSE, one path (symqt)": layerwise("seq_mse", inputs="symqt"),
+    "SeqMSE, refined": layerwise("seq_mse(refine=True)"),
+    JOINT: layerwise("seq_mse(joint=True)"),
+    EXACT: layerwise("seq_mse(exact=True)"),
+    "GPTQ": layerwise("gptq"),
+    "SeqMSE + GPTQ": layerwise("seq_mse", "gptq"),
+    "coordinate descent": layerwise("coordinate_descent"),
+    "SeqMSE + coordinate descent": layerwise("seq_mse", "coordinate_descent"),
+    "AdaRound": layerwise("adaround"),
     "direct": direct,
     **({"AIMET": aimet} if importlib.util.find_spec("aimet_torch") else {}),
 }
@@ -172,15 +202,15 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
     with torch.no_grad():
         outputs = [model(batch) for batch in batches]
     signal = float(sum(output.square().sum() for output in outputs))
-    tried = [way for way in ways if way != "qtk, joint" or granularity != "per_channel"]
+    tried = [way for way in ways if way != JOINT or granularity != "per_channel"]
     seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in tried}}
     errors: dict[str, float] = {}
     for _ in range(repeats):
         with torch.no_grad():
-            start = time.perf_counter()
+            start = time.process_time()
             for batch in batches:
                 model(batch)
-            seconds[FLOAT].append(time.perf_counter() - start)
+            seconds[FLOAT].append(time.process_time() - start)
         for way in tried:
             progress.set_description(f"{name}, {granularity}: {way}")
             simulated = WAYS[way](model, batches, granularity)
@@ -189,7 +219,7 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
                 lost = sum(float((simulated(x) - y).square().sum()) for x, y in zip(batches, outputs, strict=True))
             errors[way] = lost / signal
             progress.update()
-    if "qtk, exact" in errors and errors.get("qtk", 0.0) > errors["qtk, exact"] * (1 + 1e-3):
+    if EXACT in errors and errors.get("SeqMSE", 0.0) > errors[EXACT] * (1 + 1e-3):
         raise SystemExit(f"{name}, {granularity}: the error is above that of the full search; no speed is given")
     base = seconds[FLOAT]
     return [
@@ -201,7 +231,7 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
 
 def print_memory() -> None:
     table = Table(title="peak memory of a process, MiB")
-    ways = (FLOAT, "qtk", "qtk, one path (symqt)")
+    ways = (FLOAT, "SeqMSE", "SeqMSE, one path (symqt)", "GPTQ", "coordinate descent")
     for heading in ("model", "granularity", *ways):
         table.add_column(heading, justify="left" if heading in ("model", "granularity") else "right")
     for name in WORKLOADS:
@@ -253,7 +283,7 @@ def main() -> None:
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
                "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
-    for heading in ("model", "granularity", "way", "median, s", "× fp32", "error / signal"):
+    for heading in ("model", "granularity", "way", "median CPU s", "× fp32", "error / signal"):
         table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         last = following is None or following["granularity"] != row["granularity"]

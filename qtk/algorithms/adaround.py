@@ -7,7 +7,7 @@ variable V (equation 23), and V is found by gradient descent on
 
 whose second term drives h(V) to 0 or 1 as β falls. The output error is the quadratic form of
 ``qtk.algorithms.output_error``, so that every step takes all samples into account and none is stored. At the end,
-coordinate descent flips single choices as long as that lowers the error (not in the paper).
+coordinate descent moves single weights, also further than up or down (not in the paper).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from qtk.algorithms.coordinate_descent import coordinate_descent
 from qtk.algorithms.output_error import ActivationError, OutputError
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import FloatDtype
@@ -36,12 +37,12 @@ def adaround(
     error: OutputError,
     activation_error: ActivationError | None = None,
     *,
-    iterations: int = 1000,
+    iterations: int = 100,
     learning_rate: float = 0.05,
     regularization: float = 5.0,
     warm_start: float = 0.2,
 ) -> Tensor:
-    """The weights, each rounded up or down on its grid; no output's error is above that of rounding to nearest.
+    """The weights, each on its grid; no output's error is above that of rounding to nearest.
 
     Args:
         weight: float weights.
@@ -71,7 +72,7 @@ def adaround(
     if activation_error is not None:
         is_better = activation_error.of(weight - rounded) <= activation_error.of(weight - nearest)
         return torch.where(is_better[..., None], rounded, nearest)
-    rounded, nearest = (_coordinate_descent(weight, start, choices, error) for start in (rounded, nearest))
+    rounded = coordinate_descent(weight[:, 0], rounded[:, 0], grid[:, 0], error)[:, None]
     is_better = error.of(weight - rounded) <= error.of(weight - nearest)
     return torch.where(is_better[..., None], rounded, nearest)
 
@@ -140,26 +141,3 @@ def _error_per_weight(change: Tensor, error: OutputError | ActivationError) -> T
     per_weight = quadratic.of(change)[..., None] / change.shape[-1]
     return per_weight.clamp(min=torch.finfo(change.dtype).tiny ** 0.5)
 
-
-def _coordinate_descent(weight: Tensor, rounded: Tensor, choices: _Choices, error: OutputError) -> Tensor:
-    """Flips, in each output, the choice that lowers its error most, until none does.
-
-    Flipping weight i changes d_i by δ, and the error by ``2 δ (linear + H d)_i + δ² H_ii``.
-    """
-    lower, upper = choices.weight(torch.zeros_like(weight)), choices.weight(torch.ones_like(weight))
-    is_up = (rounded - lower) > (upper - rounded)
-    half_gradient = error.half_gradient(weight - torch.where(is_up, upper, lower))
-    diagonal = error.gram.diagonal(dim1=-2, dim2=-1)[:, :, None]
-    threshold = -1e-6 * _error_per_weight(weight - rounded, error)  # smaller gains are rounding errors
-    groups = torch.arange(len(weight), device=weight.device)[:, None]
-    for _ in range(weight.shape[-1]):
-        delta = torch.where(is_up, upper - lower, lower - upper)
-        gain = (2 * half_gradient + delta * diagonal) * delta
-        best = gain.min(-1, keepdim=True)
-        flips = best.values < threshold
-        if not bool(flips.any()):
-            break
-        moved = delta.gather(-1, best.indices) * flips
-        half_gradient += moved * error.gram[groups, 0, best.indices[:, 0, :, 0]][:, None]
-        is_up.scatter_(-1, best.indices, is_up.gather(-1, best.indices) ^ flips)
-    return torch.where(is_up, upper, lower)

@@ -1,12 +1,16 @@
-"""GPTQ: columns are rounded in order, each error propagated to the remaining columns through the inverse Hessian.
+"""GPTQ: columns are rounded in order, each error propagated to the remaining columns through the Hessian.
 
-With ``H = X̂ᵀX̂`` damped to ``H + (damping · mean diag H) I`` and U the upper Cholesky factor of its inverse, rounding
-column i changes every later column j by
+With the damped Hessian ``H = L Lᵀ``, L lower triangular, the error of an output under ``d = w - ŵ`` is
 
-    w_j ← w_j - (w_i - ŵ_i) / U_ii · U_ij
+    2 linear·d + dᵀ H d = |Lᵀ d + y|² + constant        y = L⁻¹ linear
 
-which is the update that minimizes the squared error of the layer's output. Frantar et al., arXiv 2210.17323, equations
-2 and 3 in the Cholesky form of algorithm 1. The scales stay what they are.
+whose i-th term holds the changes of column i and later ones alone. So columns are rounded from the last to the first,
+each to where its term is least:
+
+    ŵ_i = round(w_i + (y_i + Σ_{j>i} L_ji d_j) / L_ii)
+
+This is Frantar et al., arXiv 2210.17323, equations 2 and 3, without the inverse of the Hessian (the equivalence is
+arXiv 2507.18553). The scales stay what they are.
 """
 
 from __future__ import annotations
@@ -19,78 +23,75 @@ from qtk.errors import CalibrationError
 
 
 def gptq(
-    weight: Tensor, hessian: Tensor, grid: WeightGrid, *, damping: float = 0.01, act_order: bool = True,
-    columns_at_once: int = 128,
+    weight: Tensor, hessian: Tensor, grid: WeightGrid, linear: Tensor | None = None, *, damping: float = 0.01,
+    act_order: bool = True, columns_at_once: int = 128,
 ) -> Tensor:
-    """The weights of one group of outputs, each rounded to its grid.
+    """The weights, each rounded to its grid.
 
     Args:
-        weight: float weights.
-        hessian: ``X̂ᵀX̂``, in the dtype to compute in.
+        weight: float weights, in the dtype to compute in.
+        hessian: ``X̂ᵀX̂``; factorized in its dtype, or in float64 if that fails.
         grid: the grid points of every weight.
+        linear: the linear term of the error, ``None`` for 0.
         damping: added to the diagonal of the Hessian, as a multiple of its mean.
         act_order: round the columns with the largest diagonal of the Hessian first.
         columns_at_once: columns whose errors are propagated to the rest together; does not change the result.
 
-    Shape: ``weight`` [outputs, columns]; ``hessian`` [columns, columns]; ``grid`` and result as ``weight``.
+    Shape: ``weight`` [groups, outputs, columns]; ``hessian`` [groups, columns, columns]; ``grid``, ``linear`` and
+    result as ``weight``.
 
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
     order = _column_order(hessian, act_order)
-    factor = _inverse_factor(hessian[order][:, order], damping)
-    remaining = weight[:, order].to(hessian.dtype)
-    rounded = torch.empty_like(remaining)
-    ordered_grid = grid[:, order]
-    for begin in range(0, remaining.shape[1], columns_at_once):
-        end = min(begin + columns_at_once, remaining.shape[1])
-        errors = torch.zeros_like(remaining[:, begin:end])
-        for index in range(begin, end):
-            column = remaining[:, index]
-            rounded_column = ordered_grid[:, index].nearest(column)
-            rounded[:, index] = rounded_column
-            errors[:, index - begin] = error = (column - rounded_column) / factor[index, index]
-            remaining[:, index:end] -= error[:, None] * factor[index, index:end]
-        remaining[:, end:] -= errors @ factor[begin:end, end:]
+    groups = torch.arange(len(order), device=order.device)[:, None]
+    factor = _factor(hessian[groups, order].gather(2, order[:, None].expand_as(hessian)), damping).to(weight.dtype)
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    index = order.mT, groups.mT  # from [columns, groups, outputs], the layout of all that follows
+    change = weight.permute(2, 0, 1).contiguous()[index]
+    target = change.clone()
+    if linear is not None:
+        ordered = linear.to(weight.dtype).permute(2, 0, 1).contiguous()[index]
+        solved = torch.linalg.solve_triangular(factor.mT, ordered.permute(1, 2, 0), upper=True, left=False)
+        target += (solved / diagonal[:, None]).permute(2, 0, 1)
+    propagation = (factor / diagonal[:, None]).mT.contiguous()  # L_ji / L_ii in row i
+    rounded = torch.empty_like(change)
+    grids = grid.by_column(*index).unbind()
+    for end in range(len(change), 0, -columns_at_once):
+        begin = max(0, end - columns_at_once)
+        changes = change[begin:end].transpose(0, 1)
+        for column in range(end - 1, begin - 1, -1):
+            weights = propagation[:, column, None, column + 1 : end]
+            unrounded = torch.baddbmm(target[column, :, None], weights, changes[:, column + 1 - begin :])[:, 0]
+            rounded[column] = grids[column].nearest(unrounded)
+            change[column] -= rounded[column]
+        target[:begin].transpose(0, 1).baddbmm_(propagation[:, :begin, begin:end], changes)
     result = torch.empty_like(rounded)
-    result[:, order] = rounded
-    return result.to(weight.dtype)
-
-
-def solve_damped(hessian: Tensor, right: Tensor, damping: float) -> Tensor:
-    """``x`` with ``H x = right`` for the damped Hessian.
-
-    Shape: ``hessian`` [columns, columns]; ``right`` and result [outputs, columns].
-
-    Raises: CalibrationError if the damped Hessian is not positive definite.
-    """
-    return torch.cholesky_solve(right.mT, _cholesky(_damped(hessian, damping), damping)).mT
+    result[index] = rounded
+    return result.permute(1, 2, 0).contiguous()
 
 
 def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
-    diagonal = hessian.diagonal()
+    """The columns, the first to be rounded last. Shape: int64 [groups, columns]."""
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     if act_order:
-        return diagonal.argsort(descending=True, stable=True)
-    return torch.arange(len(diagonal), device=hessian.device)
+        return diagonal.argsort(descending=True, stable=True).flip(1)
+    return torch.arange(diagonal.shape[1], device=hessian.device).flip(0).expand(diagonal.shape)
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with ``Uᵀ U = H⁻¹``."""
-    inverse = torch.cholesky_inverse(_cholesky(_damped(hessian, damping), damping))
-    return _cholesky(inverse, damping, upper=True)
+def _factor(hessian: Tensor, damping: float) -> Tensor:
+    """L, lower triangular, with ``L Lᵀ = H`` for the damped H.
 
-
-def _damped(hessian: Tensor, damping: float) -> Tensor:
-    """Adds the damping; columns whose inputs are all zero get a diagonal of 1, so that the matrix is invertible."""
-    diagonal = hessian.diagonal()
+    Columns whose inputs are all zero get a diagonal of 1, so that there is one.
+    """
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     damped = hessian.clone()
-    damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * diagonal.mean())
-    return damped
-
-
-def _cholesky(matrix: Tensor, damping: float, *, upper: bool = False) -> Tensor:
+    added = torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
+    damped.diagonal(dim1=-2, dim2=-1).add_(added)
     factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix, upper=upper)
-    if bool(failed):
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed.any()) and damped.dtype != torch.float64:
+        factor, failed = torch.linalg.cholesky_ex(damped.to(torch.float64))
+    if bool(failed.any()):
         raise CalibrationError(f"the inputs of this layer are too alike for a damping of {damping}: its Hessian has no "
                                "inverse; use more data or a larger damping")
     return factor

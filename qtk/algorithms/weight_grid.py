@@ -41,7 +41,25 @@ class WeightGrid:
             )
         return rounded.to(weight.dtype)
 
-    def __getitem__(self, index: int | Tensor | tuple[slice, Tensor | int | None]) -> WeightGrid:
+    def __getitem__(self, index: int | Tensor | tuple[slice | Tensor | int | None, ...]) -> WeightGrid:
         """The grid of a selection of the weights."""
         zero_point = None if self.zero_point is None else self.zero_point[index].contiguous()
         return WeightGrid(self.spec, self.scale[index].contiguous(), zero_point)
+
+    def by_column(self, column: Tensor | slice = slice(None), group: Tensor | slice = slice(None)) -> WeightGrid:
+        """The grid with its columns first, and a selection of them.
+
+        Shape: ``scale`` before [groups, outputs, columns], then [columns, groups, outputs].
+        """
+        scale, zero_point = (
+            None if values is None else values.permute(2, 0, 1).contiguous()[column, group]
+            for values in (self.scale, self.zero_point)
+        )
+        assert scale is not None
+        return WeightGrid(self.spec, scale, zero_point)
+
+    def unbind(self) -> list[WeightGrid]:
+        """The grids along the first axis."""
+        count = len(self.scale)
+        zero_points = [None] * count if self.zero_point is None else self.zero_point.unbind()
+        return [WeightGrid(self.spec, *each) for each in zip(self.scale.unbind(), zero_points, strict=True)]

@@ -18,6 +18,7 @@ from qtk.graph.captured_graph import HOME, LENT, VARIANTS, CapturedGraph
 from qtk.graph.insert import quantizer_called
 from qtk.graph.sites import prefixes
 from qtk.graph.targets import attribute, called_module
+from qtk.nn.second_run import STATE_IS_RESTORED
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.torch_private import MODULE_TABLES, OpOverload
 
@@ -117,6 +118,7 @@ class _Replay:
         self._actual: list[Tensor] = []
 
     def __enter__(self) -> None:
+        self._token = STATE_IS_RESTORED.set(True)
         self._actual = [table[name] for table, name, _ in self._before]
         for table, name, value in self._before:
             table[name] = value.clone()  # a graph that is retained is computed a third time
@@ -125,6 +127,7 @@ class _Replay:
         for (table, name, _), buffer in zip(self._before, self._actual, strict=True):
             table[name] = buffer
         self._actual = []
+        STATE_IS_RESTORED.reset(self._token)
 
 
 class BlockView(nn.Module):
@@ -168,8 +171,9 @@ class BlockView(nn.Module):
 
     def train(self, mode: bool = True) -> BlockView:
         """Sets the mode of the prepared model too."""
-        self._model.train(mode)
-        return super().train(mode)
+        super().train(mode)
+        self._model.train(mode)  # last: it knows of frozen batch norms
+        return self
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

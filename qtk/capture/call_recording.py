@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qtk.capture.calls import Call, detached
-from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import entered
 
 
 def record_calls(
@@ -67,22 +67,25 @@ class Recorded(BaseException):
 
 
 @contextmanager
-def recording(model: nn.Module, *, run: bool) -> Iterator[list[Call]]:
+def recording(
+    model: nn.Module, *, run: bool, valid: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] | None = None
+) -> Iterator[list[Call]]:
     """Collects the calls of ``model`` made while the body runs, with copies of their tensors.
 
     Args:
         model: a prepared model.
         run: whether the calls run to their end; otherwise each raises ``Recorded``.
+        valid: which tokens of a call with such arguments count; ``None``: all.
     """
     calls: list[Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call(detached(args), detached(kwargs), None))
+        mask = None if valid is None else valid(args, kwargs)
+        calls.append(Call(detached(args), detached(kwargs), None, mask))
         if not run:
             raise Recorded
 
-    graphs = [model, *(model.variants.values() if isinstance(model, CapturedGraph) else ())]
-    handles = [graph.register_forward_pre_hook(before, with_kwargs=True) for graph in graphs]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in entered(model)]
     try:
         yield calls
     finally:

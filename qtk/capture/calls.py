@@ -23,11 +23,13 @@ class Call:
         args: positional arguments.
         kwargs: keyword arguments.
         output: the value returned; ``None`` where it is not known.
+        valid: which tokens of its inputs count, bool [samples, tokens]; ``None``: all.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: object
+    valid: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Call:
         """Clones the tensors: torch has deep copies of dense ones only."""

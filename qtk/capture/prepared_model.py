@@ -23,9 +23,10 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
 from qtk.graph.graphs import roots
 from qtk.graph.sites import prefixes
+from qtk.nn.batch_norm import keep_frozen
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import runs_model
-from qtk.torch_private import MODULE_TABLES, has_hooks, pytree
+from qtk.torch_private import MODULE_TABLES, has_hooks, hooks, pytree
 
 Model = TypeVar("Model", bound="PreparedModel")
 
@@ -63,12 +64,16 @@ class PreparedModel(nn.Module):
         return replace(report, covered=coverage(self))
 
     def train(self: Model, mode: bool = True) -> Model:
-        """As torch's; the first time warns of what the original does in train mode and this model does not."""
+        """As torch's, but for batch norms that a ``QatSchedule`` has frozen; the first time warns of what the original
+        does in train mode and this model does not.
+        """
         if mode and self.meta[REPORT].train_notes and not self.meta.get(WARNED):
             self.meta[WARNED] = True
             warnings.warn("in train mode the prepared model is not the original:\n  "
                           + "\n  ".join(self.meta[REPORT].train_notes), stacklevel=2)
-        return super().train(mode)
+        super().train(mode)
+        keep_frozen(self)
+        return self
 
     def get_submodule(self, target: str) -> nn.Module:
         """The submodule at a path of the original, whatever attributes of a prepared model have names on it."""
@@ -134,7 +139,7 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.variant(args, kwargs)
         if graph is not self:
-            if has_hooks(self) and not torch.compiler.is_dynamo_compiling():
+            if has_hooks(self) and not torch.compiler.is_dynamo_compiling() and not hooks(self) <= hooks(graph):
                 warnings.warn(
                     "the hooks of the model are not called: another graph serves calls of this kind (variants=); "
                     "register them on qtk.block_view(sim, …), or on what all kinds of calls run", stacklevel=2,

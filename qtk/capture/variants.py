@@ -91,13 +91,19 @@ def add_variant(main: CapturedGraph, kind: Kind, other: CapturedGraph) -> None:
 
 
 def _rename_constants(main: CapturedGraph, other: CapturedGraph) -> None:
-    """Gives constants that ``main`` has too the names they have there, and names of their own to all others."""
+    """Gives constants that ``main`` has too the names they have there, and names of their own to all others.
+
+    A buffer of the original is no constant, whatever its value now: it may be trained, loaded or written to.
+    """
     mine, theirs = (dict(graph.named_buffers(remove_duplicate=False)) for graph in (main, other))
+    originals = {name for name, value in mine.items() if theirs.get(name) is value}
+    twins = [name for name in mine if name not in originals and _is_constant(main, name)]
     constants = {name: value for name, value in theirs.items() if _is_constant(other, name)}
     new_names: dict[str, str] = {}
     for name, value in constants.items():
-        alike = (twin for twin in mine if _stem(twin) == _stem(name) and twin not in new_names.values())
-        same = next((twin for twin in (name, *alike) if twin in mine and _equal(mine[twin], value)), None)
+        alike = (twin for twin in twins if _stem(twin) == _stem(name) and twin not in new_names.values())
+        candidates = [name] if name in originals else sorted(alike, key=lambda twin: twin != name)
+        same = next((twin for twin in candidates if _equal(mine[twin], value)), None)
         taken = {*mine, *theirs, *new_names.values()}
         new_names[name] = same or (_free_name(taken, name) if name in mine else name)
     for node in other.graph.find_nodes(op="get_attr"):

@@ -1,30 +1,32 @@
-"""The command ``qtk``: quantize, inspect, export, verify."""
+"""The command ``qtk``: quantize, export, compare, inspect, verify, targets."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from qtk.cli import compare as comparison
 from qtk.cli import inspect as inspection
 from qtk.cli import quantize as running
+from qtk.cli import targets as targeting
 from qtk.cli import verify as verification
+from qtk.cli.console import progress_console, results_console, shows_bars
 from qtk.cli.imported import search_path
 from qtk.cli.recipe import Recipe, load_recipe
 from qtk.config.shipped import shipped
 from qtk.core.width import FROM_CONFIG
-from qtk.errors import QtkError
+from qtk.errors import ConfigError, QtkError
 from qtk.report.summary import Summary
 
 EMBEDDED = "digits"
 LEFT_OUT = "Left out: what the config says, else 8."
-PIPE_WIDTH = 200
-"""Width of the output if it is not a terminal, so that tables are not folded."""
 
 app = typer.Typer(
     name="qtk",
@@ -43,17 +45,35 @@ Output = Annotated[
     typer.Option("--output", "-o", help="Directory of the results, instead of the recipe's."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output directory if it exists.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no bars: results and errors alone.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"qtk {version('qtk')}, torch {version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def versions(
+    show: Annotated[
+        bool, typer.Option("--version", help="Print the versions of qtk and torch.", callback=_print_version,
+                           is_eager=True)
+    ] = False,
+) -> None:
+    """Quantize PyTorch models, simulate the result exactly, export it."""
 
 
 @app.command()
 def quantize(
-    recipe: RecipeFile = None, output: Output = None, force: Force = False, show_traceback: Traceback = False
+    recipe: RecipeFile = None, output: Output = None, force: Force = False, quiet: Quiet = False,
+    show_traceback: Traceback = False,
 ) -> None:
     """Run a recipe: quantize, measure, export, and measure the exported files."""
     with _session(recipe, show_traceback=show_traceback) as (loaded, console):
         directory = output or Path(loaded.output)
-        summary = running.quantize(loaded, directory, force=force, console=Console(stderr=True))
+        summary = running.quantize(loaded, directory, force=force, console=progress_console(quiet=quiet))
         console.print(summary.table().rich())
         if runtimes := summary.runtimes():
             console.print(runtimes, markup=False, highlight=False)
@@ -62,13 +82,35 @@ def quantize(
 
 @app.command()
 def export(
-    recipe: RecipeFile = None, output: Output = None, force: Force = False, show_traceback: Traceback = False
+    recipe: RecipeFile = None, output: Output = None, force: Force = False, quiet: Quiet = False,
+    show_traceback: Traceback = False,
 ) -> None:
     """Run a recipe without measuring anything: calibrate and write the files."""
     with _session(recipe, show_traceback=show_traceback) as (loaded, console):
         directory = output or Path(loaded.output)
-        summary = running.export(loaded, directory, force=force, console=Console(stderr=True))
+        summary = running.export(loaded, directory, force=force, console=progress_console(quiet=quiet))
         _end(summary, directory, console)
+
+
+@app.command()
+def compare(
+    recipe: RecipeFile = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model of the recipe; left out: all. Repeatable.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="A setting of the recipe, likewise.")] = None,
+    simulation: Annotated[
+        Path | None, typer.Option(help="What sim.save wrote of the model, instead of the recipe's settings.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(help="How many sites of each; left out: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Quiet = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Calibrate a recipe's settings and show the error at every site against float, worst first."""
+    with _session(recipe, show_traceback=show_traceback) as (loaded, console):
+        comparison.compare(
+            loaded, console, progress=progress_console(quiet=quiet), models=model or (), settings=setting or (),
+            simulation=simulation, top=top, as_json=as_json,
+        )
 
 
 @app.command()
@@ -92,7 +134,7 @@ def inspect(
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
         inspection.inspect(
             model,
-            _console(),
+            results_console(),
             weights=weights,
             input_shapes=input_shape or (),
             config=config,
@@ -115,15 +157,39 @@ def verify(
     runtime: Annotated[str, typer.Option(help="What the files are for: onnxruntime or openvino.")] = "onnxruntime",
     turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Quiet = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Run exported files in their runtimes: are they exact, in integers, fast? The exit code is 1 if not exact."""
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
         sound = verification.verify(
-            directory, _console(), data=data, num_batches=num_batches, float_export=float_export, runtime=runtime,
-            turns=turns, as_json=as_json,
+            directory, results_console(), data=data, num_batches=num_batches, float_export=float_export,
+            runtime=runtime, turns=turns, as_json=as_json, progress=shows_bars(progress_console(quiet=quiet)),
         )
     if not sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def targets(
+    check: Annotated[
+        Path | None, typer.Option("--check", metavar="FILE", help="An exported file, or what sim.export wrote.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Whose rules; left out: those of the target that the file was exported for.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """List the shipped targets, or check a file against the rules of its runtime: exit code 1 if one is broken."""
+    with _errors(show_traceback=show_traceback):
+        if check is None:
+            if target is not None or as_json:
+                raise ConfigError("--target and --json go with --check FILE; name a file, or leave them out")
+            targeting.list_targets(results_console())
+            return
+        kept = targeting.check(check, results_console(), target=target, as_json=as_json)
+    if not kept:
         raise typer.Exit(1)
 
 
@@ -137,7 +203,7 @@ def _session(recipe: Path | None, *, show_traceback: bool) -> Iterator[tuple[Rec
     """The loaded recipe and a console; imports also search the recipe's folder, and errors end the command."""
     path = recipe or shipped("recipes", EMBEDDED)
     with _errors(show_traceback=show_traceback), search_path(Path.cwd(), path.resolve().parent):
-        yield load_recipe(path), _console()
+        yield load_recipe(path), results_console()
 
 
 @contextmanager
@@ -158,11 +224,6 @@ def _end(summary: Summary, directory: Path, console: Console) -> None:
     if failed := summary.failed():
         typer.echo(f"error: {failed}", err=True)
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ class Source:
     Args:
         build: (name, whether pretrained, the key for messages) → the model.
         input_shape: (name, model) → the input shape with batch size 1; ``None`` if unknown.
+        has: whether there is a model of that name. Raises: ImportError if the library is not installed.
     """
 
     build: Callable[[str, bool, str], nn.Module]
     input_shape: Callable[[str, nn.Module], Shape | None]
+    has: Callable[[str], bool]
 
 
 def build_model(spec: str, *, weights: str | None = None, where: str = "model") -> nn.Module:
@@ -52,6 +54,8 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
     if prefix in SOURCES:
         model = SOURCES[prefix].build(name, pretrained, where)
     else:
+        if ":" not in spec and (found := [f"{library}:{spec}" for library in SOURCES if _has(library, spec)]):
+            raise ConfigError(f"{where}: {spec!r} does not say where the model is from; write {' or '.join(found)}")
         if pretrained:
             raise ConfigError(f"{where}: weights: {PRETRAINED} is for timm: and torchvision:; give a file for {spec}")
         built = called(spec, where=where)
@@ -61,6 +65,14 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
     if weights is not None and not pretrained:
         load_weights(model, Path(weights))
     return model.eval()
+
+
+def _has(library: str, name: str) -> bool:
+    """Whether an installed library has a model of that name; nothing is built."""
+    try:
+        return SOURCES[library].has(name)
+    except ImportError:
+        return False
 
 
 def usual_input_shape(spec: str, model: nn.Module) -> Shape | None:
@@ -161,7 +173,11 @@ def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
 
 
 SOURCES: Mapping[str, Source] = {
-    "timm": Source(_timm, _timm_shape),
-    "torchvision": Source(_torchvision, _torchvision_shape),
-    "demo": Source(_demo, lambda name, model: (1, 1, 8, 8)),
+    "timm": Source(_timm, _timm_shape, lambda name: bool(import_module("timm").is_model(name))),
+    "torchvision": Source(
+        _torchvision, _torchvision_shape, lambda name: name in import_module("torchvision.models").list_models()
+    ),
+    "demo": Source(
+        _demo, lambda name, model: (1, 1, 8, 8), lambda name: name in import_module("qtk.demo.models").DEMO_MODELS
+    ),
 }

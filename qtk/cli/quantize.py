@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -13,20 +14,24 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from qtk.auto.quantize import Evaluate
+from qtk.auto.quantize import quantize as search
 from qtk.capture.prepared_model import PreparedGraph
 from qtk.cli.batches import Batches
+from qtk.cli.console import shows_bars
 from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
 from qtk.cli.example_input import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
-from qtk.cli.recipe import ONNX, ModelEntry, Recipe, Setting
+from qtk.cli.recipe import ONNX, Automatic, ModelEntry, Recipe, Setting
 from qtk.cli.results import Results
 from qtk.core.plan import QuantPlan
-from qtk.errors import ConfigError
+from qtk.errors import ConfigError, QtkError
 from qtk.export.onnx.session import require_onnxruntime
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.quantsim import QuantSim
+from qtk.report.account import Account
 from qtk.report.summary import FLOAT, Score, Summary
 from qtk.torch_private import pytree
 from qtk.workflow.export import export as export_simulation
@@ -35,6 +40,9 @@ from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.transforms import transform
+
+REPORT, REPORT_BATCHES = "report.html", 4
+"""The report of a model in a setting, and the calibration batches that it is measured on."""
 
 
 @public
@@ -58,10 +66,10 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
         require_onnxruntime()
     held_out = Batches(recipe.data.evaluation, "data.evaluation", recipe.data.num_evaluation_batches)
     with Results(directory, force=force, metric=measure.name) as results:
-        calibration = _calibration_of(recipe)
+        calibration = calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                _Run(recipe, entry, calibration, console).measure(results, measure, held_out)
+                Run(recipe, entry, calibration, console).measure(results, measure, held_out)
     return results.summary
 
 
@@ -71,17 +79,19 @@ def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, co
     if not any(recipe.formats_of(setting) for setting in recipe.settings):
         raise ConfigError("exports: is empty, so there is nothing to write; add encodings or onnx")
     with Results(directory, force=force, metric=None) as results:
-        calibration = _calibration_of(recipe)
+        calibration = calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
-                run = _Run(recipe, entry, calibration, console)
+                run = Run(recipe, entry, calibration, console)
                 for setting in recipe.settings:
                     with results.setting(entry.name, setting.name) as folder:
-                        run.exported(run.calibrated(setting), setting, folder)
+                        sim, account = run.calibrated(setting)
+                        run.exported(sim, setting, folder)
+                        run.report(sim, folder, setting, account, {})
     return results.summary
 
 
-def _calibration_of(recipe: Recipe) -> Batches:
+def calibration_of(recipe: Recipe) -> Batches:
     """Raises: ConfigError if the batches may have no end."""
     batches = Batches(recipe.data.calibration, "data.calibration", recipe.data.num_batches)
     batches.require_end()
@@ -106,7 +116,7 @@ class _Pass:
     labels: list[object]
 
 
-class _Run:
+class Run:
     """One model of a recipe."""
 
     def __init__(self, recipe: Recipe, entry: ModelEntry, calibration: Batches, console: Console) -> None:
@@ -114,11 +124,12 @@ class _Run:
         self.entry = entry
         self.console = console
         self.calibration = calibration
+        self.progress = shows_bars(console)
         torch.manual_seed(recipe.seed)
         self.model = build_model(entry.model, weights=entry.weights, where=f"models.{entry.name}.model")
         self.example = self._example()
         with self._step("capturing"):
-            self.prepared = prepare_model(self.model, self.example)
+            self.prepared = prepare_model(self.model, self.example, dynamic_shapes=entry.dynamic_shapes)
 
     def measure(self, results: Results, measure: Evaluation, held_out: Batches) -> None:
         """Adds the scores and exports in float and in every setting to ``results``."""
@@ -136,7 +147,11 @@ class _Run:
     def _score(
         self, setting: Setting, folder: Path, reference: _Pass, measure: Evaluation, held_out: Batches
     ) -> Score:
-        sim = self.calibrated(setting)
+        def metric(model: nn.Module) -> float:
+            return measure(self._pass(model, held_out, setting.name, like=reference).outputs, reference.labels)
+
+        metric.__name__ = measure.name
+        sim, account = self.calibrated(setting, metric)
         self.exported(sim, setting, folder)
         simulated = self._pass(sim.model, held_out, setting.name, like=reference)
         score = Score(
@@ -144,6 +159,9 @@ class _Run:
             outputs_sqnr_db(reference.outputs, simulated.outputs),
             _onnx_size_bytes(folder),
         )
+        in_float = measure(reference.outputs, reference.labels)
+        self.report(sim, folder, setting, account,
+                    {f"{measure.name}, {in_float:.4g} in float": f"{score.value:.4g}"})
         file = folder / onnx_name("")
         if not isinstance(sim.model, PreparedGraph) or not file.is_file():
             return score
@@ -157,8 +175,13 @@ class _Run:
             runtime=runner.runtime,
         )
 
-    def calibrated(self, setting: Setting) -> QuantSim:
-        """The calibrated simulation of a setting, after its transforms and layer-wise methods."""
+    def calibrated(self, setting: Setting, metric: Evaluate | None = None) -> tuple[QuantSim, Account | None]:
+        """The calibrated simulation of a setting, after its transforms and layer-wise methods, or those that help.
+
+        With ``auto``, the account of what was tried too.
+        """
+        if setting.auto is not None:
+            return self._found(setting, setting.auto, metric)
         sim = QuantSim(
             self.prepared,
             self.example,
@@ -169,16 +192,47 @@ class _Run:
         )
         for text in setting.transforms:
             pairs, count = self.calibration.open()
-            result = transform(text).apply(sim, (inputs for inputs, _ in pairs), num_batches=count)
+            result = transform(text).apply(
+                sim, (inputs for inputs, _ in pairs), num_batches=count, progress=self.progress
+            )
             self._say(f"{setting.name}: {result.summary}")
+        if setting.encodings is not None:
+            self._say(f"{setting.name}: {sim.load_encodings(setting.encodings, partial=True)}")
         self._say(f"calibrating {setting.name}")
         pairs, count = self.calibration.open()
-        sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count)
+        valid, progress = self.recipe.data.valid, self.progress
+        sim.compute_encodings((inputs for inputs, _ in pairs), num_batches=count, valid=valid, progress=progress)
         if setting.layerwise:
             self._say(f"improving {setting.name} by {', '.join(setting.layerwise)}")
             pairs, count = self.calibration.open()
-            apply_layerwise(sim, (inputs for inputs, _ in pairs), setting.layerwise, num_batches=count)
-        return sim
+            batches = (inputs for inputs, _ in pairs)
+            apply_layerwise(sim, batches, setting.layerwise, num_batches=count, valid=valid, progress=progress)
+        return sim, None
+
+    def _found(self, setting: Setting, auto: Automatic, metric: Evaluate | None) -> tuple[QuantSim, Account]:
+        self._say(f"trying what helps {setting.name}")
+        pairs, count = self.calibration.open()
+        found = search(
+            self.prepared, (inputs for inputs, _ in pairs), target=self.recipe.config_of(setting, self.entry),
+            evaluate=metric, max_drop=auto.max_drop, time_limit=auto.time_limit, example_inputs=self.example,
+            weight_bits=setting.weight_bits, activation_bits=setting.activation_bits, num_batches=count,
+            scheme=self.recipe.scheme_of(setting), valid=self.recipe.data.valid, progress=self.progress,
+        )
+        self.console.print(found.account.table().rich())
+        self._say(f"{setting.name}: {found.account.end}")
+        return found
+
+    def report(self, sim: QuantSim, folder: Path, setting: Setting, account: Account | None,
+               headline: Mapping[str, str]) -> None:
+        """Writes ``report.html`` over some calibration batches, if the recipe has it and jinja2 is installed."""
+        if self.recipe.report and find_spec("jinja2") is not None:
+            pairs, count = self.calibration.open()
+            try:
+                sim.report(folder / REPORT, (inputs for inputs, _ in pairs), title=f"{self.entry.name} {setting.name}",
+                           num_batches=REPORT_BATCHES if count is None else min(count, REPORT_BATCHES), account=account,
+                           headline=headline, progress=False)
+            except QtkError as error:
+                self._say(f"{setting.name}: no {REPORT}: {error}")
 
     def exported(self, sim: QuantSim, setting: Setting, folder: Path) -> None:
         """Writes the formats of a setting, if it has any."""
@@ -216,7 +270,7 @@ class _Run:
 
         title = f"{self.entry.name}: measuring {what}"
         count = count if like is None else len(like.labels)
-        on_device = outputs(model, inputs(), num_batches=count, label=title, progress=True)
+        on_device = outputs(model, inputs(), num_batches=count, label=title, progress=self.progress)
         result = _Pass([pytree.tree_map_only(Tensor, Tensor.cpu, output) for output in on_device], labels)
         if like is not None and not _equal(result.labels, like.labels):
             raise ConfigError(f"{held_out.where}: {held_out.locator} gives other batches on each pass; "

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from qtk.calibrators.scheme import calibrator
 from qtk.cli.model_source import PRETRAINED
 from qtk.config.files import read_file
+from qtk.config.frozen import Names
 from qtk.config.load import load_config
-from qtk.config.schema import Names, QuantConfig, check_op_names, check_schemes
+from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.config.tensor_setting import Bits
 from qtk.config.validate import UNION_TAGS, validate
 from qtk.core.width import FROM_CONFIG, FromConfig
@@ -46,16 +47,22 @@ class _Part(BaseModel):
 
 
 class ModelEntry(_Part):
-    """A model: its name in the results, its source (``build_model``), its weights, and its input shape.
+    """A model.
 
-    Without ``input_shape`` the model is captured on the first calibration batch. ``exclude`` are globs over module
-    paths that stay in float, besides those of the config.
+    Args:
+        name: its name in the results.
+        model: ``timm:resnet18``, ``torchvision:mobilenet_v2``, ``demo:digits_cnn`` or ``module:callable``.
+        weights: a .safetensors file, a .pth file with tensors only, or ``pretrained``.
+        input_shape: batch included; left out, the model is captured on the first calibration batch.
+        dynamic_shapes: sizes that may vary: ``batch``, or ``all`` for sequences of any length.
+        exclude: globs over module paths that stay in float, besides those of the config.
     """
 
     name: Name
     model: str
     weights: str | None = None
     input_shape: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    dynamic_shapes: Literal["batch", "all"] = "batch"
     exclude: Names = ()
 
 
@@ -66,21 +73,44 @@ class DataEntry(_Part):
         calibration: a few hundred representative samples; labels are not used.
         evaluation: data to evaluate on; only ``qtk export`` does without.
         num_batches: how many batches of the calibration data are taken; left out: all.
+        valid: the input that says which tokens count in calibration (``attention_mask``); left out: all count.
         num_evaluation_batches: likewise of the evaluation data.
     """
 
     calibration: str
     evaluation: str | None = None
     num_batches: Count | None = None
+    valid: str | None = None
     num_evaluation_batches: Count | None = None
+
+
+class Automatic(_Part):
+    """``qtk.quantize``: what reaches ``max_drop`` is found by trials, judged by the evaluation data.
+
+    Args:
+        max_drop: by how much the metric may be below that of the float model; for ``qtk export``, which evaluates
+            nothing, the error of the outputs.
+        time_limit: seconds for a model, after which no further trial begins.
+    """
+
+    max_drop: Annotated[float, Field(allow_inf_nan=False)] = 0.01
+    time_limit: Annotated[float, Field(gt=0)] | None = None
 
 
 class Setting(_Part):
     """A named choice of widths, with transforms before calibration and layer-wise methods after it.
 
-    Scheme and config override those of the recipe.
-
-    A width left out is that of the config's defaults, else 8; ``null`` is float.
+    Args:
+        name: its name in the results.
+        weight_bits: width of weights; left out, that of the config's defaults, else 8; ``null`` is float.
+        activation_bits: width of activations likewise.
+        scheme: how ranges are found, instead of the recipe's.
+        config: instead of the recipe's.
+        encodings: a file for ``sim.load_encodings``: what is in it stays as it is, all else is calibrated.
+        transforms: ``fold_batch_norms``, ``equalize``, ``smooth_quant(alpha=0.5)``, in order, before calibration.
+        layerwise: ``seq_mse``, ``gptq``, ``adaround``, ``coordinate_descent``, ``bias_correction``, after it, in one
+            walk.
+        auto: find scheme, transforms, layer-wise methods and sites to leave precise, in place of naming them.
     """
 
     name: Name
@@ -88,8 +118,17 @@ class Setting(_Part):
     activation_bits: RecipeWidth = FROM_CONFIG
     scheme: str | None = None
     config: str | dict[str, object] | None = None
+    encodings: str | None = None
     transforms: tuple[str, ...] = ()
     layerwise: tuple[str, ...] = ()
+    auto: Automatic | None = None
+
+    @model_validator(mode="after")
+    def _has_no_named_steps_with_auto(self) -> Setting:
+        named = [key for key in ("encodings", "transforms", "layerwise") if getattr(self, key)]
+        if self.auto is not None and named:
+            raise ValueError(f"auto finds what helps, and {' and '.join(named)} names it; leave one of them out")
+        return self
 
 
 class Recipe(_Part):
@@ -103,6 +142,7 @@ class Recipe(_Part):
         settings: widths to try, in the order of the results.
         evaluation: ``top1``, or ``module:callable`` from pairs (output, label) to a number.
         exports: formats to write for each model and setting.
+        report: write ``report.html`` for each model and setting, a page to look at.
         onnx_for: the settings that ``onnx`` is written for; all, if left out.
         output: directory of the results.
         seed: torch's random seed, set before each model is built.
@@ -116,6 +156,7 @@ class Recipe(_Part):
     evaluation: str = TOP1
     exports: tuple[str, ...] = ("encodings", ONNX)
     onnx_for: tuple[str, ...] | None = None
+    report: bool = True
     output: str = "qtk-output"
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
@@ -161,6 +202,9 @@ class Recipe(_Part):
             for text in setting.layerwise:
                 method(text)
             self.formats_of(setting)
+            if setting.encodings is not None and not Path(setting.encodings).is_file():
+                raise ConfigError(f"settings: {setting.name}: encodings: {setting.encodings} does not exist; give the "
+                                  "path of a file, from the recipe's folder or the working directory")
             config = self.config_of(setting)
             check_op_names(config, RULE_NAMES)
             check_schemes(config, calibrator)
@@ -184,7 +228,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
             else model.model_copy(update={"weights": _beside(path, model.weights)}) for model in recipe.models
         ),
         "settings": tuple(
-            setting.model_copy(update={"config": _beside(path, setting.config)}) for setting in recipe.settings
+            setting.model_copy(update={"config": _beside(path, setting.config),
+                                       "encodings": _beside(path, setting.encodings)}) for setting in recipe.settings
         ),
     })
     try:

@@ -29,6 +29,7 @@ def verify(
     runtime: str = "onnxruntime",
     turns: int = 30,
     as_json: bool = False,
+    progress: bool = True,
 ) -> bool:
     """Prints the verdict on every file in ``directory``.
 
@@ -41,6 +42,7 @@ def verify(
         runtime: the runtime the files are for.
         turns: how often each runtime runs for the median of its latency.
         as_json: print JSON instead of tables.
+        progress: show bars.
 
     Returns: whether no verdict is red.
 
@@ -56,7 +58,9 @@ def verify(
     if data is not None:
         pairs, _ = Batches(data, "--data", num_batches).open()
         batches = (inputs for inputs, _ in pairs)
-    verdicts = verify_files(directory, batches, runtime=runtime, float_export=float_export, turns=turns)
+    verdicts = verify_files(
+        directory, batches, runtime=runtime, float_export=float_export, turns=turns, progress=progress
+    )
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))
     else:

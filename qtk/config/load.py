@@ -29,7 +29,7 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
     >>> load_config({"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bit": 4}}]})
     Traceback (most recent call last):
     qtk.errors.ConfigError: config: rules[0].weight.bit: unknown key; did you mean 'bits'? known: bits, block_size, \
-bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, scheme, symmetric
+bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, remainder, scheme, symmetric
     """
     if isinstance(source, QuantConfig):
         return source
@@ -63,7 +63,10 @@ def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfi
 
 
 def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
-    """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both."""
+    """Merges two configs: settings field by field, rules of ``extension`` last, supergroups and ``exclude`` of both.
+
+    The runtime is that of ``extension``, if it names one.
+    """
     defaults = {}
     for name in extension.defaults.model_fields_set:
         below, above = getattr(base.defaults, name), getattr(extension.defaults, name)
@@ -79,6 +82,7 @@ def _extended(base: QuantConfig, extension: QuantConfig) -> QuantConfig:
         rules=(*base.rules, *extension.rules),
         supergroups=tuple(dict.fromkeys((*base.supergroups, *extension.supergroups))),
         exclude=tuple(dict.fromkeys((*base.exclude, *extension.exclude))),
+        runtime=extension.runtime or base.runtime,
         io=base.io.model_copy(update={name: getattr(extension.io, name) for name in extension.io.model_fields_set}),
     )
 

@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictBool,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
+from qtk.config.frozen import Frozen, Names
+from qtk.config.runtime import Runtime
 from qtk.config.tensor_setting import ActivationSetting, BiasSetting, TensorSetting, WeightSetting
 from qtk.config.validate import UNION_TAGS
 from qtk.errors import ConfigError
@@ -29,18 +21,7 @@ MOST_NAMES = 10_000
 """Largest number of op names in all supergroups of a config: each op of a graph is compared with them."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _as_list(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
-
-
-class Match(_Frozen):
+class Match(Frozen):
     """The ops a rule applies to: all that the conditions given have in common.
 
     Args:
@@ -65,7 +46,7 @@ class Match(_Frozen):
         return self
 
 
-class Rule(_Frozen):
+class Rule(Frozen):
     """Settings for the tensors of the ops that match; later rules win.
 
     What a rule with a path says of ``output`` in bits, or as ``float`` or ``quantized``, holds for the output of the
@@ -73,7 +54,10 @@ class Rule(_Frozen):
 
     Args:
         match: the ops it applies to.
-        weight: setting of their weights; likewise ``bias``, ``input``, ``output``.
+        weight: setting of their weights.
+        bias: setting of their biases.
+        input: setting of what they read.
+        output: setting of what they compute.
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
             they run as one op; ``quantized``, the default, every value that they compute.
         optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
@@ -102,16 +86,27 @@ class Rule(_Frozen):
         return self
 
 
-class Defaults(_Frozen):
-    """Settings of tensors that no rule changes. Missing widths are those passed to ``QuantSim``, or 8."""
+class Defaults(Frozen):
+    """Settings of tensors that no rule changes. Missing widths are those passed to ``QuantSim``, or 8.
+
+    Args:
+        weight: setting of weights.
+        activation: setting of activations, model inputs and outputs included.
+        bias: setting of biases; ``float`` by default.
+    """
 
     weight: WeightSetting = TensorSetting()
     activation: ActivationSetting = TensorSetting()
     bias: BiasSetting = "float"
 
 
-class Io(_Frozen):
-    """Whether model inputs and outputs are quantized."""
+class Io(Frozen):
+    """Whether model inputs and outputs are quantized.
+
+    Args:
+        inputs: those of the model.
+        outputs: likewise.
+    """
 
     inputs: Literal["quantized", "float"] = "quantized"
     outputs: Literal["quantized", "float"] = "quantized"
@@ -150,7 +145,7 @@ Link = Annotated[
 Pattern = Annotated[tuple[Link, ...], Field(min_length=2)]
 
 
-class QuantConfig(_Frozen):
+class QuantConfig(Frozen):
     """A whole configuration.
 
     Args:
@@ -167,6 +162,7 @@ class QuantConfig(_Frozen):
         io: whether model inputs and outputs are quantized.
         exclude: globs over module paths: all of these modules stays in float, and so does what they read. The same as
             ``modules_to_exclude`` of ``prepare_model``; one that matches no module that runs an op is an error.
+        runtime: the runtime that exported files are for, with the rules that ``qtk targets --check`` checks.
 
     >>> QuantConfig(version=1, supergroups=[["conv", ["relu", "relu6"]]]).supergroups
     (('conv', ('relu', 'relu6')),)
@@ -180,6 +176,7 @@ class QuantConfig(_Frozen):
     supergroups: Annotated[tuple[Pattern, ...], BeforeValidator(_of_bounded_size)] = ()
     io: Io = Io()
     exclude: Names = ()
+    runtime: Runtime | None = None
 
     @model_validator(mode="after")
     def _biases_have_a_width(self) -> QuantConfig:
@@ -193,6 +190,16 @@ class QuantConfig(_Frozen):
                                  "add bits or dtype here or to defaults.bias")
         return self
 
+    @property
+    def target(self) -> str | None:
+        """The name that exported files carry; ``None`` without a runtime."""
+        return None if self.runtime is None else self.runtime.target
+
+    @property
+    def precise(self) -> Literal[16, "float"]:
+        """What a site that loses too much is left in: 16 bits without a runtime, else what that says."""
+        return 16 if self.runtime is None else self.runtime.precise
+
     def with_rules_optional(self) -> QuantConfig:
         """The config for a model rewritten since its rules were checked, which may have lost the ops that they set.
 
@@ -205,7 +212,7 @@ class QuantConfig(_Frozen):
 
 
 def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
-    """Checks that all ops named in rules and supergroups are among ``known``.
+    """Checks that all ops named in rules, supergroups and the rules of the runtime are among ``known``.
 
     Raises: ConfigError listing every name that is not, with its path and the nearest known ones.
     """
@@ -219,6 +226,8 @@ def check_op_names(config: QuantConfig, known: Collection[str]) -> None:
         for index, pattern in enumerate(config.supergroups) for position, link in enumerate(pattern)
         for name in ((link,) if isinstance(link, str) else link) if name not in known
     ]
+    named = () if config.runtime is None else config.runtime.op_names()
+    problems += [f"{path}: unknown op {name!r}; {nearest(name, known)}" for path, name in named if name not in known]
     _raise_all(problems)
 
 

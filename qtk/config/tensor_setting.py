@@ -29,6 +29,8 @@ class TensorSetting(BaseModel):
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
+        remainder: what becomes of a tensor whose input channels ``block_size`` does not divide: ``float``; left out, it
+            is an error.
         narrow_range: exclude the lowest code.
         reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of
             other widths keep their range.
@@ -45,6 +47,7 @@ class TensorSetting(BaseModel):
     granularity: Literal["per_tensor", "per_channel", "per_token", "per_block"] | None = None
     dynamic: StrictBool | None = None
     block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
+    remainder: Literal["float"] | None = None
     narrow_range: StrictBool | None = None
     reduced_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
@@ -84,7 +87,7 @@ class TensorSetting(BaseModel):
         if other.dtype in BLOCK_FORMATS:
             changes = {"granularity": None, "block_size": None} | changes
         if other.granularity is not None:
-            changes = {"block_size": None} | changes
+            changes = {"block_size": None, "remainder": None} | changes
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 changes["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
         if other.range is not None or other.bounds is not None or other.is_dynamic:
@@ -123,6 +126,9 @@ def _check_block_size(setting: TensorSetting) -> None:
     """Checks that block_size is set if and only if the granularity is per_block. Raises: ValueError."""
     if setting.dtype in BLOCK_FORMATS:
         return
+    if setting.remainder is not None and setting.granularity != "per_block":
+        raise ValueError(f"remainder {setting.remainder} needs granularity per_block, got {setting.granularity}; "
+                         "add granularity: per_block, or leave remainder out")
     if setting.block_size is not None and setting.granularity != "per_block":
         raise ValueError(f"block_size {setting.block_size} needs granularity per_block, got {setting.granularity}; "
                          "add granularity: per_block")

@@ -16,6 +16,7 @@ from qtk.registry import nearest
 M = TypeVar("M", bound=BaseModel)
 
 UNION_TAGS = ("<word>", "<setting>")
+RULE_TAGS = ("<tensors>", "<opset>", "<operators>", "<neighbours>")
 """Tags of union alternatives; pydantic adds them to key paths, from which ``_finding`` removes them."""
 
 SHOWN_CHARACTERS = 80
@@ -47,7 +48,7 @@ def validate(model: type[M], data: object, *, source: str) -> M:
 
 
 def _finding(model: type[BaseModel], details: ErrorDetails) -> str:
-    path = tuple(part for part in details["loc"] if part not in UNION_TAGS)
+    path = tuple(part for part in details["loc"] if part not in (*UNION_TAGS, *RULE_TAGS))
     where = _path_text(path)
     given, context = shown(details["input"]), details.get("ctx", {})
     match details["type"]:

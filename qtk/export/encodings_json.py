@@ -2,10 +2,15 @@
 
     {"format": "qtk.encodings", "version": 1, "producer": "qtk",
      "encodings": {"fc.weight": {"spec": {...}, "scale": [...], "zero_point": null}, ...},
-     "dynamic": {"relu:out": {...}, ...}}
+     "parameters": {"fc.weight": "weights", ...},
+     "dynamic": {"relu:out": {...}, ...},
+     "masked": {"add:out": "carries a mask: ...", ...}}
 
-``dynamic`` holds the specs of sites with dynamic quantization, if there are any. Scales are written as the
-exact decimal value of the float32, so every bit survives; their nesting is the shape.
+``parameters`` holds the role of each site that is made from parameters alone, ``weights``, ``biases`` or ``constants``;
+files of older versions lack it. ``dynamic`` holds the specs of sites with dynamic quantization, and ``masked`` the
+sites that calibration left in float for the mask they carry, each with the reason, if there are any; ``target`` beside
+``producer`` names the target, where the config has one with a runtime. Scales are written as the exact decimal value of
+the float32, so every bit survives; their nesting is the shape.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,25 +28,39 @@ from qtk.config.files import MOST_LEVELS, check_levels
 from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
+from qtk.export.quantized_file import TensorRole
 
 FORMAT = "qtk.encodings"
 VERSION = 1
 
+PARAMETER_ROLES: tuple[TensorRole, ...] = ("weights", "biases", "constants")
+
 
 def export(
-    encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *, dynamic: Mapping[str, QuantSpec] | None = None
+    encodings: Mapping[str, Encoding], path: str | os.PathLike[str], *,
+    parameters: Mapping[str, TensorRole] | None = None, dynamic: Mapping[str, QuantSpec] | None = None,
+    masked: Mapping[str, str] | None = None, target: str | None = None,
 ) -> None:
     """Writes the encodings, one line per site, in the order of the mapping.
 
     Args:
         encodings: site name → encoding.
         path: the file to write.
+        parameters: site name → role, of the sites that are made from parameters alone; ``None``: the file does not say.
         dynamic: site name → spec, of sites with dynamic quantization.
+        masked: site name → reason, of sites that calibration left in float.
+        target: the target that they are for.
     """
-    header = {"format": FORMAT, "version": VERSION, "producer": "qtk"}
-    sections = {"encodings": {site: _record(each) for site, each in encodings.items()}}
+    header = {"format": FORMAT, "version": VERSION, "producer": "qtk"} | ({} if target is None else {"target": target})
+    sections: dict[str, Mapping[str, object]] = {
+        "encodings": {site: _record(each) for site, each in encodings.items()}
+    }
+    if parameters is not None:
+        sections["parameters"] = parameters
     if dynamic:
         sections["dynamic"] = {site: spec.to_json() for site, spec in dynamic.items()}
+    if masked:
+        sections["masked"] = masked
     text = json.dumps(header)[:-1]
     for name, records in sections.items():
         lines = ",\n".join(f"  {json.dumps(site)}: {json.dumps(record)}" for site, record in records.items())
@@ -49,31 +69,62 @@ def export(
     Path(path).write_text(text, encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredEncodings:
+    """The content of a file.
+
+    Args:
+        encodings: site name → encoding.
+        dynamic: site name → spec, of sites with dynamic quantization.
+        masked: site name → reason, of sites that calibration left in float.
+        parameters: site name → role, of the sites that are made from parameters alone; ``None``: it does not say.
+    """
+
+    encodings: Mapping[str, Encoding]
+    dynamic: Mapping[str, QuantSpec]
+    masked: Mapping[str, str]
+    parameters: Mapping[str, TensorRole] | None = None
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
     """The encodings that ``export`` wrote, bit for bit.
 
     Raises: EncodingError if the file is not an encodings file of this version, or a record in it is malformed.
     """
-    return {site: _encoding(site, record) for site, record in _section(path, "encodings").items()}
+    return dict(parse(load_object(path), str(path)).encodings)
 
 
-def read_dynamic(path: str | os.PathLike[str]) -> dict[str, QuantSpec]:
-    """The specs of sites with dynamic quantization. Raises: EncodingError as ``read``."""
-    return {site: _spec(site, record) for site, record in _section(path, "dynamic").items()}
+def read_target(path: str | os.PathLike[str]) -> str | None:
+    """The target that they are for; ``None`` if the file does not say. Raises: EncodingError if it is not JSON."""
+    target = load_object(path).get("target")
+    return target if isinstance(target, str) else None
 
 
-def _section(path: str | os.PathLike[str], name: str) -> dict[str, object]:
-    """The section ``encodings`` or ``dynamic`` of a file; a missing ``dynamic`` is empty."""
-    match load_object(path):
+def parse(data: Mapping[str, object], source: str) -> StoredEncodings:
+    """The content of a file as JSON values; ``source`` names it in errors. Raises: EncodingError as ``read``."""
+    match data:
         case {"format": str(found), "version": int(version), "encodings": dict(encodings), **rest} if found == FORMAT:
             if version != VERSION:
-                raise EncodingError(f"{path}: encodings version {version} is not known; this qtk reads {VERSION}")
+                raise EncodingError(f"{source}: encodings version {version} is not known; this qtk reads {VERSION}")
         case _:
-            raise EncodingError(f"{path} is not a {FORMAT} file; AIMET's files are read by encodings_aimet")
-    dynamic = rest.get("dynamic", {})
-    if not isinstance(dynamic, dict):
-        raise EncodingError(f"{path}: dynamic holds a JSON {type(dynamic).__name__}, expected an object")
-    return encodings if name == "encodings" else dynamic
+            raise EncodingError(f"{source} is not a {FORMAT} file; AIMET's files are read by encodings_aimet")
+    dynamic, masked = rest.get("dynamic", {}), rest.get("masked", {})
+    for name, section in (("dynamic", dynamic), ("masked", masked)):
+        if not isinstance(section, dict):
+            raise EncodingError(f"{source}: {name} holds a JSON {type(section).__name__}, expected an object")
+    assert isinstance(dynamic, dict)
+    assert isinstance(masked, dict)
+    if not all(isinstance(reason, str) for reason in masked.values()):
+        raise EncodingError(f"{source}: masked holds reasons, expected strings")
+    parameters = rest.get("parameters")
+    if parameters is not None and not (isinstance(parameters, dict)
+                                       and all(role in PARAMETER_ROLES for role in parameters.values())):
+        raise EncodingError(f"{source}: parameters holds {parameters!r:.120}, expected an object of roles: "
+                            f"{', '.join(PARAMETER_ROLES)}")
+    return StoredEncodings(
+        {site: _encoding(site, record) for site, record in encodings.items()},
+        {site: _spec(site, record) for site, record in dynamic.items()}, masked, parameters,
+    )
 
 
 def load_object(path: str | os.PathLike[str]) -> dict[str, object]:

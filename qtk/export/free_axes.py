@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
+
+from qtk.capture.inputs import is_free
 
 
 def free_axes(node: fx.Node) -> list[int]:
-    """The axes of an input whose lengths are symbolic."""
+    """The axes of an input whose lengths may vary."""
     value = node.meta.get("val")
     shape = value.shape if isinstance(value, Tensor) else ()
-    return [axis for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
+    return [axis for axis, length in enumerate(shape) if is_free(length)]
 
 
 def doubled(leaf: object, axes: list[int]) -> object:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
@@ -30,23 +32,22 @@ from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import output_nodes
 from qtk.capture.torch_export import silent_torch
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, first_line
 from qtk.export.free_axes import doubled, free_axes
+from qtk.export.pt2e_contents import TARGET
 from qtk.export.read_back import compare_encodings
+from qtk.export.repeated_ops import dequantize_for_each_reader, is_dequantize, repeat_behind_movement
 from qtk.export.simulated_sites import SimulatedSite, simulated_sites
-from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, codes_of, has_ops
+from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, has_ops
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import row_of
 from qtk.graph.sites import SITE, label
+from qtk.graph.targets import attribute
 from qtk.nn.eval_mode import evaluating
+from qtk.numerics.codes import codes_of
 from qtk.ops import fake_quantize_float, onnx_form
 from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict
-
-_DEQUANTIZE = "quantized_decomposed.dequantize"
 
 _OPS = "qtk_sites"
 """The submodule of an exported graph that holds the numbers of its sites, each under the site's name."""
@@ -61,19 +62,22 @@ _PLAIN = {
 }
 
 
-def export(model: fx.GraphModule, call: Call, path: str | os.PathLike[str]) -> None:
+def export(
+    model: fx.GraphModule, call: Call, path: str | os.PathLike[str], *, target: str | None = None
+) -> None:
     """Writes a simulated model as ``.pt2``; its dynamic dimensions stay dynamic.
 
     Args:
         model: the prepared model with its quantizers. It is exported in eval mode and not changed.
         call: a call of the model; the values do not matter.
         path: the file to write.
+        target: the target that the file is for, in its extra file ``qtk.target``.
 
     Raises: ExportError if a quantizer has no encoding, or torch cannot export the model.
     """
     program = exported_program(model, call)
     try:
-        torch.export.save(program, path)
+        torch.export.save(program, path, extra_files=None if target is None else {TARGET: target})
     except Exception as error:
         raise ExportError(f"torch.export cannot save the program: {first_line(error)}; export formats=('onnx',)"
                           ) from error
@@ -95,6 +99,9 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
             program = program.run_decompositions(_PLAIN) if _has_own_ops(program) else program
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
+    _warn_of_fixed_axes(model.graph, program)
+    repeat_behind_movement(program.graph)
+    dequantize_for_each_reader(program.graph)
     for node in program.graph.nodes:
         for key in _LOCAL:
             node.meta.pop(key, None)
@@ -146,16 +153,17 @@ def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) 
             copied.set_submodule(str(node.target), _written_out_composite(composite, sites))
     graph.eliminate_dead_code()
     structure = call_structure(graph)
-    if structure is not None and not _is_plain(structure.out_spec):
+    if structure is not None and structure.out_spec is not None and _unknown_type(structure.out_spec):
         return_dict(graph, output_nodes(copied))
     return fx.GraphModule(copied, graph)  # holds only what the graph reads
 
 
-def _is_plain(structure: pytree.TreeSpec | None) -> bool:
-    """Whether values are nested in tuples, lists and dicts alone, the types that ``torch.export.save`` knows."""
-    return structure is None or (
-        structure.type in (None, tuple, list, dict) and all(_is_plain(branch) for branch in branches(structure))
-    )
+def _unknown_type(structure: pytree.TreeSpec) -> type | None:
+    """The first type other than tuples, lists and dicts, which are what ``torch.export.save`` knows."""
+    kind: type | None = structure.type
+    if kind not in (None, tuple, list, dict):
+        return kind
+    return next(filter(None, map(_unknown_type, branches(structure))), None)
 
 
 def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, SimulatedSite]) -> nn.Module:
@@ -163,6 +171,7 @@ def _written_out_composite(composite: Composite, sites: Mapping[fx.Node, Simulat
     for before, after in zip(graphs(composite).values(), graphs(copied).values(), strict=True):
         _write_out(before, after, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
         after.recompile()
+        after.delete_all_unused_submodules()
     return copied
 
 
@@ -184,34 +193,24 @@ def _write_out(
             copied.add_submodule(node.target, module)
             if site.constant is not None:
                 node.args = ()
-            elif isinstance(site.spec.granularity, PerTensor):
-                _repeat_behind_movement(node, node)
+    _copy_shared_biases(copied, list(nodes.values()))
 
 
-def _repeat_behind_movement(call: fx.Node, value: fx.Node) -> None:
-    """Calls the ops of ``call`` again where moved elements of its result are computed with, from ``value`` on.
+def _copy_shared_biases(copied: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    """Gives each layer that reads a bias, or another vector, its own copy.
 
-    The same codes come out. Lowerings find the ops of a value right before what computes with it, and right behind
-    what moves it, as torchao's quantizers place them.
+    XNNPACK stores a bias as integers in the scale of its layer's products, once: of the first layer.
     """
-    for moved in [user for user in value.users if _moves(user)]:
-        _repeat_behind_movement(call, moved)
-        readers = [user for user in moved.users if user.op != "output" and not _moves(user)]
-        if readers and isinstance(moved.meta["val"], Tensor):
-            with moved.graph.inserting_after(moved):
-                again = moved.graph.call_module(str(call.target), (moved,))
-            again.meta["val"] = moved.meta["val"]
-            for reader in readers:
-                reader.replace_input_with(moved, again)
-
-
-def _moves(node: fx.Node) -> bool:
-    """Whether a node's result is elements, in any order, of the one tensor it reads, or a tuple of such."""
-    row, result = row_of(node), node.meta.get("val")
-    if row is None or row.role is not Role.MOVEMENT or row.mask:
-        return False
-    read = [value for value in node.all_input_nodes if not isinstance(value.meta.get("val"), torch.SymInt)]
-    return len(read) == 1 and (not isinstance(result, Tensor) or result.is_floating_point())
+    for node in nodes:
+        value = attribute(copied, str(node.target)) if node.op == "get_attr" else None
+        for index, reader in enumerate(list(node.users)[1:], 1):
+            if isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point():
+                name = f"again_{node.name}_{index}"
+                copied.get_submodule(_OPS).register_buffer(name, value.detach().clone())
+                with node.graph.inserting_after(node):
+                    again = node.graph.get_attr(f"{_OPS}.{name}")
+                again.meta = dict(node.meta)
+                reader.replace_input_with(node, again)
 
 
 def _module_for(site: SimulatedSite) -> ComputedSite | StoredSite | None:
@@ -231,9 +230,11 @@ def _example(
     axes = [free_axes(node) for node in graph.find_nodes(op="placeholder")]
     leaves = input_leaves(graph, call.args, call.kwargs)
     structure = call_structure(graph)
-    if structure is not None and not _is_plain(structure.in_spec):
-        raise ExportError("torch.export.save knows inputs nested in tuples, lists and dicts alone; pass those, or "
-                          "export formats=('onnx',)")
+    unknown = None if structure is None else _unknown_type(structure.in_spec)
+    if unknown is not None:
+        raise ExportError(f"an input is a {unknown.__name__}, and torch.export.save knows tensors in tuples, lists and "
+                          f"dicts alone; quantize a module that takes these and makes the {unknown.__name__} itself, "
+                          "or export formats=('onnx',)")
     args = [doubled(leaf, each) for leaf, each in zip(leaves, axes, strict=True)]
     shapes = [dict.fromkeys(each, Dim.AUTO) or None for each in axes]
     if structure is None:
@@ -241,6 +242,20 @@ def _example(
     positional, named = pytree.tree_unflatten(args, structure.in_spec)
     of_positional, of_named = pytree.tree_unflatten(shapes, structure.in_spec)
     return positional, named, (*of_positional, *of_named.values())
+
+
+def _warn_of_fixed_axes(graph: fx.Graph, program: ExportedProgram) -> None:
+    """Names the axes of the inputs that are free in ``graph``, and of one length in its program."""
+    placeholders = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    inputs = [node for node, spec in placeholders if spec.kind is InputKind.USER_INPUT]
+    for before, after in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        for axis in sorted({*free_axes(before)} - {*free_axes(after)}):
+            length = after.meta["val"].shape[axis]
+            warnings.warn(
+                f"the program runs at length {length} of axis {axis} of {after.name} alone, which is declared free: "
+                "torch.export writes a loop over it out, as quantized recurrent nets have; leave them in float inside "
+                "(inside: float, as config='onnxruntime' does), or export formats=('onnx',)", stacklevel=2,
+            )
 
 
 def _has_own_ops(program: ExportedProgram) -> bool:
@@ -260,7 +275,7 @@ def _stored_sites(path: str | os.PathLike[str]) -> Iterator[tuple[str, Encoding,
     seen: set[str] = set()
     for node in program.graph.nodes:
         name, spec = label(node, SITE), label(node, SPEC)
-        if not str(node.target).startswith(_DEQUANTIZE) or name is None or spec is None or name in seen:
+        if not is_dequantize(node) or name is None or spec is None or name in seen:
             continue
         seen.add(name)
         arguments = [kept.get(targets.get(each.name)) if isinstance(each, fx.Node) else each for each in node.args]

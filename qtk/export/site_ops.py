@@ -13,21 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
-from qtk.core.dtypes import INT32, FloatDtype
+from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
 from qtk.graph.sites import SITE
 from qtk.nn.tap import Tap
-from qtk.numerics import affine, minifloat
 from qtk.numerics.blocks import align, split_shape
+from qtk.numerics.codes import codes_of, storage_dtype
 from qtk.torch_private import load_decomposed_ops
 
 SPEC = "qtk_spec"
 """Label of the ops of a site in an exported program, beside ``SITE``: its spec, as JSON."""
-
-_SIGNED, _UNSIGNED = (torch.int8, torch.int16), (torch.uint8, torch.uint16)
-
 
 class ComputedSite(Tap):
     """Quantizes and dequantizes a value. Shape: any of ``rank`` axes, of a floating dtype; result as the value."""
@@ -144,33 +141,6 @@ def has_ops(spec: QuantSpec, stored_shape: Sequence[int] | None) -> bool:
         case PerBlock((1, group)) if subtracts and stored_shape is not None and len(stored_shape) == 2:
             return group > 1 or (group == -1 and stored_shape[1] > 1)
     return False
-
-
-def storage_dtype(spec: QuantSpec) -> torch.dtype:
-    """The smallest dtype that holds the codes of ``spec``.
-
-    >>> from qtk.core.dtypes import dtype
-    >>> storage_dtype(QuantSpec(dtype("int4"), symmetric=True)), storage_dtype(QuantSpec(dtype("uint12")))
-    (torch.int8, torch.uint16)
-    """
-    if isinstance(spec.dtype, FloatDtype):
-        return torch.float8_e5m2 if spec.dtype.exponent_bits == 5 else torch.float8_e4m3fn
-    if spec.dtype == INT32:
-        return torch.int32
-    wide = spec.dtype.bits > 8
-    return _SIGNED[wide] if spec.dtype.signed else _UNSIGNED[wide]
-
-
-def codes_of(constant: Tensor, encoding: Encoding) -> Tensor:
-    """The codes of a constant, in their storage dtype. Shape: as ``constant``."""
-    spec = encoding.spec
-    sizes = spec.granularity.block_size(constant.ndim)
-    if isinstance(spec.dtype, FloatDtype):
-        codes = minifloat.quantize(constant, encoding.scale, sizes, spec.dtype)
-    else:
-        codes = affine.quantize(constant, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax))
-        codes = codes + spec.middle_code
-    return codes.to(storage_dtype(spec))
 
 
 def _zero_point(encoding: Encoding) -> Tensor:

@@ -150,8 +150,7 @@ class CapturedGraph(fx.GraphModule):
             holder = self.get_submodule(path)
             lent = {
                 name: value for name, value in vars(module).items()
-                if not name.startswith("_") and name not in holder.__dict__ and not hasattr(type(holder), name)
-                and name not in holder.__dict__["_modules"]
+                if not name.startswith("_") and not hasattr(holder, name)
             }
             holder.__dict__.update(lent)
             if holder is self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 
 from torch import fx
@@ -10,7 +11,10 @@ from torch import fx
 from qtk.graph.losses import loss_nodes
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
+from qtk.graph.schema import aten_name
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
+
+SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 
 
 class Flow:
@@ -129,6 +133,10 @@ class Flow:
             else:
                 yield from (port for port in ports(user) if port.value is node)
 
+    def next_ops(self, node: fx.Node) -> list[fx.Node]:
+        """The ops that read elements of ``node`` and not its shape alone, as ``mask.view_as(node)`` does."""
+        return [user for user in node.users if not reads_shape_only(user) and (_moved(user) or node) is node]
+
     def axis_at_root(self, node: fx.Node, axis: int) -> int | None:
         """The axis of ``root(node)`` that became ``axis`` of ``node``; ``None`` if a reshape mixed it."""
         while (source := self.carried(node)) is not None:
@@ -160,6 +168,19 @@ def maker(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def reads_shape_only(node: fx.Node) -> bool:
+    """Whether an op reads the shapes of its operands alone."""
+    row = row_of(node)
+    if row is not None:
+        return row.role is Role.CREATE
+    return SHAPE_QUERY.fullmatch(aten_name(node.target) or "") is not None
+
+
+def _moved(node: fx.Node) -> object:
+    """What an op such as ``expand_as`` moves into the shape or the type of its other operand; ``None`` of others."""
+    return node.args[0] if (aten_name(node.target) or "").endswith("_as") else None
 
 
 def _is_tuple(node: fx.Node) -> bool:

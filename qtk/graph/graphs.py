@@ -24,6 +24,11 @@ def roots(model: nn.Module) -> dict[str, CapturedGraph]:
     return {path: graph for path, graph in by_path.items() if not any(_is_below(path, other) for other in by_path)}
 
 
+def entered(model: nn.Module) -> list[nn.Module]:
+    """The modules of which each call of ``model`` runs one, with hooks of its own: itself and its variants."""
+    return [model, *(model.variants.values() if isinstance(model, CapturedGraph) else ())]
+
+
 def with_nested(graph: nn.Module) -> list[CapturedGraph]:
     """``graph`` and the graphs nested in it, without variants."""
     return [module for module in graph.modules() if isinstance(module, CapturedGraph)]

@@ -181,7 +181,8 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
     kept = {site: decided for site, decided in plan.items() if site not in dropped}
     smaller_plan = replace(plan, sites=kept, unquantized={**plan.unquantized, **dropped})
     quantizers = {site: simulation.quantizers[site] for site in kept}
-    return Simulation(model, smaller_plan, quantizers, {**simulation.masked, **dropped})
+    masked = {**simulation.masked, **dropped}
+    return replace(simulation, model=model, plan=smaller_plan, quantizers=quantizers, masked=masked)
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 from torch import Tensor, nn
@@ -34,17 +36,44 @@ class PlainAttributes:
     def __deepcopy__(self, memo: dict[int, object]) -> PlainAttributes:
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., PlainAttributes], tuple[type, dict[str, object], set[str]]]:
+        """Leaves out, with a warning, what cannot be pickled: a lock, an open file; nothing in a graph reads it.
+
+        A class made at run time, by a parametrization, stands as the nearest base that can be pickled.
+        """
+        values = {name: value for name, value in self._values.items() if _is_picklable(value)}
+        lost = [name for name in self._values if name not in values]
+        if lost:
+            warnings.warn(f"the copy is without {', '.join(lost)} of {self._type.__name__}, which cannot be pickled; "
+                          "the graph does not read it", stacklevel=2)
+        kind = next(base for base in self._type.__mro__ if _is_picklable(base))
+        return _restored, (kind, values, {*self._others, *lost})
+
     def read(self, name: str) -> object:
         """The value of an attribute. Raises: AttributeError saying where it is, if anywhere."""
         if name in self._values:
             return self._values[name]
         if name in self._others:
-            raise AttributeError(f"a prepared model has no {name!r}, which holds modules, tensors or code in the "
-                                 f"original {self._type.__name__}; read it there")
+            raise AttributeError(f"a prepared model has no {name!r}, which holds modules, tensors, code or what "
+                                 f"cannot be pickled in the original {self._type.__name__}; read it there")
         if not name.startswith("_") and hasattr(self._type, name):
             raise AttributeError(f"a prepared model has no {name!r}, which is code of {self._type.__name__}; use it on "
                                  "the original model")
         raise AttributeError(f"neither the prepared model nor the original {self._type.__name__} has {name!r}")
+
+
+def _restored(kind: type, values: dict[str, object], others: set[str]) -> PlainAttributes:
+    restored = PlainAttributes.__new__(PlainAttributes)
+    restored._type, restored._values, restored._others = kind, values, others
+    return restored
+
+
+def _is_picklable(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever the reduction of a user's class raises
+        return False
+    return True
 
 
 def _is_data(value: object) -> bool:

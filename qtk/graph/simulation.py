@@ -22,12 +22,14 @@ class Simulation:
         plan: what is quantized, and how.
         quantizers: site → its quantizer, in plan order; sites that share an encoding share the quantizer.
         masked: the sites that calibration took out of the plan, as their values carry a mask, each with the reason.
+        target: the name of the target whose rules exported files are to keep.
     """
 
     model: nn.Module
     plan: QuantPlan
     quantizers: Mapping[Site, Quantizer]
     masked: Mapping[Site, str] = field(default_factory=dict)
+    target: str | None = None
 
 
 class HasSimulation(Protocol):

@@ -6,12 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from qtk.algorithms.adaround import adaround
+from qtk.algorithms.coordinate_descent import coordinate_descent
 from qtk.algorithms.output_error import ActivationError
 from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
+from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
 from qtk.public import public
@@ -25,6 +29,9 @@ SAMPLE_ROWS = 2048
 @dataclass(frozen=True, slots=True)
 class AdaRound:
     """AdaRound (arXiv 2004.10568) with the present encoding: learns to round each weight up or down.
+
+    Each output takes the result of coordinate descent, from GPTQ's weights or those of an earlier method, if its error
+    is lower; with ``through_activation`` there is no such comparison.
 
     Args:
         iterations: steps of Adam, at most a million.
@@ -41,7 +48,7 @@ class AdaRound:
     needs_bias: ClassVar[bool] = False
     searches_scale: ClassVar[bool] = False
 
-    iterations: int = 1000
+    iterations: int = 100
     learning_rate: float = 0.05
     regularization: float = 5.0
     warm_start: float = 0.2
@@ -71,7 +78,14 @@ class AdaRound:
             weight, grid, state.error, activation_error, iterations=self.iterations, learning_rate=self.learning_rate,
             regularization=self.regularization, warm_start=self.warm_start,
         )
-        return state.updated(weight=rounded[:, 0])
+        if activation_error is not None:
+            return state.updated(weight=rounded[:, 0])
+        start = state if state.is_rounded else Gptq().apply(state)
+        descended = coordinate_descent(
+            weight[:, 0], state.to_gemm(start.simulated_weight()), state.grid(), state.error
+        )[:, None]
+        is_better = state.error.of(weight - rounded) <= state.error.of(weight - descended)
+        return state.updated(weight=torch.where(is_better[..., None], rounded, descended)[:, 0])
 
     def _activation_error(self, state: LayerState) -> ActivationError | None:
         if state.activation is None:

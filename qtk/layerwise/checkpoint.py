@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,9 @@ from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import pytree
 
-FORMAT, VERSION = "qtk.layerwise", 2
+FORMAT, VERSION = "qtk.layerwise", 3
 RUN_FILE = "run.json"
-NUMBERS, TENSORS = ("before", "after"), ("scale", "zero_point", "weight", "bias")
+NUMBERS, TENSORS = ("before", "after", "held out before", "held out after"), ("scale", "zero_point", "weight", "bias")
 
 
 class Checkpoint:
@@ -82,10 +83,11 @@ class Checkpoint:
         tensors = dict(zip(
             TENSORS, (update.encoding.scale, update.encoding.zero_point, update.weight, update.bias), strict=True
         ))
-        numbers = {name: float(getattr(update, name)).hex() for name in NUMBERS}
+        errors = update.before, update.after, *(update.held_out or (math.nan, math.nan))
+        numbers = {name: float(value).hex() for name, value in zip(NUMBERS, errors, strict=True)}
         path = self._folder / self._files[layer.name]
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-        metadata = {"layer": layer.name, **numbers}
+        metadata = {"layer": layer.name, "winner": update.winner, **numbers}
         try:
             write_file(path, to_bytes(contents, metadata={**metadata, "digest": _digest([metadata, contents])}))
         except OSError as error:
@@ -101,14 +103,15 @@ class Checkpoint:
                 tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"cannot read {path}: {error}; delete it to do {layer.name} again") from error
-        if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {*NUMBERS}:
+        if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {"winner", *NUMBERS}:
             raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
-        metadata = {name: numbers[name] for name in ("layer", *NUMBERS)}
+        metadata = {name: numbers[name] for name in ("layer", "winner", *NUMBERS)}
         if numbers.get("digest") != _digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
             raise CalibrationError(f"{path} is damaged; delete it to do {layer.name} again")
-        before, after = (float.fromhex(numbers[name]) for name in NUMBERS)
+        before, after, *held_out = (float.fromhex(numbers[name]) for name in NUMBERS)
         encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
-        return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after)
+        return LayerUpdate(encoding, tensors.get("weight"), tensors.get("bias"), before, after,
+                           None if math.isnan(held_out[0]) else (held_out[0], held_out[1]), numbers["winner"])
 
     def _check(self, path: Path, run: Mapping[str, object]) -> None:
         try:

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from qtk.algorithms.gptq import gptq, solve_damped
+from qtk.algorithms.gptq import gptq
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_state import LayerState
@@ -55,15 +53,10 @@ class Gptq:
 
     def apply(self, state: LayerState) -> LayerState:
         """Raises: CalibrationError if the damped Hessian has no inverse."""
-        error, grid = state.error, state.grid()
-        hessians = error.gram[:, 0].to(torch.float64)
-        rounded = []
-        for group, hessian in enumerate(hessians):
-            weight = state.to_gemm(state.float_weight)[group].to(torch.float64)
-            if error.linear is not None:
-                weight = weight + solve_damped(hessian, error.linear[group, 0].to(torch.float64), self.damping)
-            rounded.append(gptq(
-                weight, hessian, grid[group], damping=self.damping, act_order=self.act_order,
-                columns_at_once=self.columns_at_once,
-            ))
-        return state.updated(weight=torch.stack(rounded))
+        error = state.error
+        rounded = gptq(
+            state.to_gemm(state.float_weight), error.gram[:, 0], state.grid(),
+            None if error.linear is None else error.linear[:, 0], damping=self.damping, act_order=self.act_order,
+            columns_at_once=self.columns_at_once,
+        )
+        return state.updated(weight=rounded)

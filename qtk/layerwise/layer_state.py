@@ -68,6 +68,11 @@ class LayerState:
             layer.activation, dtype,
         )
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a method has replaced the weight."""
+        return self.weight is not self.float_weight
+
     def to_gemm(self, weight: Tensor) -> Tensor:
         """A weight in GEMM layout. Shape: [groups, outputs, columns], in ``dtype``."""
         return weight_to_gemm(weight.detach().to(self.dtype), self.geometry)
@@ -116,8 +121,10 @@ class LayerState:
         changed = replace(
             self, weight=self.weight if weight is None else self.from_gemm(weight), encoding=encoding or self.encoding
         )
-        before, after = loss or (self.current_error(), changed.current_error())
-        return replace(changed, loss=(before if self.loss is None else self.loss[0], after))
+        before, after = loss or (None, changed.current_error())
+        if self.loss is not None:
+            before = self.loss[0]
+        return replace(changed, loss=(self.current_error() if before is None else before, after))
 
 
 def expand_scales(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometry: Geometry) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
+from qtk.layerwise.candidates import choose
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.second_moments import SecondMoments
@@ -28,6 +29,8 @@ class LayerUpdate:
         bias: the new bias, ``None`` if it does not change.
         before: squared error of the output, summed over outputs and samples, without the part no weight can change.
         after: the same with the new values.
+        held_out: the errors before and after over held-out data alone; ``None`` if there are none.
+        winner: the candidate that was taken.
     """
 
     encoding: Encoding
@@ -35,6 +38,8 @@ class LayerUpdate:
     bias: Tensor | None
     before: float
     after: float
+    held_out: tuple[float, float] | None = None
+    winner: str = ""
 
     def written(self, layer: WeightedLayer) -> list[Tensor]:
         """The parameters of ``layer`` that ``write`` overwrites."""
@@ -64,13 +69,13 @@ def compute_update(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], mom
     """
     try:
         with torch.no_grad():
-            start = state = LayerState.of(layer, moments)
-            for method in methods:
-                state = method.apply(state)
+            start = LayerState.of(layer, moments)
+            winner = choose(start, methods)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
-    before, after = state.loss or (0.0, 0.0)
+    state = winner.state
     return LayerUpdate(
         state.encoding.to(CPU), None if state.weight is start.weight else state.weight.to(CPU),
-        None if state.bias is start.bias or state.bias is None else state.bias.to(CPU), before, after,
+        None if state.bias is start.bias or state.bias is None else state.bias.to(CPU), winner.before, winner.after,
+        winner.held_out, winner.name,
     )

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from qtk.core.spec import QuantSpec
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
+from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.second_moments import RequiredStatistics
@@ -48,6 +49,7 @@ class LayerwiseMethod(Protocol):
 METHODS = Registry[LayerwiseMethod]("layer-wise method")
 METHODS.add("seq_mse", SeqMse())
 METHODS.add("gptq", Gptq())
+METHODS.add("coordinate_descent", CoordinateDescent())
 METHODS.add("adaround", AdaRound())
 METHODS.add("bias_correction", BiasCorrection())
 

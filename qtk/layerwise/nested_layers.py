@@ -52,7 +52,7 @@ class NestedLayers:
             yield
 
     @torch.no_grad()
-    def observe(self, call: Callable[[], object]) -> None:
+    def observe(self, call: Callable[[], object], batch: int = 0) -> None:
         """Runs one batch and adds the inputs of the layers to their statistics."""
         self._inputs = {}
         with in_mode(() if self._quantized else quantizers_in(self._module), Mode.BYPASS):
@@ -60,7 +60,7 @@ class NestedLayers:
         for layer, inputs in self._inputs.items():
             moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, self._required[layer]))
             for x in _joined(layer, inputs):
-                moments.observe(x)
+                moments.observe(x, batch=batch)
 
     def _collect(self, x: Tensor, weight: Tensor) -> None:
         layer = self._layer_of.get(id(weight))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -56,10 +56,13 @@ def sum_over_ranks(
     for name, total in () if local is None else local.sums.items():
         sums[name].copy_(total)
     distributed.all_reduce(summed)
-    return SecondMoments.of_sums(
+    summed_moments = SecondMoments.of_sums(
         first.geometry, first.required, sum(layout.rows for layout in layouts),
         {name: total.to(device) for name, total in sums.items()}, _sample(local, first.required, device),
     )
+    if first.required.holdout is not None:
+        summed_moments.held_out = sum_over_ranks(None if moments is None else moments.held_out, device)
+    return summed_moments
 
 
 def _layout(moments: SecondMoments) -> _Layout:
@@ -70,7 +73,7 @@ def _layout(moments: SecondMoments) -> _Layout:
 def _shapes(layouts: Sequence[_Layout]) -> dict[str, tuple[int, ...]]:
     """The shape of every sum that any rank has, in one order. Raises: CalibrationError if the ranks do not agree."""
     shapes: dict[str, tuple[int, ...]] = {}
-    agree = len({(layout.geometry, layout.required) for layout in layouts}) == 1
+    agree = len({(layout.geometry, replace(layout.required, holdout=None)) for layout in layouts}) == 1
     for layout in layouts:
         agree = agree and all(shapes.get(name, shape) == shape for name, shape in layout.shapes.items())
         shapes.update(layout.shapes)

@@ -19,6 +19,9 @@ class LayerResult:
         signal: sum of the squares of the float output; ``None`` if not measured.
         noise: squared error of the output afterwards, with its constant; ``None`` if not measured.
         reason: why the layer was not updated; ``None`` if it was.
+        winner: the candidate that was taken: its methods and prior, or ``none``.
+        held_out: errors before and after over held-out data; ``None`` if there are none.
+        held_out_powers: ``signal`` and ``noise`` over held-out data.
     """
 
     name: str
@@ -27,6 +30,9 @@ class LayerResult:
     signal: float | None = None
     noise: float | None = None
     reason: str | None = None
+    winner: str = ""
+    held_out: tuple[float, float] | None = None
+    held_out_powers: tuple[float | None, float | None] = (None, None)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -40,12 +46,29 @@ class LayerResult:
             return None
         return decibels(self.signal, self.noise + self.before - self.after)
 
+    @property
+    def held_out_sqnr_db(self) -> float | None:
+        """``sqnr_db`` over held-out data."""
+        signal, noise = self.held_out_powers
+        return None if signal is None or noise is None else decibels(signal, noise)
+
+    @property
+    def held_out_sqnr_before_db(self) -> float | None:
+        """``sqnr_before_db`` over held-out data."""
+        signal, noise = self.held_out_powers
+        if signal is None or noise is None or self.held_out is None:
+            return None
+        return decibels(signal, noise + self.held_out[0] - self.held_out[1])
+
     def __str__(self) -> str:
         if self.reason is not None:
             return f"{self.name}  {self.reason}"
         if self.sqnr_db is None:
             return f"{self.name}  error {self.before:.4g} → {self.after:.4g}"
-        return f"{self.name}  {self.sqnr_before_db:.1f} → {self.sqnr_db:.1f} dB"
+        shown = f"{self.name}  {self.sqnr_before_db:.1f} → {self.sqnr_db:.1f} dB"
+        if self.held_out_sqnr_before_db is not None:
+            shown += f"  held out {self.held_out_sqnr_before_db:.1f} → {self.held_out_sqnr_db:.1f} dB"
+        return f"{shown}  {self.winner}".rstrip()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from qtk.capture.calls import Call
 from qtk.layerwise.checkpoint import Checkpoint
+from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
@@ -21,7 +22,7 @@ from qtk.layerwise.originals import Originals
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.report import LayerResult
 from qtk.layerwise.second_moments import RequiredStatistics
-from qtk.layerwise.walk import Inputs, LayerInput, OutputPower, walk
+from qtk.layerwise.walk import Inputs, LayerInput, walk
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.device import device_of
 from qtk.observers.ranks import from_first
@@ -39,6 +40,7 @@ class LayerwiseRun:
         offload: where values are kept between layers.
         checkpoint_dir: where finished layers are saved, and looked for.
         originals: keeps what is overwritten.
+        holdout: the samples that results are judged by.
 
     Raises: CalibrationError if the directory belongs to another run.
     """
@@ -46,28 +48,32 @@ class LayerwiseRun:
     def __init__(
         self, model: nn.Module, methods: Sequence[LayerwiseMethod], layers: Sequence[WeightedLayer],
         calls: Sequence[Call], *, inputs: Inputs, offload: Offload, checkpoint_dir: str | os.PathLike[str] | None,
-        originals: Originals,
+        originals: Originals, holdout: Holdout | None = None,
     ) -> None:
         self._methods = methods
         self._layers = layers
         self._device = device_of(model)
         self._originals = originals
         self._short_of_data: list[str] = []
+        self._without_holdout: list[str] = []
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
         if checkpoint_dir is not None:
-            names, settings = [layer.name for layer in layers], {"methods": repr(list(methods)), "inputs": inputs}
-            data = [(call.args, call.kwargs) for call in calls]
+            names, settings = [layer.name for layer in layers], {
+                "methods": repr(list(methods)), "inputs": inputs, "holdout": repr(holdout),
+            }
+            data = [(call.args, call.kwargs, call.valid) for call in calls]
             self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
         required = {
-            layer: None if layer.name in self._finished else _required_statistics(layer, methods) for layer in layers
+            layer: None if layer.name in self._finished else _required_statistics(layer, methods, holdout)
+            for layer in layers
         }
-        self._walk = walk(model, calls, required, inputs=inputs, offload=offload)
+        self._walk = walk(model, calls, required, inputs=inputs, offload=offload, holdout=holdout)
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
         """Updates every layer. Returns: their results, in order. Raises: CalibrationError if a method fails."""
-        updates: dict[str, tuple[OutputPower, float, float]] = {}
+        updates: dict[str, tuple[LayerInput, LayerUpdate]] = {}
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
             while (layer_input := self._next()) is not None:
                 update = self._update(layer_input)
@@ -76,7 +82,7 @@ class LayerwiseRun:
                     with uninterrupted():
                         self._originals.keep(*update.written(layer))
                         update.write(layer)
-                    updates[layer.name] = layer_input.output, update.before, update.after
+                    updates[layer.name] = replace(layer_input, moments=None), replace(update, weight=None, bias=None)
                     ratio = update.after / update.before if update.before > 0 else 0.0
                     bar.set_postfix_str(layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
                 bar.update()
@@ -85,6 +91,12 @@ class LayerwiseRun:
                 f"{len(self._short_of_data)} layers saw fewer rows of data than the methods need "
                 f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
                 "adaround", stacklevel=3,
+            )
+        if self._without_holdout:
+            warnings.warn(
+                f"held out no samples for {len(self._without_holdout)} layers ({self._without_holdout[0]}, …), so that "
+                "their results are judged on the data they were fitted to: use larger batches, more of them or a "
+                "larger holdout; holdout=0 to ask for none", stacklevel=3,
             )
         return [_result(layer.name, updates.get(layer.name)) for layer in self._layers]
 
@@ -106,8 +118,11 @@ class LayerwiseRun:
             return from_first(lambda: checkpoint.load(layer))
         if moments is None or not moments.rows:
             return None
-        if moments.rows < max(method.min_rows(moments.columns) for method in self._methods):
+        if moments.rows_of_all < max(method.min_rows(moments.columns) for method in self._methods):
             self._short_of_data.append(layer.name)
+
+        if moments.held_out is not None and not moments.held_out.rows:
+            self._without_holdout.append(layer.name)
 
         def compute() -> LayerUpdate:
             update = compute_update(layer, self._methods, moments)
@@ -118,19 +133,26 @@ class LayerwiseRun:
         return from_first(compute)
 
 
-def _required_statistics(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) -> RequiredStatistics:
+def _required_statistics(
+    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], holdout: Holdout | None
+) -> RequiredStatistics:
     """Statistics that are enough for all methods."""
     encoding = layer.quantizer.encoding
     assert encoding is not None
     scale_index = scale_index_of(layer.weight.shape, encoding, layer.geometry)
     block = columns_per_scale(scale_index)
     is_whole = block == scale_index.shape[-1]
-    return RequiredStatistics.union([method.required_statistics(None if is_whole else block) for method in methods])
+    required = RequiredStatistics.union([method.required_statistics(None if is_whole else block) for method in methods])
+    is_squared_error = required.gram and not required.sample_rows and not required.difference
+    return replace(required, holdout=holdout if is_squared_error else None)  # other losses cannot be judged by it
 
 
-def _result(name: str, update: tuple[OutputPower, float, float] | None) -> LayerResult:
+def _result(name: str, update: tuple[LayerInput, LayerUpdate] | None) -> LayerResult:
     if update is None:
         return LayerResult(name, reason="no data reached it")
-    output, before, after = update
-    powers = (output.signal, output.noise) if output.signal else (None, None)
-    return LayerResult(name, before, after, *powers)
+    layer_input, found = update
+    output, held_out = layer_input.output, layer_input.held_out_output
+    return LayerResult(
+        name, found.before, found.after, *output.measured(), winner=found.winner, held_out=found.held_out,
+        held_out_powers=held_out.measured(),
+    )

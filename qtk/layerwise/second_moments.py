@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qtk.errors import CalibrationError
+from qtk.layerwise.holdout import Holdout
 from qtk.numerics.im2col import Geometry, im2col
 from qtk.observers.row_sample import RowSample
 
@@ -45,6 +46,7 @@ class RequiredStatistics:
         sample_rows: rows of X̂ and X to keep as they are, at most.
         gram: whether to sum H and E; without them only means.
         dtype: in which the products of one batch are formed.
+        holdout: the samples whose statistics are summed apart from the others; ``None``: none.
     """
 
     block: int | None = None
@@ -52,13 +54,14 @@ class RequiredStatistics:
     sample_rows: int = 0
     gram: bool = True
     dtype: torch.dtype = torch.float32
+    holdout: Holdout | None = None
 
     @staticmethod
     def union(each: Sequence[RequiredStatistics]) -> RequiredStatistics:
         """Statistics that are enough for all of ``each``: over all columns if the blocks differ.
 
         >>> RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
-        RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32)
+        RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32, holdout=None)
         """
         blocks = {required.block for required in each}
         return RequiredStatistics(
@@ -99,6 +102,10 @@ class SecondMoments:
         self._sums: dict[str, Tensor] = {}
         self._products: dict[str, _Products] = {}
         self._sample = RowSample(required.sample_rows)
+        self.held_out: SecondMoments | None = None
+        """Statistics of the samples that are held out."""
+        if required.holdout is not None:
+            self.held_out = SecondMoments(geometry, replace(required, holdout=None), weight=weight)
 
     @classmethod
     def of_sums(
@@ -184,6 +191,11 @@ class SecondMoments:
         return self._sum("error_sum").flatten(1) / self.rows if self.has_two_inputs else None
 
     @property
+    def rows_of_all(self) -> int:
+        """Rows seen, with those held out."""
+        return self.rows + (0 if self.held_out is None else self.held_out.rows)
+
+    @property
     def columns(self) -> int:
         """Number of columns of one group; 0 before the first batch."""
         total = self._sums.get("sum")
@@ -200,8 +212,8 @@ class SecondMoments:
         return "linear" in self._sums or "linear" in self._products
 
     @torch.no_grad()
-    def observe(self, quantized: Tensor, float_input: Tensor | None = None) -> None:
-        """Adds one batch of X̂, and of X where it differs.
+    def observe(self, quantized: Tensor, float_input: Tensor | None = None, batch: int = 0) -> None:
+        """Adds one batch of X̂, and of X where it differs, with its index.
 
         Raises: CalibrationError if it holds NaN or ±inf; nothing has changed then.
         """
@@ -209,10 +221,23 @@ class SecondMoments:
             return
         if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (quantized, float_input) if x is not None):
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
+        if self.held_out is not None and self.required.holdout is not None:
+            quantized, held_out = self.required.holdout.split(self._samples(quantized), batch)
+            if float_input is None:
+                self.held_out.observe(held_out)
+            else:
+                float_input, held_out_float = self.required.holdout.split(self._samples(float_input), batch)
+                self.held_out.observe(held_out, held_out_float)
+            if not quantized.numel():
+                return
         pieces = self._pieces(quantized)
         float_pieces = [None] * len(pieces) if float_input is None else self._pieces(float_input)
         for piece, float_piece in zip(pieces, float_pieces, strict=True):
             self._observe(piece, float_piece)
+
+    def _samples(self, x: Tensor) -> Tensor:
+        """Adds the axis of samples if there is none."""
+        return x if x.ndim > 1 + len(self.geometry.kernel) else x[None]
 
     def _pieces(self, x: Tensor) -> Sequence[Tensor]:
         """A few samples of a convolution at a time: im2col makes many elements of each."""
@@ -250,6 +275,8 @@ class SecondMoments:
         if (other.geometry, other.required) != (self.geometry, self.required):
             raise CalibrationError(f"{other.required} of {other.geometry} cannot join {self.required} of "
                                    f"{self.geometry}")
+        if self.held_out is not None and other.held_out is not None:
+            self.held_out.merge(other.held_out)
         if self.required.sample_rows and other.rows:
             if self.rows:
                 self._sample.merge(other._sample)

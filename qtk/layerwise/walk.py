@@ -10,10 +10,11 @@ collect the inputs of the layers inside, which are yielded one after the other (
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,18 +22,22 @@ from torch import Tensor, fx
 
 from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
+from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.token_inputs import TokenInputs
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import called_module
+from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.live_values import LiveValues, Offload, Values
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
+from qtk.numerics.token_layout import TokenLayout
 from qtk.public import NOT_OURS, raised_by_us
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
@@ -50,6 +55,10 @@ class OutputPower:
     signal: float = 0.0
     noise: float = 0.0
 
+    def measured(self) -> tuple[float | None, float | None]:
+        """Signal and noise; ``None`` if the walk has measured nothing."""
+        return (self.signal, self.noise) if self.signal else (None, None)
+
     def add(self, float_output: Tensor, simulated: Tensor) -> None:
         reference = float_output.to(torch.float32).flatten()
         error = reference - simulated.flatten()
@@ -65,11 +74,13 @@ class LayerInput:
         layer: the layer.
         moments: statistics of its input; ``None`` if none were required, or no data reached it.
         output: power of its output; stays 0 where it is not measured: with one path, and in nested layers.
+        held_out_output: the same of the samples that are held out.
     """
 
     layer: WeightedLayer
     moments: SecondMoments | None
     output: OutputPower = field(default_factory=OutputPower)
+    held_out_output: OutputPower = field(default_factory=OutputPower)
 
 
 def walk(
@@ -79,6 +90,7 @@ def walk(
     *,
     inputs: Inputs = "asym",
     offload: Offload = "none",
+    holdout: Holdout | None = None,
 ) -> Iterator[LayerInput]:
     """Yields every layer of ``required`` at its last use; update its weight and bias before the next iteration.
 
@@ -90,20 +102,33 @@ def walk(
         required: the layers, with the statistics to collect; ``None`` for one that needs none.
         inputs: see ``Inputs``.
         offload: where values are stored between layers.
+        holdout: the samples whose output is measured apart, too.
 
     Raises: CalibrationError if an input holds NaN or ±inf.
     """
     quantized = QUANTIZED_PATHS[inputs]
-    if isinstance(model, CapturedGraph) and not model.variants:
-        yield from _GraphWalk(model, calls, required, quantized, offload)
+    if (graph := _only_graph(model, calls)) is not None:
+        yield from _GraphWalk(graph, calls, required, quantized, offload, holdout)
         return
+    if any(call.valid is not None for call in calls):
+        _warn_of_unfollowed([layer.name for layer in required])
     nested = NestedLayers(model, required, quantized=quantized[0])
     with nested.listening():
         for batch, call in enumerate(calls):
             with _naming(batch, call):
-                nested.observe(lambda call=call: model(*call.args, **call.kwargs))  # type: ignore[misc]
+                nested.observe(lambda call=call: model(*call.args, **call.kwargs), batch)  # type: ignore[misc]
     for layer in required:
         yield LayerInput(layer, nested.moments.get(layer))
+
+
+def _only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph | None:
+    """The captured graph that serves all calls; ``None`` for a model of islands, and for calls of several kinds."""
+    if not isinstance(model, CapturedGraph):
+        return None
+    if not isinstance(model, PreparedGraph):
+        return model
+    served = {model.variant(call.args, call.kwargs) for call in calls}
+    return served.pop() if len(served) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +150,15 @@ class _GraphWalk:
         required: Mapping[WeightedLayer, RequiredStatistics | None],
         quantized: tuple[bool, ...],
         offload: Offload,
+        holdout: Holdout | None,
     ) -> None:
         self._graph = graph.graph
+        self._holdout = holdout
         self._calls = calls
+        inputs = TokenInputs()
+        self._tokens = [
+            None if call.valid is None else inputs.followed(graph, call.args, call.kwargs, call.valid) for call in calls
+        ]
         self._required = required
         self._paths = PathEvaluator(graph, quantized)
         self._live = LiveValues(offload)
@@ -139,7 +170,8 @@ class _GraphWalk:
         self._inputs: dict[fx.Node, list[_Input]] = {}  # by the first node that reads them
         self._readers: Counter[_Input] = Counter()
         self._moments: dict[_Input, SecondMoments] = {}
-        self._outputs: dict[fx.Node, OutputPower] = {}
+        self._outputs: dict[fx.Node, LayerInput] = {}
+        self._misfits: set[fx.Node] = set()  # values whose tokens are followed, but not in every batch
         for layer, users in self._uses.items():
             for node in users:
                 if nested_graphs(node):
@@ -148,6 +180,7 @@ class _GraphWalk:
                     self._nested.setdefault(node, NestedLayers(module, required, quantized=quantized[0]))
                 elif (layer_input := self._input(layer, node)) is not None:
                     self._readers[layer_input] += 1
+        self._warn_of_unfollowed()
         for layer_input in self._readers:
             reads = [n for layer, users in self._uses.items() for n in users if self._input(layer, n) == layer_input]
             self._inputs.setdefault(min(reads, key=self._index.__getitem__), []).append(layer_input)
@@ -167,12 +200,13 @@ class _GraphWalk:
                 for layer in stops[stop]:
                     self._paths.keep_float((layer.weight, layer.bias))
                     layer_input = LayerInput(layer, self._collected(layer))
-                    self._outputs[stop] = layer_input.output
+                    self._outputs[stop] = replace(layer_input, moments=None)
                     yield layer_input
             if stops and len(self._paths.quantized) > 1:
                 for batch, call in enumerate(self._calls):
                     with _naming(batch, call):
                         self._advance(batch, begin, begin + 1)
+            _warn_of_all_rows("in some batches the lengths do not fit", self._readers_of(self._misfits))
         finally:
             self._live.close()
 
@@ -182,11 +216,11 @@ class _GraphWalk:
         values = self._live.take(batch) if begin else self._start(self._calls[batch])
         for node in self._nodes[begin:end]:
             if node is not self._nodes[begin]:
-                self._observe(node, values)
-            self._run(node, values)
+                self._observe(node, values, batch)
+            self._run(node, values, batch)
             for freed in self._freed_after.get(node, ()):
                 values.pop(freed, None)
-        self._observe(self._nodes[end], values)
+        self._observe(self._nodes[end], values, batch)
         self._live.put(batch, values)
 
     def _start(self, call: Call) -> Values:
@@ -195,12 +229,17 @@ class _GraphWalk:
         paths = len(self._paths.quantized)
         return {node: (leaf,) * paths for node, leaf in zip(placeholders, leaves, strict=True)}
 
-    def _run(self, node: fx.Node, values: Values) -> None:
+    def _run(self, node: fx.Node, values: Values, batch: int) -> None:
         self._paths.run(node, values)
         if node in self._outputs and node not in self._nested and len(self._paths.quantized) > 1:
-            self._outputs[node].add(*values[node])
+            is_pointwise = self._outputs[node].layer.geometry.is_pointwise
+            outputs = [self._rows(node, value, batch) if is_pointwise else value for value in values[node]]
+            self._outputs[node].output.add(*outputs)
+            if self._holdout is not None and outputs[0].ndim > 1:
+                held_out = (self._holdout.split(value, batch)[1] for value in outputs)
+                self._outputs[node].held_out_output.add(*held_out)
 
-    def _observe(self, node: fx.Node, values: Values) -> None:
+    def _observe(self, node: fx.Node, values: Values, batch: int) -> None:
         """Adds to the statistics of the inputs that ``node`` reads first, and of the layers nested in it."""
         for layer_input in self._inputs.get(node, ()):
             moments = self._moments.get(layer_input)
@@ -208,14 +247,52 @@ class _GraphWalk:
                 moments = self._moments[layer_input] = SecondMoments(
                     layer_input.geometry, layer_input.required, weight=self._only_weight(layer_input)
                 )
-            first, last = (self._paths.value(layer_input.value, values, path) for path in (0, -1))
+            both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
+            first, last = both if both[0] is not both[1] else (None, both[1])
+            if layer_input.geometry.is_pointwise:
+                last = self._rows(layer_input.value, last, batch)
+                first = None if first is None else self._rows(layer_input.value, first, batch)
             try:
-                moments.observe(last, None if first is last else first)
+                moments.observe(last, first, batch)
             except CalibrationError as error:
                 raise CalibrationError(f"{self._reader_of(layer_input).name}: {error}") from None
         if node in self._nested:
             with self._nested[node].listening():
-                self._nested[node].observe(lambda: self._paths.evaluate(node, values, 0))
+                self._nested[node].observe(lambda: self._paths.evaluate(node, values, 0), batch)
+
+    def _rows(self, node: fx.Node, value: Tensor, batch: int) -> Tensor:
+        """The rows of a value whose tokens count; all where they cannot be followed."""
+        valid, tokens = self._calls[batch].valid, self._tokens[batch]
+        if valid is None or (tokens is not None and not isinstance(tokens[node], TokenLayout)):
+            return value
+        layout = None if tokens is None else tokens[node]
+        rows = layout.rows(value, valid.to(value.device)) if isinstance(layout, TokenLayout) else None
+        if rows is None:
+            self._misfits.add(node)
+        return value if rows is None else rows
+
+    def _warn_of_unfollowed(self) -> None:
+        masks = [call.valid for call in self._calls if call.valid is not None]
+        tokens = next((each for each in self._tokens if each is not None), None)
+        if masks and tokens is None:
+            raise CalibrationError(f"valid: no input of the model begins with its axes [samples, tokens] "
+                                   f"{tuple(masks[0].shape)}; leave valid out, or give it the axes of an input")
+        if tokens is None:
+            return
+        unfollowed = []
+        for layer, users in self._uses.items():
+            read = [layer_input for node in users if (layer_input := self._input(layer, node)) is not None]
+            lost = any(isinstance(tokens[each.value], str) or not each.geometry.is_pointwise for each in read)
+            if lost or any(node in self._nested for node in users):
+                unfollowed.append(layer.name)
+        _warn_of_unfollowed(unfollowed)
+
+    def _readers_of(self, values: set[fx.Node]) -> list[str]:
+        """The names of the layers that read one of these values."""
+        return [
+            layer.name for layer, users in self._uses.items()
+            if any((read := self._input(layer, node)) is not None and read.value in values for node in users)
+        ]
 
     def _collected(self, layer: WeightedLayer) -> SecondMoments | None:
         """The summed statistics of all uses of a layer; those that no other layer needs are dropped."""
@@ -277,6 +354,18 @@ class _GraphWalk:
         for read, node in last.items():
             freed_after.setdefault(node, []).append(read)
         return freed_after
+
+
+def _warn_of_unfollowed(names: Sequence[str]) -> None:
+    _warn_of_all_rows("tokens cannot be followed", names)
+
+
+def _warn_of_all_rows(reason: str, names: Sequence[str]) -> None:
+    """Warns that these layers count all rows, though some are no tokens that count."""
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        warnings.warn(f"valid: {reason} to the inputs of {len(names)} layers, where all rows count: {shown}",
+                      stacklevel=2)
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from qtk.errors import CaptureError
 from qtk.torch_private import HOOK_TABLES, BatchNormBase, has_hooks
 
+_FROZEN = "_qtk_frozen"
+"""Attribute of a batch norm that stays in eval mode when its model is set to train mode."""
+
 
 class BatchNorm(nn.Module):
     """The settings of a batch norm that no module of torch's calls, such as ``F.batch_norm`` in a model's own code.
@@ -31,6 +34,21 @@ class BatchNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum}, eps={self.eps}"
+
+
+def freeze_batch_norms(model: nn.Module, frozen: bool) -> None:
+    """Sets whether the batch norms of ``model`` stay in eval mode; they change to it now, and not back. In place."""
+    for module in model.modules():
+        if isinstance(module, (BatchNorm, BatchNormBase)):
+            vars(module)[_FROZEN] = frozen
+    keep_frozen(model)
+
+
+def keep_frozen(model: nn.Module) -> None:
+    """Puts the batch norms of ``model`` that are to stay in eval mode back into it. In place."""
+    for module in model.modules():
+        if vars(module).get(_FROZEN):
+            module.eval()
 
 
 def batch_norm(

@@ -11,12 +11,14 @@ one batch to the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtk.nn.batch_norm import BatchNorm, batch_norm
+from qtk.nn.second_run import refuse_second_run
 from qtk.torch_private import BatchNormBase, has_hooks
 
 
@@ -42,6 +44,7 @@ def snapshot(x: Tensor) -> Tensor:
     >>> snapshot(torch.tensor([1.0]))
     tensor([1.])
     """
+    refuse_second_run("the statistics of a live batch norm have moved")
     return x.clone()
 
 
@@ -49,9 +52,15 @@ snapshot.register_fake(torch.empty_like)
 
 
 def scale_now(weight: Tensor | None, running_var: Tensor, module: nn.Module) -> Tensor:
-    """``folding_scale`` of the batch norm ``module``, which will update ``running_var`` if it trains."""
-    if torch.compiler.is_compiling() and not is_folded(module):
-        running_var = snapshot(running_var)
+    """``folding_scale`` of the batch norm ``module``, which will update ``running_var`` if it trains.
+
+    Raises: CaptureError in a second run that would find other statistics.
+    """
+    if not is_folded(module):
+        if torch.compiler.is_compiling():
+            running_var = snapshot(running_var)
+        else:
+            refuse_second_run(f"the statistics of a live {type(module).__name__}({len(running_var)}) have moved")
     return folding_scale(weight, running_var, float(module.eps))  # type: ignore[arg-type]
 
 
@@ -199,8 +208,33 @@ def kept_batch_norm(
     running_var: Tensor,
     num_batches_tracked: Tensor | None,
     module: nn.Module,
+    axis: int = 1,
+    rank: int | None = None,
 ) -> Tensor:
-    """``batch_norm``, or ``x`` if the layer that made it has computed that already."""
+    """``batch_norm``, or ``x`` if the layer that made it has computed that already; the others as ``by_channels``."""
     if is_folded(module):
         return x
-    return batch_norm(x, weight, bias, running_mean, running_var, num_batches_tracked, module)
+
+    def normalized(rows: Tensor) -> Tensor:
+        return batch_norm(rows, weight, bias, running_mean, running_var, num_batches_tracked, module)
+
+    return by_channels(normalized, x, axis, rank)
+
+
+def by_channels(normalize: Callable[[Tensor], Tensor], x: Tensor, axis: int, rank: int | None) -> Tensor:
+    """``normalize``, which takes channels at axis 1, applied to ``x``, which has them at ``axis``.
+
+    Args:
+        normalize: of a tensor of ``rank`` axes.
+        x: the tensor.
+        axis: of its channels.
+        rank: of the tensors that a batch norm is called with; ``None``: ``x`` is one.
+
+    >>> by_channels(lambda rows: rows * torch.tensor([1, 10]), torch.ones(1, 3, 2), axis=-1, rank=2).tolist()
+    [[[1.0, 10.0], [1.0, 10.0], [1.0, 10.0]]]
+    """
+    if rank is None:
+        return normalize(x)
+    last = x.movedim(axis, -1)
+    rows = normalize(last.reshape(-1, last.shape[-1], *[1] * (rank - 2)))
+    return rows.reshape(last.shape).movedim(-1, axis)

@@ -42,6 +42,11 @@ class Geometry:
         """Spatial positions of the kernel."""
         return math.prod(self.kernel)
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether every output position reads the same position of the input alone."""
+        return {*self.kernel, *self.stride} <= {1} and not any(self.padding)
+
 
 def im2col(x: Tensor, geometry: Geometry) -> Tensor:
     """The input of a layer as the matrix that its weight is multiplied with.

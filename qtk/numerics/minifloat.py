@@ -75,6 +75,32 @@ def derivative_by_scale(
     return inside, torch.where(inside, number - steps, number.clamp(-format.largest, format.largest))
 
 
+def to_bits(numbers: Tensor, format: FloatDtype) -> Tensor:
+    """The bits of numbers of ``format``: sign, exponent, mantissa. Shape: ``numbers`` float32, any; result int64 alike.
+
+    >>> from qtk.core.dtypes import DTYPES
+    >>> to_bits(torch.tensor([0.5, 1.0, 6.0, -0.5]), DTYPES["fp4_e2m1"]).tolist()
+    [1, 2, 7, 9]
+    """
+    magnitude = torch.searchsorted(_magnitudes(format).to(numbers.device), numbers.abs())
+    return magnitude + torch.signbit(numbers) * (1 << (format.bits - 1))
+
+
+def from_bits(bits: Tensor, format: FloatDtype) -> Tensor:
+    """The numbers whose bits ``to_bits`` gives. Shape: ``bits`` an integer dtype, any; result float32 alike."""
+    magnitudes = _magnitudes(format)
+    return torch.cat([magnitudes, -magnitudes]).to(bits.device)[bits.long()]
+
+
+def _magnitudes(format: FloatDtype) -> Tensor:
+    """The numbers without sign, in the order of their bits, which is ascending; codes of infinity and NaN too."""
+    bits = torch.arange(1 << (format.bits - 1))
+    exponent, mantissa = bits >> format.mantissa_bits, bits % (1 << format.mantissa_bits)
+    smallest = smallest_exponent(format) - _BIAS
+    fraction = mantissa / (1 << format.mantissa_bits) + (exponent > 0)
+    return torch.ldexp(fraction, exponent.clamp(min=1) - 1 + smallest)
+
+
 def smallest_exponent(format: FloatDtype) -> int:
     """Exponent of the smallest normal number of a format, with the bias of float32.
 

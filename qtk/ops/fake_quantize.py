@@ -20,6 +20,7 @@ from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_range
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, is_learned, saves_residual
+from qtk.ops.forward_mode import refuse_forward_mode
 from qtk.torch_private import below_autograd
 
 _NATIVE = load_native() is None
@@ -164,6 +165,8 @@ def fake_quantize(
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
         return result
     is_compiling = torch.compiler.is_compiling()
+    if not _NATIVE and not is_compiling:
+        refuse_forward_mode("qtk::fake_quantize", x, scale, zero_point)
     try:
         if not is_compiling and saves_residual(x, scale, zero_point):
             return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)

@@ -18,6 +18,7 @@ from qtk.numerics import dynamic
 from qtk.numerics.blocks import split_shape
 from qtk.ops.decomposed import FakeQuantize
 from qtk.ops.fake_quantize import BACKWARD
+from qtk.ops.forward_mode import refuse_forward_mode
 from qtk.ops.statistics import min_max
 
 _NATIVE = load_native() is None
@@ -80,6 +81,8 @@ def fake_quantize_dynamic(x: Tensor, block_size: Sequence[int], qmin: int, qmax:
         scale, zero_point = range_of(x, block_size, qmin, qmax, symmetric=symmetric)
         result = FakeQuantize.apply(x, scale, zero_point, block_size, qmin, qmax)
     else:
+        if not _NATIVE and not torch.compiler.is_compiling():
+            refuse_forward_mode("qtk::fake_quantize_dynamic", x)
         result, _, _ = torch.ops.qtk.fake_quantize_dynamic.default(x, block_size, qmin, qmax, symmetric)
     return result
 

@@ -17,6 +17,7 @@ from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import minifloat
 from qtk.numerics.blocks import check_fit
 from qtk.numerics.straight_through import second_backward
+from qtk.ops.forward_mode import refuse_forward_mode
 
 _SPEC = "Tensor scale, int[] block_size, int exponent_bits, int mantissa_bits, float largest"
 
@@ -157,6 +158,7 @@ def fake_quantize_float(x: Tensor, scale: Tensor, block_size: Sequence[int], for
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = _Decomposed.apply(x, scale, block_size, *numbers)
         return result
+    refuse_forward_mode("qtk::fake_quantize_float", x, scale)
     try:
         result = torch.ops.qtk.fake_quantize_float.default(x, scale, block_size, *numbers)
     except ValueError:

@@ -150,11 +150,14 @@ def _wanted(
     draft: Draft, port: Port, node: fx.Node, axes: tuple[int, int] | None, decision: Decision, why: str
 ) -> SitePlan | None:
     """What the decision asks for the value of ``node``, with these channel axes; ``None`` if it does not fit."""
-    shape = tuple(node.meta["val"].shape)
+    shape, spec = tuple(node.meta["val"].shape), None
     try:
         spec = to_spec(decision.setting, axes, len(shape), batched=len(shape) > 2 and _is_product(draft, port))
         spec.granularity.qparam_shape(shape)
     except SpecError as error:
+        if spec is not None and decision.setting.remainder == "float":
+            draft.floats.setdefault(node, f"float by {decision.reason}: {error}")
+            return None
         draft.misfits.append(f"{value_site(node)}: {error}")
         return None
     return draft.site_plan(spec, decision, why, static=True)

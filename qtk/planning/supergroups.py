@@ -83,12 +83,13 @@ def _names(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) 
 def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> fx.Node | None:
     """The only op that reads the value of ``node``, through data movement; ``None`` if there are several or none."""
     while True:
-        formula = formulas.get(next(iter(node.users), node))
-        if formula is not None and node not in formula.nodes and all(user in formula.nodes for user in node.users):
+        readers = flow.next_ops(node)
+        formula = formulas.get(next(iter(readers), node))
+        if formula is not None and node not in formula.nodes and all(reader in formula.nodes for reader in readers):
             return formula.nodes[-1]
-        if len(node.users) != 1:
+        if len(readers) != 1:
             return None
-        (reader,) = node.users
+        (reader,) = readers
         if not any(port.value is node for port in flow.data_ports(reader)):
             return None
         if flow.carried(reader) is not node:

@@ -13,6 +13,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, NotCalibratedError
+from qtk.nn.second_run import refuse_second_run
 from qtk.nn.tap import Tap
 from qtk.numerics.effective import SMALLEST_SCALE, effective_zero_point
 from qtk.numerics.tracking import tracked_range
@@ -95,7 +96,6 @@ class Quantizer(Tap):
         self.held = False
         self._listener = Listener[Observer](site)
         self.weight_cache = WeightCache()
-        self._late_look = LateLook()
         self._clear()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,6 +190,7 @@ class Quantizer(Tap):
         if encoding.spec != self.spec:
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
+        self._late_look = LateLook()
         device, zero_point = encoding.scale.device if self.scale is None else self.scale.device, encoding.zero_point
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could never be trained
             self.scale = encoding.scale.detach().to(device, copy=True)
@@ -271,9 +272,11 @@ class Quantizer(Tap):
     def _tracked(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, momentum: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The range after it has followed ``x``, unless that is empty; the buffers are set to it."""
+        """The range after it has followed ``x``, as the buffers are then. Raises: as ``refuse_second_run``."""
         if not x.numel():
             return scale, zero_point
+        if momentum < 1.0 and not torch.compiler.is_compiling():
+            refuse_second_run(f"the range of {self.site} has moved")
         with torch.no_grad():
             extremes = min_max(x.detach(), self.spec.granularity.block_size(x.ndim))
             low, high = (extreme.reshape(scale.shape) for extreme in extremes)
@@ -318,7 +321,7 @@ class Quantizer(Tap):
             self.register_buffer(name, None)
         for name in ("scale_factor", "zero_point_shift"):
             self.register_parameter(name, None)
-        self._learns = False
+        self._learns, self._late_look = False, LateLook()
 
     def refuse_if_frozen(self) -> None:
         """Raises: EncodingError if frozen."""
@@ -381,7 +384,7 @@ class Quantizer(Tap):
                 stored[prefix + "scale_factor"] = torch.ones_like(scale)
                 if zero_point is not None:
                     stored[prefix + "zero_point_shift"] = torch.zeros_like(scale)
-        flags = pop_flags(stored, prefix)
+        flags, self._late_look = pop_flags(stored, prefix), LateLook()
         super()._load_from_state_dict(
             stored, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -64,7 +64,7 @@ class InsertChannelScale:
             call = graph.graph.call_module(target, (value, numbers))
         for node in (numbers, call):
             node.meta = dict(first.meta)
-        numbers.meta["val"], call.meta["val"] = example.fake_mode.from_tensor(ones), example
+        numbers.meta["val"], call.meta["val"] = example.fake_mode.from_tensor(ones, static_shapes=True), example
         add_labels(call, **{OP: free_op(graph, label(first, OWNER))})
         for layer in layers:
             row = row_of(layer)

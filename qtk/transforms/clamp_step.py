@@ -96,6 +96,6 @@ def _read(graph: CapturedGraph, name: str, like: fx.Node, new: Tensor) -> fx.Nod
     with graph.graph.inserting_before(first):
         node = graph.graph.create_node("get_attr", graph.target(name))
     node.meta = dict(like.meta)
-    node.meta["val"] = like.meta["val"].fake_mode.from_tensor(attribute(graph, name))
+    node.meta["val"] = like.meta["val"].fake_mode.from_tensor(attribute(graph, name), static_shapes=True)
     return node
 

@@ -151,8 +151,9 @@ class _Finder:
         value, axis = call.node.args[0], 1
         assert isinstance(value, fx.Node)
         while True:
-            others = [user for user in value.users if user is not call.node]
-            if len(value.users) != 1:
+            readers = call.flow.next_ops(value)
+            others = [reader for reader in readers if reader is not call.node]
+            if len(readers) != 1:
                 raise _NotFoldable(f"{value_site(value)} is read by {', '.join(map(_reader, others)) or 'it'} too")
             source, row = call.flow.carried(value), call.flow.row(value)
             if source is None or row is None:

@@ -97,7 +97,7 @@ def read_parameter(graph: CapturedGraph, name: str, like: fx.Node, *, new: Tenso
     with graph.graph.inserting_after(like):
         node = graph.graph.create_node("get_attr", name)
     node.meta = dict(like.meta)
-    node.meta["val"] = like.meta["val"].fake_mode.from_tensor(module._parameters[leaf])
+    node.meta["val"] = like.meta["val"].fake_mode.from_tensor(module._parameters[leaf], static_shapes=True)
     return node
 
 

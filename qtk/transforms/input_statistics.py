@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import entered
 from qtk.graph.sites import value_site
 from qtk.nn.tap import Tap
 from qtk.observers.extremes import ADVICE
@@ -223,8 +224,7 @@ def gathering(model: nn.Module, values: Sequence[TappedValue]) -> Iterator[list[
     batches = _BatchCounter()
     statistics = [InputStatistics(value) for value in values]
     calls: list[fx.Node] = []
-    called = (model, *model.variants.values()) if isinstance(model, CapturedGraph) else (model,)
-    handles = [module.register_forward_pre_hook(batches) for module in called]
+    handles = [module.register_forward_pre_hook(batches) for module in entered(model)]
     try:
         for index, (value, each) in enumerate(zip(values, statistics, strict=True)):
             value.graph.add_module(f"{TAP}_{index}", _StatisticsTap(each, batches))

@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.insert import quantizer_called
+from qtk.graph.op_row import Product
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import set_value_site, value_site
-from qtk.graph.targets import kept_batch_norm_called
+from qtk.graph.targets import batch_norm_called, kept_batch_norm_called
 from qtk.nn.batch_norm import batch_norm
 from qtk.nn.kept_batch_norm import (
     bias_in_use,
@@ -33,6 +34,9 @@ from qtk.transforms.graph_editor import GraphEditor, weight_parameter
 from qtk.transforms.steps import State
 from qtk.transforms.weight_layout import output_axis
 
+REORDERING = ("reshape", "squeeze", "transpose")
+"""Kinds of movement that keep every value once, so that a batch norm in front of it sees the same batch."""
+
 STACK = "nn_module_stack"
 """Metadata of a node: the modules whose calls it belongs to, the outermost first."""
 
@@ -45,7 +49,7 @@ class KeepBatchNorm:
     computed bias and the output of the batch norm. See ``qtk.nn.kept_batch_norm``.
 
     Args:
-        layer: the layer, which the batch norm follows at once.
+        layer: the layer, which the batch norm follows, or which it does behind ``movement_behind``.
         norm_weight: name of γ, ``None`` for 1.
         norm_bias: name of β, ``None`` for 0.
         mean: name of the running mean.
@@ -68,7 +72,7 @@ class KeepBatchNorm:
         for graph, node in list(editor.layers(self.layer.weight)):
             if graph not in made:
                 made[graph] = self._computed(graph, node)
-            _keep(node, *made[graph])
+            _keep(node, *made[graph], _output_axis(node))
 
     def update(self, state: State) -> None:
         """Leaves the parameters as they are."""
@@ -76,8 +80,10 @@ class KeepBatchNorm:
     def _computed(self, graph: CapturedGraph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The weight and the bias in use of the layer that ``node`` calls."""
         layer, code = self.layer, graph.graph
-        weight, bias, (norm,) = weight_parameter(node), _bias_of(node), node.users
+        weight, bias, movement = weight_parameter(node), _bias_of(node), movement_behind(node)
         assert weight is not None
+        assert movement is not None
+        (norm,) = (node, *movement)[-1].users
         _, norm_weight, norm_bias, mean, var, _, module = norm.args
         nodes = list(code.nodes)
         behind = set(nodes[nodes.index(node) :])
@@ -159,9 +165,40 @@ def unfolded_targets(norm: fx.Node) -> dict[fx.Node, Callable[..., Tensor | None
     return {weight: unscaled_weight, bias: own_bias}
 
 
-def _keep(node: fx.Node, weight: fx.Node, bias: fx.Node) -> None:
-    """Lets the layer at ``node`` read these, and the batch norm behind it stand for its output."""
-    (norm,) = node.users
+def movement_behind(node: fx.Node) -> list[fx.Node] | None:
+    """The ops between a layer's call and the batch norm behind it; ``None`` if one does not only reorder values."""
+    movement: list[fx.Node] = []
+    while len(node.users) == 1:
+        (node,) = node.users
+        if batch_norm_called(node) is not None:
+            return movement
+        row = row_of(node)
+        if row is None or row.kind not in REORDERING:
+            return None
+        movement.append(node)
+    return None
+
+
+def _output_axis(node: fx.Node) -> int:
+    """The axis of the channels in the output of a layer."""
+    row = row_of(node)
+    assert row is not None
+    return -1 if row.product in (Product.OUT_IN, Product.IN_OUT) else 1
+
+
+def _keep(node: fx.Node, weight: fx.Node, bias: fx.Node, axis: int) -> None:
+    """Lets the layer at ``node`` read these, and the batch norm behind it, moved up to it, stand for its output."""
+    movement = movement_behind(node)
+    assert movement is not None
+    (norm,) = (node, *movement)[-1].users
+    if movement:
+        rank = norm.meta["val"].ndim
+        norm.replace_all_uses_with(movement[-1])
+        norm.args = (node, *norm.args[1:], axis, rank)
+        movement[0].replace_input_with(node, norm)
+        for moved in reversed(movement):
+            norm.append(moved)
+        norm.meta = {**norm.meta, "val": node.meta["val"]}
     _set_parameters(node, weight, bias)
     norm.target = kept_batch_norm
     site = value_site(node)
@@ -180,7 +217,7 @@ def _unkeep(norm: fx.Node) -> fx.Node:
     weight, bias = used.args[1], used_bias.args[1]
     assert isinstance(weight, fx.Node)
     _set_parameters(node, weight, bias if isinstance(bias, fx.Node) else None)
-    norm.target = batch_norm
+    norm.target, norm.args = batch_norm, norm.args[:7]
     for made in (norm, node, weight, bias):
         if isinstance(made, fx.Node):
             set_value_site(made, None)

@@ -1,9 +1,9 @@
 """Keeps batch norms live behind layers that are planned and quantized as they will be folded, and folds them at last.
 
-Where a batch norm alone reads a layer, at once, and all uses of the layer's weight are followed by it, weight and bias
-are computed in the graph as folding will make them, and are what quantizers see: ``qtk.nn.kept_batch_norm``. A plan is
-made of the folded model, so that simulation and export have the same sites. Other batch norms are operators of their
-own, in training and in files.
+Where a batch norm alone reads a layer, at once or reordered, and all uses of the layer's weight are followed by it,
+weight and bias are computed in the graph as folding will make them, and are what quantizers see:
+``qtk.nn.kept_batch_norm``. A plan is made of the folded model, so that simulation and export have the same sites. Other
+batch norms are operators of their own, in training and in files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, owner_of
 from qtk.transforms.fold_batch_norms import fold_batch_norms, folded_sites, unread
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.graph_editor import beside
-from qtk.transforms.keep_batch_norm_step import FoldKeptBatchNorm, KeepBatchNorm
+from qtk.transforms.keep_batch_norm_step import FoldKeptBatchNorm, KeepBatchNorm, movement_behind
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import GroupResult, Outcome, TransformResult
@@ -126,11 +126,9 @@ def _keeping(model: PreparedModel, group: Group) -> Group:
     if fold.into is not Into.PRODUCER:
         return replace(group, steps=(), detail=f"stays an operator: {group.detail}", sites=())
     nodes = [node for graph in graphs(model).values() for node in graph.graph.nodes if node.op == "call_function"]
-    layers = {value_site(node) for node in nodes if value_site(node) in group.sites and len(node.users) == 1}
-    behind = {value_site(node.args[0]) for node in nodes if value_site(node) in fold.calls}
-    if behind != set(group.sites) or not behind <= layers:
-        return replace(group, steps=(), sites=(), detail="stays an operator: data movement stands between it and "
-                                                         f"{owner_of(fold.layers[0].weight)}")
+    if any(movement_behind(node) is None for node in nodes if value_site(node) in group.sites):
+        return replace(group, steps=(), sites=(), detail="stays an operator: an op that drops or repeats values stands "
+                                                         f"between it and {owner_of(fold.layers[0].weight)}")
     (layer,) = fold.layers
     step = KeepBatchNorm(layer, fold.weight, fold.bias, fold.mean, fold.var, fold.calls, group.sites)
     return replace(group, steps=(step,), detail=f"kept, {owner_of(layer.weight)} is quantized as folded")

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx
 
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.flow import Flow
-from qtk.graph.op_row import OpRow, Role
-from qtk.graph.op_table import row_of
-from qtk.graph.schema import aten_name
+from qtk.graph.flow import Flow, reads_shape_only
+from qtk.graph.op_row import OpRow
 from qtk.transforms.absorbers import Absorbers, ParameterOperand
 from qtk.transforms.channel_classes import PINNED, ZERO, ChannelClasses, constant_labels
 from qtk.transforms.channel_findings import Findings
 
 Labels: TypeAlias = Tensor | ParameterOperand | list["Labels"] | None
 """Of a value: a label tensor; a parameter; ``None`` if it is no float tensor; one for each element of a tuple."""
-
-READS_SHAPE_ONLY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 
 
 class LabelState:
@@ -134,14 +129,6 @@ def is_float(value: object) -> bool:
 def is_fixed_point(number: object) -> bool:
     """Whether a positive factor leaves the number as it is: 0, ±∞."""
     return isinstance(number, (int, float)) and (number == 0 or math.isinf(number))
-
-
-def reads_shape_only(node: fx.Node) -> bool:
-    """Whether an op reads the shape of its operands alone."""
-    row = row_of(node)
-    if row is not None:
-        return row.role is Role.CREATE
-    return READS_SHAPE_ONLY.fullmatch(aten_name(node.target) or "") is not None
 
 
 def pinned(state: LabelState, node: fx.Node, row: OpRow | None) -> Labels:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.graph.evaluate import evaluate_node
+from qtk.graph.flow import reads_shape_only
 from qtk.graph.op_row import OpRow, Scaling
 from qtk.graph.op_table import row_of
 from qtk.graph.schema import aten_name, schema_arguments
@@ -22,7 +23,7 @@ from qtk.torch_private import pytree
 from qtk.transforms.absorbers import ParameterOperand
 from qtk.transforms.channel_classes import PINNED, ZERO, compact, constant_labels, core
 from qtk.transforms.channel_findings import Clamp
-from qtk.transforms.label_state import Labels, LabelState, is_fixed_point, is_float, pinned, reads_shape_only
+from qtk.transforms.label_state import Labels, LabelState, is_fixed_point, is_float, pinned
 from qtk.transforms.weight_rules import attention, channel_norm, columns, scale_shift, trailing_norm, weighted, write
 
 

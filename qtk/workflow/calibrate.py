@@ -32,6 +32,7 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.scale_floor import raise_scales
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,7 @@ class CalibrationData:
         forward: runs the model on a batch; ``None``: ``run_batch``.
         num_batches: largest number of batches; ``None``: all.
         progress: show progress bars.
+        valid: which tokens count; ``None``: all.
     """
 
     batches: Data | None
@@ -51,6 +53,7 @@ class CalibrationData:
     forward: Forward | None = None
     num_batches: int | None = None
     progress: bool = True
+    valid: Valid | None = None
 
 
 def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData) -> Simulation:
@@ -178,9 +181,11 @@ def _observed_on_data(
                 f"{len(observers)} activation sites need calibration data, the first of them {names}; "
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
-        with _observing(simulation, observers):
-            run_all(simulation.model, data.batches, forward=data.forward, num_batches=data.num_batches,
-                    label="calibrating", progress=data.progress)
+        tokens = ValidTokens(simulation.model, data.valid)
+        with _observing(simulation, observers, tokens), tokens.listening():
+            run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
+                    num_batches=data.num_batches, label="calibrating", progress=data.progress)
+        tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})
     except Exception as error:  # the other ranks are waiting
         problem = error
     return joined(observers, device_of(simulation.model), problem)
@@ -210,12 +215,14 @@ def _observer(decided: SitePlan) -> Observer:
 
 
 @contextmanager
-def _observing(simulation: Simulation, observers: Mapping[Site, Observer]) -> Iterator[None]:
+def _observing(
+    simulation: Simulation, observers: Mapping[Site, Observer], tokens: ValidTokens | None = None
+) -> Iterator[None]:
     """While the body runs, the model computes in float and ``observers`` see the values at their sites."""
     watched = {site: simulation.quantizers[site] for site in observers}
     try:
         for site, quantizer in watched.items():
-            quantizer.observer = observers[site]
+            quantizer.observer = observers[site] if tokens is None else tokens.observer(observers[site], quantizer)
         with in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
             yield
     finally:

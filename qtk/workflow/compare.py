@@ -8,33 +8,18 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from qtk.core.encoding import Encoding
 from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
 from qtk.graph.simulation import Simulation
-from qtk.numerics.affine import expand
+from qtk.numerics.clipping import count_clipped, in_scales, range_filled
 from qtk.numerics.error import decibels
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.report.site_errors import SiteError, SiteErrors
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
-
-
-@dataclass(frozen=True, slots=True)
-class SiteError:
-    """Error at one site over all data.
-
-    Args:
-        site: name of the site.
-        sqnr_db: 10·log10(Σ float² / Σ (simulated - float)²), in dB.
-        max_error_scales: largest absolute error, each in units of the scale of its own channel or block; NaN where each
-            tensor has its own.
-        unpaired: simulated calls without a float call of the same shape, because the model took another path (a router
-            that sends tokens elsewhere); they are not counted, and if there are no others ``sqnr_db`` is NaN.
-    """
-
-    site: str
-    sqnr_db: float
-    max_error_scales: float
-    unpaired: int = 0
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 
 @dataclass(slots=True)
@@ -43,18 +28,41 @@ class _Sums:
     noise: float = 0.0
     worst: float = 0.0
     unpaired: int = 0
+    own_signal: float = 0.0
+    own_noise: float = 0.0
+    elements: int = 0
+    clipped: int = 0
+    lowest: float = 0.0
+    highest: float = 0.0
+    ranged: bool = False
 
     def add(self, reference: Tensor, value: Tensor, quantizer: Quantizer) -> None:
         difference = (value - reference).double()
         self.signal += float(reference.double().square().sum())
         self.noise += float(difference.square().sum())
-        if quantizer.encoding is not None and difference.numel():
-            scale, block_size = quantizer.encoding.scale, quantizer.spec.granularity.block_size(value.ndim)
-            self.worst = max(self.worst, float((difference / expand(scale, value.shape, block_size)).abs().max()))
+        if (encoding := quantizer.encoding) is not None and difference.numel():
+            self.worst = max(self.worst, float(in_scales(difference, encoding).abs().max()))
 
-    @property
-    def sqnr_db(self) -> float:
-        return math.nan if self.unpaired and not self.signal else decibels(self.signal, self.noise)
+    def add_own(self, reference: Tensor, quantized: Tensor, encoding: Encoding | None) -> None:
+        """Adds a float value and what its quantizer alone makes of it; ``encoding`` of the range it is clipped to."""
+        self.own_signal += float(reference.double().square().sum())
+        self.own_noise += float((quantized - reference).double().square().sum())
+        self.elements += reference.numel()
+        if encoding is not None and reference.numel():
+            self.ranged = True
+            scaled = in_scales(reference, encoding)
+            self.clipped += count_clipped(scaled, encoding)
+            lowest, highest = scaled.aminmax()
+            self.lowest, self.highest = min(self.lowest, float(lowest)), max(self.highest, float(highest))
+
+    def error(self, site: Site, spec: QuantSpec, encoding: Encoding | None) -> SiteError:
+        return SiteError(
+            site.name, math.nan if self.unpaired and not self.signal else decibels(self.signal, self.noise),
+            math.nan if spec.dynamic else self.worst, self.unpaired,
+            decibels(self.own_signal, self.own_noise) if self.elements else math.nan,
+            self.clipped / max(self.elements, 1),
+            math.nan if encoding is None or not self.ranged else range_filled(self.lowest, self.highest, spec),
+        )
 
 
 def compare(
@@ -64,34 +72,47 @@ def compare(
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
-) -> list[SiteError]:
-    """The error at every leader, worst SQNR first, NaN last.
+    valid: Valid | None = None,
+) -> SiteErrors:
+    """The errors at every leader, worst own error first; of the ``valid`` tokens alone, where they can be followed.
 
-    Each batch runs in float, its values kept, then simulated. The error of an activation is the one accumulated up to
-    that site, so that the order says where an error is large, not which site makes it; the float values of one batch
-    are held in memory at a time.
+    Each batch runs in float, its values kept, then simulated; the float values of one batch are held in memory at a
+    time. The own error of a site is the one its quantizer makes of the float model's value, whatever the other sites
+    do; the accumulated error is that of the simulated value, all the sites before it included. A quantizer that is
+    bypassed makes none.
     """
     quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
     sums = {site: _Sums() for site in quantizers}
     references: dict[Site, list[Tensor]] = {site: [] for site in quantizers}
+    modes = {quantizer: quantizer.mode for quantizer in quantizers.values()}
     simulating = False
+    tokens = ValidTokens(simulation.model, valid)
 
     def hook(site: Site) -> object:
         def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            quantizer = quantizers[site]
+            rows = tokens.selector(quantizer)
+            value = rows(output if simulating else inputs[0]).detach()
             if not simulating:
-                references[site].append(inputs[0].detach())
+                references[site].append(value)
+                if modes[quantizer] is Mode.SIMULATE:
+                    with in_mode([quantizer], Mode.SIMULATE):
+                        own = quantizer.forward(inputs[0])
+                    sums[site].add_own(value, rows(own).detach(), quantizer.encoding)
+                else:
+                    sums[site].add_own(value, value, None)
             else:
                 reference = references[site].pop(0) if references[site] else None
-                if reference is None or reference.shape != output.shape:
+                if reference is None or reference.shape != value.shape:
                     sums[site].unpaired += 1
                 else:
-                    sums[site].add(reference, output.detach(), quantizers[site])
+                    sums[site].add(reference, value, quantizer)
 
         return record
 
     def both(module: nn.Module, batch: Batch) -> object:
         nonlocal simulating
-        run = forward or run_batch
+        run = tokens.forward(forward) or run_batch
         simulating = False
         for values in references.values():
             values.clear()
@@ -102,16 +123,15 @@ def compare(
 
     handles = [each.register_forward_hook(hook(site)) for site, each in quantizers.items()]  # type: ignore[arg-type]
     try:
-        for _ in outputs(
-            simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
-        ):
-            pass
+        with tokens.listening():
+            for _ in outputs(
+                simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
+            ):
+                pass
     finally:
         for handle in handles:
             handle.remove()
-    errors = [
-        SiteError(site.name, total.sqnr_db, math.nan if quantizers[site].spec.dynamic else total.worst, total.unpaired)
-        for site, total in sums.items()
-    ]
-    return sorted(errors, key=lambda error: (math.isnan(error.sqnr_db), error.sqnr_db))
-
+    tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in quantizers.items()})
+    return SiteErrors.ranked(
+        total.error(site, quantizers[site].spec, quantizers[site].encoding) for site, total in sums.items()
+    )

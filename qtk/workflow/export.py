@@ -19,21 +19,26 @@ from qtk.capture.exclusion import excluded_modules
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.tracing_lock import TRACING
 from qtk.core.encoding import Encoding
-from qtk.core.granularity import PerBlock, Shape
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, ExportError
-from qtk.export import encodings_aimet, encodings_json, pt2e
+from qtk.export import compressed_tensors, encodings_aimet, encodings_json, pt2e
+from qtk.export.aimet.fields import NamedEncoding
 from qtk.export.file_names import file_stem
+from qtk.export.named_encodings import named_encodings
 from qtk.export.read_back import compare_encodings
+from qtk.export.site_roles import parameter_roles
+from qtk.export.tensor_names import tensor_names
 from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.transforms.keep_batch_norms import folded
+from qtk.transforms.steps import ScaleParameter, steps_of
 
 ENCODINGS_FILE = "encodings.json"
-AIMET_1_0_0_FILE, AIMET_2_0_0_FILE = "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"
+FLOAT_FOLDER = "float"
+"""Directory of the float ONNX files, which have the names of those with QuantizeLinear."""
 
 Exporter: TypeAlias = Callable[[Simulation, ExampleInputs, Path], None]
 """Writes its files into a directory, reads them back and raises ExportError if they differ from the simulation."""
@@ -98,58 +103,90 @@ def export(
             write(deployed, example_inputs, folder)
 
 
+def aimet_name(version: str) -> str:
+    """File name of the encodings in a schema of AIMET.
+
+    >>> aimet_name("1.0.0")
+    'encodings_aimet_1.0.0.json'
+    """
+    return f"encodings_aimet_{version}.json"
+
+
 def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    """Writes qtk's encodings JSON, and AIMET's schemas where they can represent the model."""
+    """Writes qtk's encodings JSON, and AIMET's schemas in use where they can represent the model."""
     _encodings_json(simulation, example_inputs, folder)
-    for name in (AIMET_1_0_0_FILE, AIMET_2_0_0_FILE):
+    for version in ("1.0.0", "2.0.0"):
         try:
-            _write_aimet(simulation, folder / name)
+            tensors = _write_aimet(version, simulation, folder)
         except ExportError as error:
-            warnings.warn(f"skipped {name}: {error}", stacklevel=2)
+            warnings.warn(f"skipped {aimet_name(version)}: {error}", stacklevel=2)
         else:
-            _compare_aimet(simulation, folder / name)
+            _compare_aimet(version, tensors, folder)
 
 
 def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     path, dynamic = folder / ENCODINGS_FILE, _dynamic(simulation)
     encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
-    encodings_json.export(encodings, path, dynamic=dynamic)
+    masked = {site.name: reason for site, reason in simulation.masked.items()}
+    parameters = parameter_roles(simulation)
+    encodings_json.export(encodings, path, parameters=parameters, dynamic=dynamic, masked=masked,
+                          target=simulation.target)
     with _read_back(path):
-        compare_encodings(encodings_json.read(path), encodings)
-        if encodings_json.read_dynamic(path) != dynamic:
-            raise ExportError("the sites of dynamic quantization are not those of the simulation")
+        stored = encodings_json.parse(encodings_json.load_object(path), path.name)
+        compare_encodings(stored.encodings, encodings)
+        if (stored.dynamic, stored.masked, stored.parameters) != (dynamic, masked, parameters):
+            raise ExportError("the sites of parameters, of dynamic quantization, or with masks, are not those of the "
+                              "simulation")
 
 
-def _encodings_aimet_1_0_0(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    _write_aimet(simulation, folder / AIMET_1_0_0_FILE)
-    _compare_aimet(simulation, folder / AIMET_1_0_0_FILE)
+def _encodings_aimet(version: str, simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    _compare_aimet(version, _write_aimet(version, simulation, folder), folder)
 
 
-def _encodings_aimet_2_0_0(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
-    _write_aimet(simulation, folder / AIMET_2_0_0_FILE)
-    _compare_aimet(simulation, folder / AIMET_2_0_0_FILE)
-
-
-def _write_aimet(simulation: Simulation, path: Path) -> None:
+def _write_aimet(version: str, simulation: Simulation, folder: Path) -> list[NamedEncoding]:
+    """Writes the encodings in a schema of AIMET, by the names of the tensors in the float ONNX file."""
     dynamic = _dynamic(simulation)
     if dynamic:
         raise ExportError(f"AIMET's schemas hold no dynamic quantization, as {next(iter(dynamic))} has; "
                           f"{ENCODINGS_FILE} lists it")
-    if path.name == AIMET_1_0_0_FILE:
-        encodings_aimet.export_1_0_0(_calibrated(simulation), path, excluded=excluded_modules(simulation.model))
-    else:
-        encodings_aimet.export_2_0_0(_calibrated(simulation), path)
+    tensors = named_encodings(simulation)
+    write = encodings_aimet.WRITERS[version]
+    write(tensors, folder / aimet_name(version), excluded=excluded_modules(simulation.model))
+    return tensors
 
 
-def _compare_aimet(simulation: Simulation, path: Path) -> None:
-    encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
-    specs = {site: encoding.spec for site, encoding in encodings.items()}
-    shapes = {
-        site: _shape_in_blocks(encoding.scale.shape, encoding.spec.granularity)
-        for site, encoding in encodings.items() if isinstance(encoding.spec.granularity, PerBlock)
-    }
+def _compare_aimet(version: str, tensors: Sequence[NamedEncoding], folder: Path) -> None:
+    specs = {each.name: each.encoding.spec for each in tensors}
+    shapes = {each.name: each.shape for each in tensors if each.shape is not None}
+    path = folder / aimet_name(version)
     with _read_back(path):
-        compare_encodings(encodings_aimet.read(path, specs, shapes=shapes), encodings)
+        compare_encodings(encodings_aimet.read(path, specs, shapes=shapes),
+                          {each.name: each.encoding for each in tensors})
+
+
+def _aimet(version: str, simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    """Writes what AIMET's converters take: the encodings, and the float model with the same names."""
+    _encodings_aimet(version, simulation, example_inputs, folder)
+    _float_onnx(simulation, example_inputs, folder)
+
+
+def _float_onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    if (folder / FLOAT_FOLDER).is_dir():  # by another schema
+        return
+    try:
+        from qtk.export.onnx import float_graph  # loaded here: onnx is an extra, and slow to import
+    except ImportError as error:
+        raise ExportError(f"a float ONNX file needs the package {error.name}; pip install 'qtk[onnx]'") from error
+    (folder / FLOAT_FOLDER).mkdir()
+    names, found = tensor_names(simulation.model), set[str]()
+    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+        file = folder / FLOAT_FOLDER / onnx_name(path)
+        float_graph.export(graph, call, file, names)
+        found |= float_graph.read_names(file)
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise ExportError(f"{missing} is quantized, and in no float ONNX file: no graph that the example inputs run "
+                          "has it; prepare the model with other example inputs")
 
 
 def _calibrated(simulation: Simulation) -> dict[Site, Encoding]:
@@ -159,11 +196,6 @@ def _calibrated(simulation: Simulation) -> dict[Site, Encoding]:
 
 def _dynamic(simulation: Simulation) -> dict[str, QuantSpec]:
     return {site.name: each.spec for site, each in simulation.quantizers.items() if each.spec.dynamic}
-
-
-def _shape_in_blocks(counts: Shape, blocks: PerBlock) -> Shape:
-    """The shape of a tensor of ``counts`` blocks; the length of an axis that is one block does not matter."""
-    return tuple(count * max(size, 1) for count, size in zip(counts, blocks.sizes, strict=True))
 
 
 @contextlib.contextmanager
@@ -187,7 +219,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         remedy = session.bfloat16_remedy(graph)
         if remedy is not None:
             warnings.warn(f"{file.name}: {remedy}", stacklevel=2)
-        qdq.export(graph, call, file, opset=opset)
+        qdq.export(graph, call, file, opset=opset, target=simulation.target)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
@@ -211,9 +243,19 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
 def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
         file = folder / pt2e_name(path)
-        pt2e.export(graph, call, file)
+        pt2e.export(graph, call, file, target=simulation.target)
         with _read_back(file):
             pt2e.compare_with_simulation(file, graph)
+
+
+def _compressed_tensors(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    others = [type(step).__name__ for step in steps_of(simulation.model) if not isinstance(step, ScaleParameter)]
+    if others:
+        raise ExportError(f"a transform has changed the ops of the model ({', '.join(dict.fromkeys(others))}), and who "
+                          "loads a compressed-tensors file runs the original's; make the simulation without it")
+    compressed_tensors.export(simulation.model, folder)
+    with _read_back(folder / compressed_tensors.STATE_FILE):
+        compressed_tensors.compare_with_simulation(folder, simulation.model)
 
 
 def _graph_calls(model: nn.Module, example_inputs: ExampleInputs) -> dict[str, tuple[fx.GraphModule, Call]]:
@@ -234,7 +276,9 @@ def _example(graph: nn.Module, calls: Sequence[Call]) -> Call:
 
 EXPORTERS.add("encodings", _encodings)
 EXPORTERS.add("encodings_json", _encodings_json)
-EXPORTERS.add("encodings_aimet_1.0.0", _encodings_aimet_1_0_0)
-EXPORTERS.add("encodings_aimet_2.0.0", _encodings_aimet_2_0_0)
+for schema in encodings_aimet.WRITERS:
+    EXPORTERS.add(f"encodings_aimet_{schema}", partial(_encodings_aimet, schema))
+    EXPORTERS.add(f"aimet_{schema}", partial(_aimet, schema))
 EXPORTERS.add("onnx", _onnx)
+EXPORTERS.add("compressed_tensors", _compressed_tensors)
 EXPORTERS.add("pt2e", _pt2e)

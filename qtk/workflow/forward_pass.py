@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from qtk.capture.calls import leaves_text
@@ -148,12 +150,20 @@ def run_all(
 def length_of(data: object) -> int | None:
     """``len(data)``; ``None`` if it has none, as a ``DataLoader`` over an ``IterableDataset``, which is ``Sized``.
 
+    A ``TypeError`` of a ``__len__``, by which wrappers of data without a length have none, may be a mistake: a warning.
+
     >>> length_of([1, 2]), length_of(iter([1, 2]))
     (2, None)
     """
     try:
         return len(data)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except NotImplementedError:
+        return None
+    except TypeError as error:
+        counted = data.dataset if isinstance(data, DataLoader) else data
+        if hasattr(type(counted), "__len__"):
+            warnings.warn(f"the {type(data).__name__} is taken to have no length, for its __len__ raised TypeError: "
+                          f"{error}", stacklevel=2)
         return None
 
 
@@ -188,6 +198,32 @@ def read(
         raise
     except (Exception, SystemExit) as error:  # whatever a loader does; sys.exit would end the run without a word
         raise unreadable(index, error) from error
+
+
+def in_memory(data: Iterable[Batch], num_batches: int | None, *, least: int = 1, why: str = "") -> list[Batch]:
+    """The batches of ``data`` as a list, for what reads them several times.
+
+    Args:
+        data: batches.
+        num_batches: how many; ``None``: all.
+        least: how many there must be.
+        why: so many.
+
+    Raises: CalibrationError for data that are no batches, fewer than ``least``, or more than ``MOST_UNCOUNTED`` without
+        ``num_batches``.
+    """
+    if not isinstance(data, Iterable):
+        raise CalibrationError(f"data must be an iterable of batches, e.g. a DataLoader or a list of tensors, got "
+                               f"{type(data).__name__}")
+    if num_batches is not None and num_batches < 1:
+        raise CalibrationError(f"num_batches must be at least 1, or None for all; got {num_batches}")
+    batches = list(read(data, MOST_UNCOUNTED + 1 if num_batches is None else num_batches))
+    if num_batches is None and len(batches) > MOST_UNCOUNTED:
+        raise CalibrationError(f"the data have more than {MOST_UNCOUNTED} batches, which would all be kept in memory; "
+                               "pass num_batches (a few hundred samples are enough)")
+    if len(batches) < least:
+        raise CalibrationError(f"at least {least} batches are needed, got {len(batches)}" + (f": {why}" if why else ""))
+    return batches
 
 
 @runs_model

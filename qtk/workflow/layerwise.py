@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import nn  # noqa: F401  the examples use it
 
-from qtk.capture.call_recording import Recorded, recording
-from qtk.capture.calls import Call
 from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.holdout import holdout_of
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod, method
@@ -31,11 +30,13 @@ from qtk.nn.eval_mode import evaluating
 from qtk.observers.ranks import agree
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
-from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.quantizers.quantizer import Mode
 from qtk.workflow.calibrate import parameter_encodings
-from qtk.workflow.forward_pass import Data, Forward, run_all
+from qtk.workflow.forward_pass import Data, Forward
+from qtk.workflow.recorded_calls import recorded_calls
 from qtk.workflow.rewrite import refuse_kept
 from qtk.workflow.scale_floor import raise_scales
+from qtk.workflow.valid_tokens import Valid
 
 
 @public
@@ -44,7 +45,7 @@ def apply_seq_mse(
     num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool = True, valid: Valid | None = None,
 ) -> LayerwiseReport:
     """Sequential MSE: gives every weight the scales with which the output of its layer changes least.
 
@@ -84,6 +85,7 @@ def apply_seq_mse(
         offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
         checkpoint_dir: where finished layers are saved; a killed run resumes from there.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -92,6 +94,7 @@ def apply_seq_mse(
     return apply_layerwise(
         sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], inputs=inputs, sites=sites, forward=forward,
         num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid,
     )
 
 
@@ -101,7 +104,7 @@ def apply_gptq(
     damping: float = 0.01, act_order: bool = True,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool = True, valid: Valid | None = None,
 ) -> LayerwiseReport:
     """GPTQ: rounds weights column by column, each error propagated to the remaining columns by the inverse Hessian.
 
@@ -140,6 +143,7 @@ def apply_gptq(
         offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
         checkpoint_dir: where finished layers are saved; a killed run resumes from there.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -148,16 +152,17 @@ def apply_gptq(
     return apply_layerwise(
         sim, data, [Gptq(damping, act_order)], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
         offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid,
     )
 
 
 @public
 def apply_adaround(
     sim: HasSimulation, data: Data, *,
-    iterations: int = 1000, through_activation: bool = False,
+    iterations: int = 100, through_activation: bool = False,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool = True, valid: Valid | None = None,
 ) -> LayerwiseReport:
     """AdaRound: learns for every weight whether it is rounded up or down, so that its layer's output changes least.
 
@@ -196,6 +201,7 @@ def apply_adaround(
         offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
         checkpoint_dir: where finished layers are saved; a killed run resumes from there.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -204,6 +210,7 @@ def apply_adaround(
     return apply_layerwise(
         sim, data, [AdaRound(iterations, through_activation=through_activation)], inputs=inputs, sites=sites,
         forward=forward, num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid,
     )
 
 
@@ -212,7 +219,7 @@ def correct_bias(
     sim: HasSimulation, data: Data, *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool = True, valid: Valid | None = None,
 ) -> LayerwiseReport:
     """Bias correction: corrects biases so that every output of a layer has its mean in the float model.
 
@@ -249,6 +256,7 @@ def correct_bias(
         offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
         checkpoint_dir: where finished layers are saved; a killed run resumes from there.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``.
 
     Returns: error and SQNR of every layer's output before and after; printable.
 
@@ -257,6 +265,7 @@ def correct_bias(
     return apply_layerwise(
         sim, data, [BiasCorrection()], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
         offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid,
     )
 
 
@@ -265,7 +274,8 @@ def apply_layerwise(
     sim: HasSimulation, data: Data, methods: str | Iterable[str | LayerwiseMethod], *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    holdout: float = 0.2, groups: Sequence[Hashable] | None = None, progress: bool = True,
+    valid: Valid | None = None,
 ) -> LayerwiseReport:
     """Applies several layer-wise methods in one walk: each layer is finished by all of them before the next.
 
@@ -275,15 +285,15 @@ def apply_layerwise(
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse", "gptq", "bias_correction"], progress=False)
     >>> print(report)  # doctest: +ELLIPSIS
-    0.weight  ... → ... dB
-    2.weight  ... → ... dB
+    0.weight  ... → ... dB  held out ... → ... dB  SeqMse + Gptq + BiasCorrection, prior ...
+    2.weight  ... → ... dB  held out ... → ... dB  SeqMse + Gptq + BiasCorrection, prior ...
 
     Settings follow the name; ``qtk.METHODS`` lists the names:
 
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse(refine=True)", "gptq(damping=0.05)"], progress=False)
     >>> list(qtk.METHODS)
-    ['seq_mse', 'gptq', 'adaround', 'bias_correction']
+    ['seq_mse', 'gptq', 'coordinate_descent', 'adaround', 'bias_correction']
 
     A loader of (input, label) pairs, of which two batches are enough:
 
@@ -318,7 +328,12 @@ def apply_layerwise(
             directory.
         checkpoint_dir: where every finished layer is saved; a killed run resumes from there, with the same result bit
             for bit.
+        holdout: fraction of the samples that methods do not see and their results are judged by: a layer changes only
+            if its error over them falls; also sets the strength of the prior (``qtk.layerwise.candidates``). 0: all
+            data are seen, and results always taken.
+        groups: a label for each batch; whole groups are held out then, to judge by another kind of data.
         progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``: statistics and errors leave the others out.
 
     Returns: error and SQNR of every layer's output before and after, and the weights that were left, each with the
         reason; printable.
@@ -347,14 +362,15 @@ def apply_layerwise(
             _load_missing_encodings(simulation, layers, progress)
             quantizers = list(dict.fromkeys(simulation.quantizers.values()))
             stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
-            calls = _recorded_calls(simulation.model, quantizers, data, forward, num_batches)
+            calls = recorded_calls(simulation.model, quantizers, data, forward, num_batches, valid)
+            held_out = holdout_of(holdout, groups, len(calls))
         except Exception as error:  # the other ranks are waiting
             problem = error
         agree(problem)
         _warn_of_earlier_calls(layers)
         run = LayerwiseRun(
             simulation.model, resolved, layers, calls, inputs=inputs, offload=offload, checkpoint_dir=checkpoint_dir,
-            originals=originals,
+            originals=originals, holdout=held_out,
         )
         results = run.finish(progress=progress)
         reasons = {result.reason for result in results}
@@ -379,16 +395,3 @@ def _load_missing_encodings(simulation: Simulation, layers: Sequence[WeightedLay
     sites = {site: decided for site, decided in simulation.plan.items() if site.name in missing}
     for site, encoding in parameter_encodings(simulation.model, sites, progress).items():
         simulation.quantizers[site].load_encoding(encoding)
-
-
-def _recorded_calls(
-    model: nn.Module, quantizers: Sequence[Quantizer], data: Data, forward: Forward | None, num_batches: int | None
-) -> list[Call]:
-    """The calls of the model that the data make; each runs to its end only if user code may need its output."""
-    needs_outputs = forward is not None or not isinstance(data, Iterable)
-    with recording(model, run=needs_outputs) as calls, in_mode(quantizers, Mode.BYPASS):
-        run_all(model, data, forward=forward, num_batches=num_batches, label="reading",
-                ended_by=() if needs_outputs else (Recorded,))
-    if not calls:
-        raise CalibrationError("the data never call the model; pass batches, or a function that runs it")
-    return calls

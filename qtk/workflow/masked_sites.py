@@ -21,7 +21,7 @@ def masked_sites_back(sim: Rewritable) -> Iterator[None]:
     model = sim.model
     remove(model)
     plan = sim.plan_of(model)
-    sim.simulation = Simulation(model, plan, insert(model, plan, known=before.quantizers))
+    sim.simulation = Simulation(model, plan, insert(model, plan, known=before.quantizers), target=before.target)
     for site, quantizer in sim.simulation.quantizers.items():
         if site not in before.quantizers:
             quantizer.mode = Mode.SIMULATE

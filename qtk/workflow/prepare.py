@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.capture.calls import Call, detached, raised_in
+from qtk.capture.calls import Call, detached, leaves_text, raised_in
 from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
@@ -147,11 +147,19 @@ def prepare_own(
 ) -> PreparedModel:
     """``model``, captured if it is not yet; a copy with parameters of its own unless ``in_place``.
 
-    Raises: CaptureError if it cannot be copied, or is prepared and other ``dynamic_shapes`` are given.
+    Raises: CaptureError if it cannot be copied, or is prepared and other ``dynamic_shapes`` are given, or the inputs of
+        one of its variants.
     """
     if isinstance(model, PreparedModel) and model.report.complete and dynamic_shapes != "batch":
         raise CaptureError("the model is prepared already; give dynamic_shapes when preparing it")
     prepared = prepare_model(model, example_inputs, dynamic_shapes=dynamic_shapes, variants=variants)
+    if isinstance(prepared, PreparedGraph) and prepared.variant(*split_inputs(example_inputs)) is not prepared:
+        raise CaptureError(
+            "example_inputs are of the kind of a variant, and what is planned, calibrated and exported is the first "
+            "graph of the prepared model; pass inputs like those that came first when it was prepared, "
+            f"{leaves_text((prepared.examples[0].args, prepared.examples[0].kwargs))}, or prepare the model again with "
+            "these as example_inputs and those in variants"
+        )
     if in_place:
         return prepared
     try:

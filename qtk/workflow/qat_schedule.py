@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from qtk.errors import ConfigError, NotCalibratedError
 from qtk.graph.simulation import HasSimulation
-from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.batch_norm import freeze_batch_norms
 from qtk.ops.gradient_scale import GradientScale
 from qtk.public import public
-from qtk.torch_private import BatchNormBase
 from qtk.workflow.learned_ranges import learn_ranges
 
 MOMENTUM = 0.01
@@ -39,7 +38,8 @@ class QatSchedule:
         sim: a calibrated simulation. The ranges that it learns already are scheduled, else those of all sites.
         observe_until: while fewer steps were made, ranges of activations follow their batches, frozen ones apart.
         learn_ranges_from: from how many steps on ranges are learned; ``None``: never.
-        freeze_batch_norms_at: from how many steps on batch norms stay in eval mode; ``None``: never.
+        freeze_batch_norms_at: from how many steps on batch norms stay in eval mode, whatever ``sim.model.train()`` does
+            to the others; ``None``: never.
 
     Raises: ConfigError if a step is negative, or ranges would be observed and learned at once; NotCalibratedError
         naming sites without an encoding.
@@ -72,20 +72,21 @@ class QatSchedule:
             if observe_until and not decided.static and not decided.spec.dynamic and decided.leader is None
             and decided.factors is None and decided.range is None and decided.bounds is None
         ]
-        self._batch_norms = [module for module in simulation.model.modules()
-                             if isinstance(module, (BatchNorm, BatchNormBase))]
+        self._model = simulation.model
         self.steps = 0
+        self._set_modes()
 
     def step(self) -> None:
-        """Call it at the start of every training step, after ``sim.model.train()``."""
+        """Call it once in every training step, at its start; at its end, all comes one step later."""
+        self._set_modes()
+        self.steps += 1
+
+    def _set_modes(self) -> None:
         for quantizer in self._observed:
             quantizer.momentum = MOMENTUM if self.steps < self._observe_until else None
         for quantizer in self._learned:
             quantizer.held = self._learn_from is not None and self.steps < self._learn_from
-        if self._freeze_at is not None and self.steps >= self._freeze_at:
-            for module in self._batch_norms:
-                module.eval()
-        self.steps += 1
+        freeze_batch_norms(self._model, self._freeze_at is not None and self.steps >= self._freeze_at)
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed training needs: the number of steps made."""
@@ -96,3 +97,4 @@ class QatSchedule:
         if "steps" not in state:
             raise ConfigError(f"QatSchedule: the state has no 'steps', only {', '.join(state) or 'nothing'}")
         self.steps = state["steps"]
+        self._set_modes()

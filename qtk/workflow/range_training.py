@@ -7,20 +7,15 @@ from typing import Literal
 
 from torch import nn
 
-from qtk.graph.simulation import Simulation
+from qtk.graph.simulation import HasSimulation
 from qtk.ops.gradient_scale import GradientScale
 from qtk.public import public
 from qtk.workflow.learned_ranges import fix_ranges, learn_ranges, range_parameters, track_weights, weight_parameters
 
 
 @public
-class RangeTraining:
+class RangeTraining(HasSimulation):
     """Base of ``QuantSim``: what is done with ranges while the model is trained. Every method calls one function."""
-
-    @property
-    def simulation(self) -> Simulation:
-        """Model, plan and quantizers as they are now."""
-        raise NotImplementedError
 
     def learn_ranges(
         self, sites: Iterable[str] | str = "*", *, gradient_scale: Literal["lsq"] | None = "lsq"

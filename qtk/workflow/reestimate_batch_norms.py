@@ -20,6 +20,7 @@ from qtk.graph.simulation import HasSimulation, Simulation
 from qtk.graph.sites import OWNER, label
 from qtk.graph.targets import attribute, batch_norm_called, kept_batch_norm_called
 from qtk.nn.batch_norm import BatchNorm
+from qtk.nn.kept_batch_norm import by_channels
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import BatchNormBase
@@ -133,11 +134,16 @@ def _averaging(norms: list[_Norm]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]
     averages = {id(norm.mean): (norm.mean.clone(), norm.var.clone()) for norm in norms}
 
     def averaged(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, _: object, module: nn.Module,
+        axis: int = 1, rank: int | None = None,
     ) -> Tensor:
         calls[id(mean)] += 1
-        eps = float(module.eps)  # type: ignore[arg-type]
-        return F.batch_norm(x, *averages[id(mean)], weight, bias, True, 1 / calls[id(mean)], eps)
+        momentum, eps = 1 / calls[id(mean)], float(module.eps)  # type: ignore[arg-type]
+
+        def normalized(rows: Tensor) -> Tensor:
+            return F.batch_norm(rows, *averages[id(mean)], weight, bias, True, momentum, eps)
+
+        return by_channels(normalized, x, axis, rank)
 
     nodes: dict[fx.Node, Callable[..., Tensor | None]] = {norm.node: averaged for norm in norms}
     for norm in norms:  # a layer in front of one is not to compute what it will when folded

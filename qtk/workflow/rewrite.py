@@ -66,7 +66,7 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
         plan = sim.plan_of(model) if rewritten else before.plan
         kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
         refuse_fixed(before, [site for site in before.quantizers if site not in kept])
-        simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked)
+        simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked, before.target)
         if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
             simulation = drop_sites(simulation, still_masked)
         for site, quantizer in simulation.quantizers.items():

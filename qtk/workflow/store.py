@@ -1,10 +1,11 @@
 """A simulation on disk: every tensor in safetensors, everything else in JSON; nothing is ever unpickled.
 
-``model.safetensors`` holds the state_dict (float parameters, buffers, scales and zero points; tied tensors once),
-buffers that are not persistent, and tensors that the model's code holds without registering them.
+``model.safetensors`` holds the state_dict (parameters, buffers, scales and zero points; tied tensors once),
+buffers that are not persistent, and tensors that the model's code holds without registering them. Quantized weights are
+float, or the codes of their quantizers.
 ``sim.json`` holds the arguments of ``QuantSim``, the plan, the steps of transforms (their tensors are in
 ``transforms.safetensors``), name, dtype and shape of every tensor, which quantizers are switched off, digests of the
-files, and that of the model's arithmetic.
+files, that of the model's arithmetic, and the quantizers of weights that are stored as codes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -38,9 +40,10 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
 from qtk.transforms.steps import Step, make, steps_of
 from qtk.transforms.steps_json import steps_from_json, steps_to_json
+from qtk.workflow.packed_weights import packed_weights, restored_weight
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 
-FORMAT, VERSION, READ_VERSIONS = "qtk.sim", 5, (4, 5)
+FORMAT, VERSION, READ_VERSIONS = "qtk.sim", 6, (4, 5, 6)
 STATE_FILE, STEPS_FILE, SIM_FILE = "model.safetensors", "transforms.safetensors", "sim.json"
 OLD_FLAGS = ("frozen", "rewrote_weight")
 """Flags of quantizers that version 4 stored beside the tensors; they are in the ``state_dict`` now."""
@@ -50,6 +53,9 @@ BYPASSED = "bypassed"
 
 LISTED = 10
 """Findings that an error lists."""
+
+StoredWeights: TypeAlias = Literal["float", "integer"]
+"""Whether quantized weights are stored as they are, or as the codes of their quantizers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +93,7 @@ def save(
     simulation: Simulation,
     *,
     arguments: Mapping[str, object],
+    weights: StoredWeights = "float",
     force: bool = False,
 ) -> None:
     """Writes a simulation into a new directory, completely or not at all.
@@ -95,15 +102,19 @@ def save(
         directory: the new directory.
         simulation: the simulation to save; its tensors may have any layout, and share memory.
         arguments: keyword arguments that ``QuantSim`` is to be called with again; JSON values.
+        weights: ``"integer"`` stores quantized weights as codes.
         force: replace an existing directory.
 
-    Raises: ExportError if the directory exists or cannot be written, or the model is on the meta device.
+    Raises: ExportError if the directory exists or cannot be written, the model is on the meta device, or its weights
+        cannot be stored as codes.
     """
     if is_dry_run(simulation.model):
         raise ExportError(META)
     state = {name: _whole(name, tensor) for name, tensor in _full_state(simulation.model).items()}
     originals = _originals(state)
-    kept = {name: tensor.detach().contiguous() for name, tensor in state.items() if originals[name] == name}
+    packed = packed_weights(simulation, state) if weights == "integer" else {}
+    kept = {name: packed[name].codes if name in packed else tensor.detach().contiguous()
+            for name, tensor in state.items() if originals[name] == name}
     steps, step_tensors = steps_to_json(steps_of(simulation.model))
     record: dict[str, object] = {
         "format": FORMAT,
@@ -116,6 +127,8 @@ def save(
         "steps": steps,
         "tensors": {name: _fingerprint(tensor) for name, tensor in state.items()},
         "tied": {name: original for name, original in originals.items() if original != name},
+        "packed": {name: {"spec": weight.spec.to_json(), "quantizer": weight.quantizer}
+                   for name, weight in packed.items()},
         "flags": {BYPASSED: [site.name for site, q in simulation.quantizers.items() if q.mode is Mode.BYPASS]},
     }
     with staged_directory(directory, force=force) as folder:
@@ -146,15 +159,17 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     match record:
         case {
             "arguments": dict(arguments), "plan": dict(plan), "steps": list(steps), "tensors": dict(tensors),
-            "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic),
+            "tied": dict(tied), "flags": dict(flags), "digests": dict(digests), "arithmetic": str(arithmetic), **rest,
         }:
+            packed = rest.get("packed", {})
             is_known = all(isinstance(sites, list) for sites in flags.values()) and (
                 all(isinstance(original, str) for original in tied.values())
+                and isinstance(packed, dict) and packed.keys() <= tensors.keys()
                 and arguments.keys().isdisjoint(("model", "example_inputs", "in_place"))
             )
         case _:
-            is_known = False
-    if not is_known:
+            is_known, packed = False, None
+    if not is_known or not isinstance(packed, dict):
         raise EncodingError(f"{Path(directory) / SIM_FILE} is not a saved simulation")
     for name, digest in digests.items():
         if _digest(Path(directory) / name) != digest:
@@ -163,6 +178,7 @@ def load(directory: str | os.PathLike[str]) -> Stored:
     path = Path(directory) / STATE_FILE
     state = _tensors(path)
     step_tensors = _tensors(Path(directory) / STEPS_FILE) if (Path(directory) / STEPS_FILE).is_file() else {}
+    state |= {name: restored_weight(name, how, state, tensors[name]) for name, how in packed.items()}
     state |= {name: state[original] for name, original in tied.items() if original in state}
     if {name: _fingerprint(tensor) for name, tensor in state.items()} != tensors:
         raise EncodingError(f"{path} does not hold the tensors that {SIM_FILE} lists; the files are of two simulations")

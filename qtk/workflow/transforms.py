@@ -10,7 +10,7 @@ from qtk.registry import Registry, configured
 from qtk.transforms.result import TransformResult
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.fold_batch_norms import fold_batch_norms
-from qtk.workflow.forward_pass import Data
+from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.rewrite import Rewritable
 from qtk.workflow.smooth_quant import apply_smooth_quant, migration_strength
 
@@ -18,8 +18,11 @@ from qtk.workflow.smooth_quant import apply_smooth_quant, migration_strength
 class Transform(Protocol):
     """A transform with its settings: a frozen dataclass of plain numbers."""
 
-    def apply(self, sim: Rewritable, data: Data, *, num_batches: int | None = None) -> TransformResult:
-        """Applies it to a simulation; ``data`` are batches of inputs, for those that need some."""
+    def apply(
+        self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True,
+    ) -> TransformResult:
+        """Applies it to a simulation; ``data``, ``forward`` and the rest are for those that need data."""
         ...
 
 
@@ -28,7 +31,10 @@ class Transform(Protocol):
 class FoldBatchNorms:
     """``qtk.fold_batch_norms``."""
 
-    def apply(self, sim: Rewritable, data: Data, *, num_batches: int | None = None) -> TransformResult:
+    def apply(
+        self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True,
+    ) -> TransformResult:
         return fold_batch_norms(sim)
 
 
@@ -37,7 +43,10 @@ class FoldBatchNorms:
 class Equalize:
     """``qtk.equalize_model``."""
 
-    def apply(self, sim: Rewritable, data: Data, *, num_batches: int | None = None) -> TransformResult:
+    def apply(
+        self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True,
+    ) -> TransformResult:
         return equalize_model(sim)
 
 
@@ -51,9 +60,13 @@ class SmoothQuant:
     def __post_init__(self) -> None:
         migration_strength("auto" if self.alpha is None else self.alpha)
 
-    def apply(self, sim: Rewritable, data: Data, *, num_batches: int | None = None) -> TransformResult:
+    def apply(
+        self, sim: Rewritable, data: Data, *, forward: Forward | None = None, num_batches: int | None = None,
+        progress: bool = True,
+    ) -> TransformResult:
         alpha = "auto" if self.alpha is None else self.alpha
-        return apply_smooth_quant(sim, data, alpha=alpha, num_batches=num_batches)  # type: ignore[arg-type]
+        return apply_smooth_quant(sim, data, alpha=alpha, forward=forward,  # type: ignore[arg-type]
+                                  num_batches=num_batches, progress=progress)
 
 
 TRANSFORMS = Registry[Transform]("transform")

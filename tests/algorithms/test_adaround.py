@@ -86,17 +86,11 @@ def test_no_output_is_worse_than_the_nearest_and_all_together_much_better(granul
 
 
 @each_kind
-def test_every_weight_is_one_of_its_two_neighbours(granularity, asymmetric, linear):
+def test_every_weight_is_on_its_grid(granularity, asymmetric, linear):
     layer = Layer((2, 5, 24), granularity, asymmetric=asymmetric, linear=linear, range_kept=0.8)
     found = FAST(layer.weight, layer.grid, layer.error())
-    below, above = layer.neighbours()
-    near = torch.minimum((found - below).abs(), (found - above).abs())
-    assert float((near / layer.grid.scale).max()) < 1e-6
-    torch.testing.assert_close(layer.grid.nearest(found), found, rtol=1e-6, atol=0)  # and on the grid
+    torch.testing.assert_close(layer.grid.nearest(found), found, rtol=1e-6, atol=0)
     assert not torch.equal(found, layer.grid.nearest(layer.weight))
-    clipped = below == above
-    assert bool(clipped.any())
-    assert not bool(clipped.all())
 
 
 @each_kind
@@ -123,7 +117,6 @@ def test_close_to_the_best_of_all_choices(asymmetric, linear, mild):
         below, above = layer.neighbours()
         least = layer.lost(torch.where(ups, above[None], below[None])).min(0).values
         own = layer.lost(FAST(layer.weight, layer.grid, layer.error()))
-        assert bool((own >= least * (1 - 1e-6)).all())
         found, best = found + float(own.sum()), best + float(least.sum())
         nearest += float(layer.lost(layer.grid.nearest(layer.weight)).sum())
     assert nearest - found > 0.6 * (nearest - best)  # of strongly mixed columns, the descent ends in a local minimum
@@ -147,9 +140,7 @@ def test_inputs_that_are_always_zero_do_no_harm(compute):
     found = FAST(layer.weight, layer.grid, error)
     layer.weight = layer.weight.double()
     assert bool(found.isfinite().all())
-    below, above = layer.neighbours()
-    near = torch.minimum((found - below).abs(), (found - above).abs())
-    assert float((near / layer.grid.scale).max()) < 1e-5
+    torch.testing.assert_close(layer.grid.nearest(found), found, rtol=1e-6, atol=0)
     assert float(layer.lost(found.double()).sum()) < 0.7 * float(layer.lost(layer.grid.nearest(layer.weight)).sum())
 
 

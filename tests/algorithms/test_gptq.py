@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtk.algorithms.gptq import gptq
+from qtk.algorithms import gptq as module
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.core.dtypes import dtype
 from qtk.core.granularity import WHOLE
@@ -34,6 +34,11 @@ def grid_of(weight, scale, zero, block_size):
     steps = expand(scale, weight.shape, block_size).expand(weight.shape)
     zeros = None if zero is None else expand(zero, weight.shape, block_size).expand(weight.shape).int()
     return WeightGrid(QuantSpec(dtype("int4" if zero is None else "uint4"), symmetric=zero is None), steps, zeros)
+
+
+def gptq(weight, hessian, grid, linear=None, **settings):
+    """One group of outputs."""
+    return module.gptq(weight[None], hessian[None], grid[None], None if linear is None else linear[None], **settings)[0]
 
 
 def textbook(weight, gram, scale_of, zero_of, codes, damping, order):
@@ -121,3 +126,48 @@ def test_what_makes_no_sense_is_refused():
     broken = torch.full((WIDTH, WIDTH), 5.0, dtype=torch.float64) - 10 * torch.eye(WIDTH, dtype=torch.float64).flip(0)
     with pytest.raises(CalibrationError, match="too alike"):
         gptq(weight, broken, grid_of(weight, scale, None, (1, WHOLE)), damping=1e-9)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_linear_term_moves_the_weights_to_those_of_least_error_first(act_order):
+    weight, x, scale, _, codes = problem(False, (1, WHOLE))
+    gram = x.T @ x
+    linear = 40 * torch.randn(OUT, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+    own = gptq(
+        weight.double(), gram, grid_of(weight, scale, None, (1, WHOLE)), linear, act_order=act_order, columns_at_once=7
+    )
+    damped = gram + 0.01 * gram.diagonal().mean() * torch.eye(WIDTH)
+    order = gram.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(WIDTH)
+    scales = scale[:, None].expand(OUT, WIDTH)
+    expected = textbook(
+        weight.double() + linear @ torch.linalg.inv(damped), gram, scales, torch.zeros(OUT, WIDTH), codes, 0.01, order
+    )
+    torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(own, gptq(weight.double(), gram, grid_of(weight, scale, None, (1, WHOLE))))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_groups_are_rounded_together_as_each_alone(act_order):
+    problems = [problem(True, (1, WHOLE)), problem(False, (1, WHOLE), dead=True)]
+    grams = torch.stack([x.T @ x * (index + 1) for index, (_, x, *_) in enumerate(problems)])
+    weights = torch.stack([problems[0][0], problems[1][0].flip(0)])
+    grids = [grid_of(weight, problems[0][2], problems[0][3], (1, WHOLE)) for weight in weights]
+    both = WeightGrid(
+        grids[0].spec, torch.stack([each.scale for each in grids]), torch.stack([each.zero_point for each in grids])
+    )
+    together = module.gptq(weights, grams, both, act_order=act_order)
+    for group in range(2):
+        assert torch.equal(together[group], gptq(weights[group], grams[group], grids[group], act_order=act_order))
+
+
+def test_a_hessian_that_float32_cannot_factorize_is_factorized_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(64, 1, generator=generator) @ (1 + torch.rand(1, 512, generator=generator))
+    gram = (x.double().T @ x.double()).float()
+    damped = gram + 1e-5 * gram.diagonal().mean() * torch.eye(512)
+    assert torch.linalg.cholesky_ex(damped)[1] > 0
+    weight = torch.randn(2, 512, generator=generator)
+    grid = grid_of(weight, torch.full((2,), 0.3), None, (1, WHOLE))
+    found = gptq(weight, gram, grid, damping=1e-5), grid.nearest(weight)
+    losses = [(x @ (weight - rounded).T).square().sum() for rounded in found]
+    assert losses[0] < 1e-3 * losses[1]

@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (  # lowest first; an import goes down, or
     ("transforms", "layerwise", "export"),
     ("workflow",),
     ("quantsim",),
+    ("auto",),
     ("demo",),
     ("cli",),
 )

@@ -37,6 +37,13 @@ ELSEWHERE = {
     "transforms/weight_rules.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/channel_findings.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/absorbers.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "auto/choices.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
+    "workflow/float_outputs.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
+    "auto/ladder.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
+    "auto/trial*.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
+    "report/page.py": ("tests/workflow/test_report.py", "sim.report"),
+    "report/svg.py": ("tests/workflow/test_report.py", "sim.report"),
+    "report/account.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
     "layerwise/ranks.py": ("tests/observers/test_ranks.py", "qtk.apply_layerwise"),
 }
 """File of qtk, or glob → the test file that covers it, and what that names to run it."""

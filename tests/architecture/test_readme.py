@@ -1,24 +1,22 @@
-"""What the README shows, runs: every python block in a fresh interpreter, every config block through the loader."""
+"""What the README shows, runs: every python block in a fresh interpreter."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from qtk.config.load import load_config
+from tests.docs.pages import blocks as blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return blocks_of(README, language)
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
@@ -32,11 +30,5 @@ def test_python_block_runs_as_pasted(number: int, tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
 
 
-@pytest.mark.parametrize("number", range(len(blocks("yaml"))))
-def test_config_block_loads(number: int) -> None:
-    assert load_config(yaml.safe_load(blocks("yaml")[number])).version == 1
-
-
 def test_there_is_something_to_run() -> None:
     assert blocks("python")
-    assert blocks("yaml")

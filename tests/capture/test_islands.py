@@ -233,7 +233,7 @@ def test_compare_measures_every_leading_site(name):
     errors = sim.compare(SIZES, forward=lambda model, size: entry.run(model, size), progress=False)
     leading = {site.name for site, decided in sim.plan.items() if decided.leader is None}
     assert {error.site for error in errors} == leading
-    figures = [error.sqnr_db for error in errors if not math.isnan(error.sqnr_db)]
+    figures = [error.own_sqnr_db for error in errors if not math.isnan(error.own_sqnr_db)]
     assert figures == sorted(figures)
     assert all(error.unpaired for error in errors if math.isnan(error.sqnr_db))
     assert {error.site for error in errors if error.sqnr_db > 30} >= weights(name)

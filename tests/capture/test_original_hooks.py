@@ -73,6 +73,35 @@ def test_what_computes_parameters_is_captured_without_a_warning(change):
     torch.testing.assert_close(prepared(x), model(x))
 
 
+class Half(prune.BasePruningMethod):
+    """A user's own way of pruning."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        mask = default_mask.clone()
+        mask.view(-1)[::2] = 0
+        return mask
+
+    def __call__(self, module, args):
+        super().__call__(module, args)
+
+
+@pytest.mark.parametrize("registered", [
+    lambda hook: hook, lambda hook: hook.__call__, functools.partial,
+    lambda hook: functools.partial(functools.partial(hook.__call__)),
+], ids=["object", "method", "partial", "partials"])
+def test_a_subclass_of_torchs_and_what_wraps_it_are_captured_too(registered):
+    model, x = net(), torch.randn(3, 4)
+    Half.apply(model[1][1], "weight")
+    ((key, hook),) = model[1][1]._forward_pre_hooks.items()
+    model[1][1]._forward_pre_hooks[key] = registered(hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        prepared = qtk.prepare_model(model, x)
+    assert torch.equal(prepared(x), model(x))
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -163,7 +163,6 @@ def test_compiles_whole():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for batch in (2, 5):
         assert torch.equal(compiled(entry.inputs(batch)), model(entry.inputs(batch)))
-    torch.compiler.reset()
 
 
 def attributes_of_a_prepared_graph():

@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,3 +179,128 @@ def test_children_that_run_in_train_mode_alone_keep_their_parameters():
     assert torch.equal(prepared.train()(X), model.train()(X))
     prepared(X).sum().backward()
     assert model.inner[0].mix.weight.grad is not None
+
+
+class Given(nn.Module):
+    """Does what functions say, in eval mode and in train mode."""
+
+    def __init__(self, train, evaluate=lambda x: x):
+        super().__init__()
+        self.train_mode, self.eval_mode = train, evaluate
+
+    def forward(self, x):
+        return self.train_mode(x) if self.training else self.eval_mode(x)
+
+
+def raises(error):
+    def raising(x):
+        raise error
+    return raising
+
+
+def test_one_that_seldom_acts_is_tried_more_than_once():
+    seldom = Given(lambda x: x + 1 if torch.rand(()) < 0.1 else x)
+    assert found(Net(seldom)) == {"inner.0": False}
+
+
+@pytest.mark.parametrize("train", [
+    lambda x: x[:2], lambda x: x.double(), lambda x: (x + 1, x), lambda x: x, raises(ValueError("only with labels")),
+], ids=["shape", "dtype", "tuple", "nothing", "raises"])
+def test_what_returns_something_else_in_train_mode_or_nothing_new_is_not_found(train):
+    assert found(Net(Given(train))) == {}
+
+
+def test_a_lack_of_memory_is_no_verdict_and_the_hooks_are_gone_all_the_same():
+    model = Net(Given(raises(torch.OutOfMemoryError("planted"))))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        found(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_hands_on_its_input_in_one_of_its_calls_only_is_not_found():
+    class Twice(Net):
+        def forward(self, x):
+            return self.inner[0](self.inner[0](self.first(x)))
+
+    for first in (True, False):
+        calls = []
+        alternating = Given(torch.zeros_like, lambda x, calls=calls, first=first: (
+            calls.append(1), x if (len(calls) == 1) is first else x + 0)[1])
+        assert found(Twice(alternating)) == {}
+
+
+def test_one_that_is_in_train_mode_already_or_called_by_name_is_not_found():
+    class Named(Net):
+        def forward(self, x):
+            return self.inner[0](x=x)
+
+    class Flagged(nn.Module):
+        def forward(self, x, flag=False):
+            return x + 1 if self.training else x
+
+    class Flags(Net):
+        def forward(self, x):
+            return self.inner[0](x, flag=True)
+
+    calls = []
+    assert found(Named(Noise())) == found(Flags(Flagged())) == {}
+    model = Net(Given(lambda x: (calls.append(1), x if len(calls) == 1 else x + 1)[1])).eval()
+    model.inner[0].train()
+    with finding_train_only(model) as train_only, torch.no_grad():
+        model(X)
+    assert train_only == {}
+
+
+def test_a_call_that_raises_and_is_caught_hides_no_other():
+    class Catches(Net):
+        def forward(self, x):
+            try:
+                self.inner[0](x)
+            except ValueError:
+                return self.last(self.inner[1](x))
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = Given(torch.zeros_like, raises(ValueError("planted")))
+
+        def forward(self, x):
+            return self.inside(x)
+
+    class Tries(Around):
+        def forward(self, x):
+            try:
+                return super().forward(x)
+            except ValueError:
+                return x + 1 if self.training else x
+
+    assert found(Catches(Around(), Noise())) == {"inner.1": False}
+    assert found(Net(Tries())) == {}
+
+
+def test_tensors_of_inference_mode_are_passed_over():
+    model = Net(Noise()).eval()
+    with torch.inference_mode(), finding_train_only(model) as train_only:
+        model(torch.randn(4, 8))
+    assert train_only == {}
+
+
+def test_finding_leaves_the_random_numbers_of_numpy_alone():
+    before = np.random.get_state()[1].copy()
+    assert found(Net(Given(lambda x: x + float(np.random.rand())))) == {"inner.0": False}
+    assert (np.random.get_state()[1] == before).all()
+
+
+def test_scripted_modules_are_passed_over():
+    assert found(Net(torch.jit.script(nn.Dropout(0.5)), nn.Dropout(0.5))) == {"inner.1": False}
+
+
+def test_a_forward_of_an_instance_comes_back():
+    model = Net(Noise(), Noise()).eval()
+    own = model.inner[0].forward = lambda x: x * 2
+    with as_ops(model, dict.fromkeys(model.inner, False)):
+        assert model.inner[0].forward is not own
+    assert model.inner[0].forward is own
+    assert "forward" not in vars(model.inner[1])
+    with as_ops(model.inner[0], {model.inner[0]: False}):  # what is captured by itself runs
+        assert model.inner[0].forward is own

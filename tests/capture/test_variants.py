@@ -97,6 +97,30 @@ def test_constants_that_differ_have_names_of_their_own_and_equal_ones_are_one():
     assert sorted(float(buffer[0]) for buffer in main.buffers()) == [1.0, 2.0]
 
 
+class Twin(nn.Module):
+    """A tensor that is no member, read by one kind of call alone, and a member of like name and value."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.fc, self.mask = nn.Linear(8, 8), torch.ones(8)
+        self.register_buffer("mask_2", torch.ones(8), persistent=persistent)
+
+    def forward(self, x):
+        return self.fc(x) * (self.mask_2 if x.ndim == 3 else self.mask)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_buffer_that_changes_is_no_constant_of_another_graph(persistent):
+    model = Twin(persistent)
+    main = copy.deepcopy(prepare_model(model, CUBE, variants=[MATRIX]))
+    before = main(MATRIX)
+    with torch.no_grad():
+        main.get_buffer("mask_2").fill_(3.0)
+    assert torch.equal(main(MATRIX), before)
+    torch.testing.assert_close(main(CUBE), 3 * model(CUBE))
+    assert len(list(main.buffers())) == 2
+
+
 class Heads(nn.Module):
     """Attention with a mask or none; a residual sum behind the ops that prepare the mask."""
 

@@ -97,6 +97,19 @@ def partial_net():
 def bad_net():
     raise ValueError("no such weights")
 
+def padded_net():
+    class PaddedNet(nn.Module):
+        def forward(self, x, mask):
+            return torch.relu(x)
+    return PaddedNet()
+
+def padded():
+    x = torch.full((2, 4, 3), 5.0)
+    x[:, 3] = 1000.0
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[:, 3] = False
+    return [((x, mask), torch.zeros(2, 4))]
+
 def stops():
     yield torch.zeros(2, 6), torch.zeros(2)
     raise SystemExit(0)
@@ -111,6 +124,18 @@ class Unstarted(list):
 
 def unstarted():
     return Unstarted([0])
+
+def token_net():
+    class TokenNet(Net):
+        def forward(self, x):
+            return super().forward(x).mean(1)
+    torch.manual_seed(2)
+    return TokenNet()
+
+def sentences():
+    generator = torch.Generator().manual_seed(3)
+    for length in (5, 8, 3):
+        yield torch.randn(4, length, 6, generator=generator), torch.zeros(4, dtype=torch.long)
 
 def number():
     return 3
@@ -133,7 +158,7 @@ def project(tmp_path, monkeypatch):
                 "data": {"calibration": f"{self.module}:calibration", "evaluation": f"{self.module}:evaluation"},
                 "settings": [{"name": "w8a8", "weight_bits": 8, "activation_bits": 8}],
                 "exports": ["encodings_json"],
-                "output": str(tmp_path / "results"),
+                "output": str(tmp_path / "results"), "report": False,
             }
             return {key: value for key, value in (content | changes).items() if value is not None}
 

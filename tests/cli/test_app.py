@@ -75,6 +75,47 @@ def test_wrong_usage_is_exit_code_2():
     assert invoke("inspect").exit_code == 2
 
 
+def test_the_version_is_that_of_the_package():
+    result = invoke("--version")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"qtk {version('qtk')}, torch {version('torch')}\n"
+
+
+def test_quiet_leaves_progress_out_and_keeps_results(project):
+    result = invoke("quantize", project.recipe(), "--quiet")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "W8A8" in result.stdout
+    assert invoke("quantize", project.recipe(), "-q").stderr.startswith("error: ")
+
+
+def test_bars_stay_out_of_a_pipe(project):
+    settings = [{"name": "a", "weight_bits": 4, "transforms": ["smooth_quant"], "layerwise": ["seq_mse"]}]
+    run = subprocess.run(
+        [sys.executable, "-m", "qtk.cli.app", "quantize", project.recipe(settings=settings)],
+        capture_output=True, text=True, check=False, env=environment(),
+    )
+    assert run.returncode == 0, run.stderr
+    assert "calibrating" in run.stderr
+    assert "\r" not in run.stderr
+    assert "it/s" not in run.stderr
+    assert "batch/s" not in run.stderr
+
+
+def test_compare_prints_a_table_of_sites_for_each_setting(project):
+    result = invoke("compare", project.recipe(), "--top", "2")
+    assert result.exit_code == 0, result.output
+    assert "net, w8a8: worst sites first" in result.stdout
+    assert "SQNR, dB" in result.stdout
+
+
+def test_inspect_of_a_bare_name_says_what_to_write():
+    pytest.importorskip("timm")
+    result = invoke("inspect", "resnet18")
+    assert result.exit_code == 1
+    assert "timm:resnet18" in result.stderr
+
+
 def test_inspect_prints_the_plan(project):
     result = invoke("inspect", f"{project.module}:net", "--input-shape", "2,6", "--activation-bits", "0")
     assert result.exit_code == 0, result.output

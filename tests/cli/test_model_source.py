@@ -49,7 +49,7 @@ def test_pretrained_weights_are_asked_of_the_library(monkeypatch):
         ("timm:resnet81", None, "models.a: timm has no model 'resnet81'; did you mean 'resnet18'"),
         ("torchvision:mobilenet_v4", None, "torchvision has no model 'mobilenet_v4'; did you mean 'mobilenet_v2'"),
         ("demo:digits_cn", None, "unknown demo model 'digits_cn'; did you mean 'digits_cnn'"),
-        ("resnet18", None, "models.a: got 'resnet18'; must be module:callable"),
+        ("no_such_net", None, "models.a: got 'no_such_net'; must be module:callable"),
         ("math:hypot", "pretrained", "weights: pretrained is for timm: and torchvision:"),
         ("collections:OrderedDict", None, r"OrderedDict\(\) returned a OrderedDict; it must return an nn.Module"),
     ],
@@ -112,3 +112,20 @@ def test_a_file_without_a_state_dict(tmp_path):
     torch.save([torch.zeros(2)], tmp_path / "w.pth")
     with pytest.raises(ConfigError, match="must hold a state_dict"):
         load_weights(nn.Linear(2, 2), tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize(("name", "written"), [
+    ("resnet18", "timm:resnet18 or torchvision:resnet18"),
+    ("squeezenet1_1", "torchvision:squeezenet1_1"),
+    ("digits_cnn", "demo:digits_cnn"),
+])
+def test_a_name_without_its_library_is_answered_with_it(name, written):
+    for library in ("timm", "torchvision"):
+        pytest.importorskip(library)
+    with pytest.raises(ConfigError, match=f"'{name}' does not say where the model is from; write {written}$"):
+        build_model(name)
+
+
+def test_a_name_that_no_library_has_is_a_wrong_locator():
+    with pytest.raises(ConfigError, match="module:callable"):
+        build_model("no_such_model_anywhere")

@@ -14,7 +14,7 @@ from qtk.cli.app import app
 from qtk.cli.model_source import build_model
 from qtk.cli.quantize import export, quantize
 from qtk.cli.recipe import load_recipe
-from qtk.errors import CalibrationError, ConfigError, ExportError
+from qtk.errors import CalibrationError, ConfigError, ExportError, QtkError
 from qtk.export import encodings_json
 from qtk.export.onnx.session import create_session
 
@@ -53,7 +53,34 @@ def test_every_model_is_measured_in_every_setting(project, tmp_path):
 def test_layer_wise_steps_improve_a_setting(project, tmp_path):
     better = {**W4, "name": "better", "layerwise": ["seq_mse", "gptq", "bias_correction"]}
     scores = run(project, tmp_path, settings=[W4, better]).models["net"]
-    assert scores["better"].sqnr_db > scores["w4"].sqnr_db + 3
+    assert scores["better"].sqnr_db > scores["w4"].sqnr_db + 2
+
+
+def test_a_page_to_look_at_lies_beside_the_exports(project, tmp_path):
+    found = {**W4, "name": "found", "auto": {"max_drop": 1.0}}
+    scores = run(project, tmp_path, settings=[W8A8, found], report=True).models["net"]
+    text = (tmp_path / "results/net/w8a8/report.html").read_text(encoding="utf-8")
+    assert "<h1>net w8a8</h1>" in text
+    assert f"<b>{scores['w8a8'].value:.4g}</b><span>top1, 1 in float</span>" in text
+    assert "What was tried" not in text
+    assert "What was tried" in (tmp_path / "results/net/found/report.html").read_text(encoding="utf-8")
+    export(load_recipe(project.recipe(report=True)), tmp_path / "exported", force=False, console=silent())
+    assert files_of(tmp_path / "exported") == ["net/w8a8/encodings.json", "net/w8a8/report.html"]
+
+
+def test_auto_finds_what_reaches_the_drop(project, tmp_path):
+    low = {**W4, "weight_bits": 2}
+    auto = {**low, "name": "auto", "auto": {"max_drop": -1.0}}  # never reached, so that all is tried
+    recipe, printed = load_recipe(project.recipe(settings=[low, auto])), io.StringIO()
+    scores = quantize(recipe, tmp_path / "results", force=False, console=Console(file=printed, width=200)).models["net"]
+    assert scores["auto"].sqnr_db > scores["w4"].sqnr_db + 2
+    assert "drop of top1, at most -1 asked" in printed.getvalue()
+    assert "auto: not reached, nothing else is left to try" in printed.getvalue()
+    exported = [{**auto, "auto": {"max_drop": 100.0}}]
+    printed = io.StringIO()
+    export(load_recipe(project.recipe(settings=exported)), tmp_path / "exported", force=False,
+           console=Console(file=printed, width=200))
+    assert "drop of output error, at most 100 asked" in printed.getvalue()
 
 
 def test_transforms_run_in_order_before_calibration(project, tmp_path):
@@ -66,6 +93,32 @@ def test_transforms_run_in_order_before_calibration(project, tmp_path):
     assert "1 applied" in made[0]
     assert made[2].endswith("the model has no batch norm to fold")
     assert lines.index("net: calibrating w8a8") > lines.index(f"net: w8a8: {made[-1]}")
+
+
+def test_encodings_of_a_file_are_kept_and_the_others_computed(project, tmp_path):
+    run(project, tmp_path, settings=[W8A8])
+    file = tmp_path / "results/net/w8a8/encodings.json"
+    data = json.loads(file.read_text())
+    record = data["encodings"]["first.weight"]
+    record["scale"] = [2 * scale for scale in record["scale"]]
+    data["encodings"] = {"first.weight": record}
+    (project.folder / "known.json").write_text(json.dumps(data))
+    printed, known = io.StringIO(), {**W8A8, "name": "known", "encodings": "known.json"}
+    quantize(load_recipe(project.recipe(settings=[W8A8, known])), tmp_path / "again", force=False,
+             console=Console(file=printed, width=200))
+    one, other = (encodings_json.read(tmp_path / "again/net" / name / "encodings.json") for name in ("w8a8", "known"))
+    assert other["first.weight"].scale.tolist() == record["scale"] != one["first.weight"].scale.tolist()
+    assert other["second.weight"].equals(one["second.weight"])
+    assert "known.json: 1 encodings loaded and frozen" in printed.getvalue()
+
+
+def test_the_recipe_names_the_input_that_says_which_tokens_count(project, tmp_path):
+    padded = f"{project.module}:padded"
+    models = [{"name": "net", "model": f"{project.module}:padded_net"}]
+    run(project, tmp_path, models=models, data={"calibration": padded, "evaluation": padded, "valid": "mask"})
+    (file,) = (tmp_path / "results" / "net" / "w8a8").rglob("encodings.json")
+    largest = float(encodings_json.read(file)["relu:out"].maximum)
+    assert largest == pytest.approx(5.0, rel=0.01), "the padding of 1000 counted"
 
 
 def test_the_results_are_files(project, tmp_path):
@@ -299,3 +352,14 @@ def test_an_exit_code_tells_of_a_failed_setting(project, tmp_path):
     assert result.exit_code == 1
     assert "error: net bad failed: " in result.stderr
     assert "written to" in result.stdout
+
+
+def test_sequences_of_any_length_are_quantized_measured_and_exported(project, tmp_path):
+    pytest.importorskip("onnxruntime")
+    data = {key: f"{project.module}:sentences" for key in ("calibration", "evaluation")}
+    model = {"name": "net", "model": f"{project.module}:token_net"}
+    with pytest.raises(QtkError, match='dynamic_shapes="all"'):
+        run(project, tmp_path, models=[model], data=data, exports=["onnx"])
+    summary = run(project, tmp_path, models=[model | {"dynamic_shapes": "all"}], data=data, exports=["onnx"])
+    assert not summary.failed()
+    assert summary.models["net"]["w8a8"].onnxruntime_agreement == 1.0

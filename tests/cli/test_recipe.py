@@ -91,6 +91,7 @@ def test_widths_left_out_are_those_of_the_config(project):
         ({"config": {"version": 1, "rules": [{"match": {"op": "conv4d"}, "weight": "float"}]}},
          r"rules\[0\]\.match\.op: .* 'conv4d'"),
         ({"config": {"version": 1, "defaults": {"weight": {"scheme": "msee"}}}}, "scheme: unknown scheme 'msee'"),
+        ({"settings": [{"name": "a", "encodings": "gone.json"}]}, r"a: encodings: gone\.json does not exist"),
         ({"exports": ["onx"]}, "unknown export format 'onx'; did you mean 'onnx'"),
         ({"onnx_for": ["w8a9"]}, "onnx_for: no setting is called 'w8a9'; did you mean 'w8a8'"),
         ({"data": {"calibration": "x:y", "num_batches": 0}}, r"data\.num_batches: got 0; must be at least 1"),
@@ -129,3 +130,11 @@ def test_a_name_is_one_of_a_folder(project, name):
     for key, entry in (("models", {"name": name, "model": f"{project.module}:net"}), ("settings", {"name": name})):
         with pytest.raises(ConfigError, match=rf"{key}\[0\]\.name"):
             load_recipe(project.recipe(**{key: [entry]}))
+
+
+def test_shapes_that_may_vary_are_a_key_of_the_model(project):
+    models = [{"name": "net", "model": f"{project.module}:net"},
+              {"name": "free", "model": f"{project.module}:net", "dynamic_shapes": "all"}]
+    assert [model.dynamic_shapes for model in load_recipe(project.recipe(models=models)).models] == ["batch", "all"]
+    with pytest.raises(ConfigError, match=r"models\[0\].dynamic_shapes: got 'some'"):
+        load_recipe(project.recipe(models=[models[0] | {"dynamic_shapes": "some"}]))

@@ -7,28 +7,30 @@ import torch
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel
-from qtk.core.site import Site
-from qtk.core.spec import QuantSpec
+from qtk.core.spec import QuantSpec, ScaleFormat
 from qtk.errors import EncodingError, ExportError
 from qtk.export import encodings_aimet
+from qtk.export.aimet.fields import NamedEncoding
 from qtk.export.encodings_aimet import read
 
 SHAPES = {"fc.weight": (3, 20), "head.weight": (6, 4)}
 
 
-def by_site(encodings):
+def named(encodings):
     """A name with a colon is that of an operator's output, one without that of a parameter."""
-    ports = {name: name.partition(":") for name in encodings}
-    return {Site(place, "", port) if port else Site.parameter(place): encodings[name]
-            for name, (place, _, port) in ports.items()}
+    return [NamedEncoding(name, each, ":" not in name, SHAPES.get(name)) for name, each in encodings.items()]
+
+
+def export_0_6_1(encodings, path):
+    encodings_aimet.export_0_6_1(named(encodings), path)
 
 
 def export_1_0_0(encodings, path):
-    encodings_aimet.export_1_0_0(by_site(encodings), path)
+    encodings_aimet.export_1_0_0(named(encodings), path)
 
 
 def export_2_0_0(encodings, path):
-    encodings_aimet.export_2_0_0(by_site(encodings), path)
+    encodings_aimet.export_2_0_0(named(encodings), path)
 
 
 def zeros(*values: int) -> torch.Tensor:
@@ -88,17 +90,46 @@ def test_schema_1_0_0_as_aimet_writes_it(encodings, tmp_path):
 
 
 def test_excluded_layers_are_named(encodings, tmp_path):
-    encodings_aimet.export_1_0_0(by_site(encodings), tmp_path / "e.json", excluded=["head", "blocks.0"])
+    encodings_aimet.export_1_0_0(named(encodings), tmp_path / "e.json", excluded=["head", "blocks.0"])
     assert json.loads((tmp_path / "e.json").read_text())["excluded_layers"] == ["head", "blocks.0"]
     assert set(read(tmp_path / "e.json", specs(encodings), shapes=SHAPES)) == set(encodings)
 
 
 def test_a_parameter_is_told_by_its_site_not_by_its_name(encodings, tmp_path):
-    odd = {Site.parameter("odd:weight"): encodings["conv.weight"], Site("relu", "", "out"): encodings["relu:out"]}
+    odd = [NamedEncoding("odd:weight", encodings["conv.weight"], is_parameter=True),
+           NamedEncoding("relu:out", encodings["relu:out"], is_parameter=False)]
     encodings_aimet.export_1_0_0(odd, tmp_path / "e.json")
     data = json.loads((tmp_path / "e.json").read_text())
     assert [record["name"] for record in data["param_encodings"]] == ["odd:weight"]
     assert [record["name"] for record in data["activation_encodings"]] == ["relu:out"]
+
+
+def without_blocks(encodings):
+    return {name: each for name, each in encodings.items() if not isinstance(each.spec.granularity, PerBlock)}
+
+
+def test_schema_0_6_1_keeps_every_bit_of_what_it_holds(encodings, tmp_path):
+    held = without_blocks(encodings)
+    export_0_6_1(held, tmp_path / "e.json")
+    back = read(tmp_path / "e.json", specs(held))
+    assert list(back) == [*(name for name in held if ":" in name), *(name for name in held if ":" not in name)]
+    assert all(back[name].equals(encoding) for name, encoding in held.items())
+    with pytest.raises(ExportError, match=r"fc\.weight: AIMET's schema 0\.6\.1 holds no blocks"):
+        export_0_6_1(encodings, tmp_path / "e.json")
+
+
+def test_schema_0_6_1_as_aimet_writes_it(encodings, tmp_path):
+    encodings_aimet.export_0_6_1(named(without_blocks(encodings)), tmp_path / "e.json", excluded=["head"])
+    data = json.loads((tmp_path / "e.json").read_text())
+    assert set(data) == {"version", "producer", "activation_encodings", "param_encodings", "excluded_layers"}
+    assert (data["version"], data["excluded_layers"]) == ("0.6.1", ["head"])
+    tenth = torch.tensor(0.1).item()
+    assert data["activation_encodings"]["relu:out"] == [{
+        "bitwidth": 8, "dtype": "int", "is_symmetric": "False", "min": tenth * -17, "max": tenth * 238, "offset": -17,
+        "scale": tenth,
+    }]
+    assert [record["offset"] for record in data["param_encodings"]["conv.weight"]] == [-8, -8]
+    assert {record["is_symmetric"] for record in data["param_encodings"]["conv.weight"]} == {"True"}
 
 
 def test_offset_is_the_real_minimum_in_scales_for_both_signs(encodings, tmp_path):
@@ -130,7 +161,7 @@ def test_schema_2_0_0_as_aimet_writes_it(encodings, tmp_path):
 
 
 @pytest.mark.parametrize("export", [export_1_0_0, export_2_0_0])
-@pytest.mark.parametrize("sizes", [(2, 2), (1, -1), (1, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1)])
 def test_blocks_the_schemas_cannot_hold(export, sizes, tmp_path):
     blocks = PerBlock(sizes)
     encoding = Encoding(QuantSpec(dtype("int8"), blocks, symmetric=True), torch.ones(blocks.qparam_shape((4, 4))))
@@ -181,6 +212,9 @@ def test_a_record_that_contradicts_the_plan(export, site, spec, encodings, tmp_p
     ("text", "message"),
     [
         ('{"version": "0.6.1", "activation_encodings": {}}', r"not an AIMET .* version is '0.6.1'"),
+        ('{"version": "0.6.1", "activation_encodings": {"relu:out": []}, "param_encodings": {}}', "relu:out: needs a"),
+        ('{"version": "0.6.1", "activation_encodings": {"relu:out": 1}, "param_encodings": {"relu:out": 1}}', "twice"),
+        ('{"version": "2.0.0", "encodings": [{"name": "relu:out"}, {"name": "relu:out"}]}', "'relu:out' twice"),
         ('{"version": "2.0.0", "encodings": [{"y_scale": 1.0}]}', "a record without a name"),
         ('{"version": "2.0.0", "encodings": [{"name": "relu:out", "output_dtype": "uint8"}]}', "relu:out: not a tens"),
         (
@@ -216,3 +250,38 @@ def test_small_floats_have_names_in_2_0_0_and_no_place_in_1_0_0(tmp_path):
     six = {"w": Encoding(QuantSpec(dtype("fp6_e3m2"), symmetric=True), torch.ones(1))}
     with pytest.raises(ExportError, match="not fp6_e3m2"):
         export_2_0_0(six, tmp_path / "six.json")
+
+
+def test_stacked_matrices_are_blocks_along_a_whole_axis_in_2_0_0_alone(tmp_path):
+    spec = QuantSpec(dtype("int8"), PerBlock((1, -1, 1)), symmetric=True)
+    shape = (4, 64, 16)
+    scale = torch.rand(spec.granularity.qparam_shape(shape)) + 0.1
+    tensors = [NamedEncoding("experts", Encoding(spec, scale), is_parameter=True, shape=shape)]
+    encodings_aimet.export_2_0_0(tensors, tmp_path / "e.json")
+    (record,) = json.loads((tmp_path / "e.json").read_text())["encodings"]
+    assert (record["axis"], record["block_size"], len(record["y_scale"]), len(record["y_scale"][0])) == (1, 64, 4, 1)
+    back = read(tmp_path / "e.json", {"experts": spec}, shapes={"experts": shape})
+    assert torch.equal(back["experts"].scale, scale)
+    with pytest.raises(ExportError, match=r"experts: AIMET's schema 1\.0\.0 stores no axis, .* schema 2\.0\.0 holds"):
+        encodings_aimet.export_1_0_0(tensors, tmp_path / "e.json")
+
+
+@pytest.mark.parametrize("export", [export_1_0_0, export_2_0_0])
+def test_lpbq_is_integers_times_a_scale_for_each_channel(export, tmp_path):
+    spec = QuantSpec(dtype("int4"), PerBlock((1, 4)), symmetric=True, scale_format=ScaleFormat.INT4)
+    integers = torch.tensor([[16, 3, 1, 9, 5], [2, 16, 16, 7, 1], [1, 2, 3, 4, 5]])
+    channel = torch.tensor([[1 / 3], [0.1], [7.0]])
+    encodings = {"fc.weight": Encoding(spec, integers * channel)}
+    export(encodings, tmp_path / "e.json")
+    data = json.loads((tmp_path / "e.json").read_text())
+    (record,) = data.get("encodings") or data["param_encodings"]
+    if export is export_1_0_0:
+        assert {name: record[name] for name in ("enc_type", "bw", "compressed_bw", "block_size", "is_sym")} == {
+            "enc_type": "LPBQ", "bw": 8, "compressed_bw": 4, "block_size": 4, "is_sym": True}
+        assert record["offset"] == [-128] * 3
+        products = torch.tensor(record["per_block_int_scale"]).reshape(3, 5) * torch.tensor(record["scale"])[:, None]
+    else:
+        assert (record["output_dtype"], record["axis"], record["block_size"]) == ("int4", 1, 4)
+        products = torch.tensor(record["per_block_int_scale"]) * torch.tensor(record["per_channel_float_scale"])
+    assert torch.equal(products, integers * channel)
+    assert read(tmp_path / "e.json", {"fc.weight": spec}, shapes=SHAPES)["fc.weight"].equals(encodings["fc.weight"])

@@ -9,7 +9,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
-from qtk.export.encodings_json import export, read
+from qtk.export.encodings_json import export, load_object, parse, read, read_target
 
 
 def bits(scale: torch.Tensor) -> list[int]:
@@ -105,3 +105,25 @@ def test_malformed_records_name_their_site(change, message, encodings, tmp_path)
     with pytest.raises(EncodingError, match=message):
         read(tmp_path / "e.json")
 
+
+
+def test_the_roles_of_parameters_are_kept(encodings, tmp_path):
+    export(encodings, tmp_path / "e.json", parameters={"fc.weight": "weights"})
+    data = load_object(tmp_path / "e.json")
+    assert parse(data, "e.json").parameters == {"fc.weight": "weights"}
+    assert parse({**data, "parameters": {}}, "e.json").parameters == {}
+    del data["parameters"]
+    assert parse(data, "e.json").parameters is None  # a file of an older version
+    for parameters in ([], {"fc.weight": "activations"}, {"fc.weight": 1}):
+        with pytest.raises(EncodingError, match=r"e\.json: parameters holds"):
+            parse({**data, "parameters": parameters}, "e.json")
+
+
+def test_the_target_is_kept_beside_the_encodings(encodings, tmp_path):
+    export(encodings, tmp_path / "plain.json")
+    export(encodings, tmp_path / "mine.json", target="mine")
+    assert read_target(tmp_path / "plain.json") is None
+    assert read_target(tmp_path / "mine.json") == "mine"
+    assert list(read(tmp_path / "mine.json")) == list(encodings)
+    named, plain = ((tmp_path / f"{name}.json").read_text() for name in ("mine", "plain"))
+    assert named.replace(', "target": "mine"', "") == plain

@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.atomic import MARKER
+from qtk.export.onnx.float_graph import read_names
 from qtk.workflow.export import onnx_name
 from tests.capture.islands import SIZES, is_inside, simulated
 from tests.zoo.prepared import slow_but
@@ -83,3 +84,15 @@ def test_a_module_called_dots_stays_inside_too(tmp_path):
     assert len(list((tmp_path / "out").iterdir())) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert MARKER not in {onnx_name(path) for path in (MARKER, "written-by-qtk")}
+
+
+def test_the_float_files_of_islands_hold_all_names(tmp_path):
+    entry, sim = PYTHON["kinds"], simulated("kinds")
+    sim.export(tmp_path / "out", formats="aimet_1.0.0")
+    files = list((tmp_path / "out" / "float").glob("*.onnx"))
+    assert {path.stem for path in files} == set(entry.islands)
+    names = set.union(*(read_names(path) for path in files))
+    assert {site.name for site in sim.plan} <= names
+    again = qtk.QuantSim(entry.model(), entry.inputs())
+    again.load_encodings(tmp_path / "out" / "encodings_aimet_1.0.0.json")
+    assert all(again.encodings()[name].equals(each) for name, each in sim.encodings().items())

@@ -60,6 +60,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unfreeze": (lambda **k: sim().unfreeze(**k), {"sites": None}),
     "forget": (lambda **k: sim().forget(**k), {"sites": ["0.weight"]}),
     "compare": (lambda **k: sim().compare(**k), {"data": [X], "forward": None, "num_batches": 1, "progress": False}),
+    "sensitivity": (lambda **k: sim().sensitivity(**k), {
+        "data": [X], "loss": None, "top": 1, "groups": None, "forward": None, "num_batches": 1, "progress": False}),
     "export": (lambda **k: sim().export(**k), {
         "directory": "out", "formats": ["encodings"], "force": True, "opset": None}),
     "save": (lambda **k: sim().save(**k), {"directory": "saved", "force": True}),

@@ -18,6 +18,7 @@ from torch import nn
 import qtk
 from qtk.cli.model_source import load_weights
 from qtk.export import encodings_aimet, encodings_json
+from qtk.export.named_encodings import named_encodings
 from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.workflow.store import SIM_FILE, _record_digest
 from tests.fuzz.fuzzing import JUNK, damaged, judged, mutated, share, silent
@@ -42,10 +43,12 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 SIM = qtk.QuantSim(net(), X)
 SIM.compute_encodings([X], progress=False)
 SIM.save(FOLDER / "saved")
-SIM.export(FOLDER / "exported", formats=["encodings"])
+SIM.export(FOLDER / "exported", formats=["encodings", "encodings_aimet_0.6.1"])
+OTHER = qtk.QuantSim(net(), X)
 IMPROVED = qtk.QuantSim(net(), X, weight_bits=4)
 qtk.apply_gptq(IMPROVED, [X], checkpoint_dir=FOLDER / "run", progress=False)
-SPECS = {name: encoding.spec for name, encoding in SIM.encodings().items()}
+FILES = ("encodings.json", *(f"encodings_aimet_{schema}.json" for schema in ("0.6.1", "1.0.0", "2.0.0")))
+SPECS = {each.name: each.encoding.spec for each in named_encodings(SIM.simulation)}
 RECORD = json.loads((FOLDER / "saved" / SIM_FILE).read_text(encoding="utf-8"))
 
 
@@ -58,7 +61,7 @@ def written(path: Path, data: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json"])
+@pytest.mark.parametrize("name", FILES)
 @given(draws=st.data())
 def test_encodings_are_read_or_refused(name, draws):
     original = FOLDER / "exported" / name
@@ -69,7 +72,6 @@ def test_encodings_are_read_or_refused(name, draws):
         elif not written(path, draws.draw(mutated(json.loads(original.read_text(encoding="utf-8"))))):
             return
         if name == "encodings.json":
-            judged("encodings", lambda: encodings_json.read_dynamic(path))
             read = judged("encodings", lambda: encodings_json.read(path))
         else:
             read = judged("encodings", lambda: encodings_aimet.read(path, SPECS))
@@ -78,6 +80,26 @@ def test_encodings_are_read_or_refused(name, draws):
             encodings_json.export(read, again)
             if any(not encoding.equals(read[site]) for site, encoding in encodings_json.read(again).items()):
                 silent(f"{path.name} reads otherwise the second time")
+
+
+@pytest.mark.parametrize("name", FILES)
+@share(0.3)
+@given(draws=st.data())
+def test_encodings_are_loaded_whole_or_not_at_all(name, draws):
+    original = FOLDER / "exported" / name
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        if draws.draw(st.booleans()):
+            path.write_bytes(draws.draw(damaged(original.read_bytes())))
+        elif not written(path, draws.draw(mutated(json.loads(original.read_text(encoding="utf-8"))))):
+            return
+        before = OTHER.encodings()
+        if judged("loaded encodings", lambda: OTHER.load_encodings(path, freeze=False)) is None:
+            after = OTHER.encodings()
+            if after.keys() != before.keys() or any(not after[site].equals(each) for site, each in before.items()):
+                silent(f"{path.name} was refused, and changed the simulation")
+        elif OTHER.encodings().keys() != SIM.encodings().keys():
+            silent(f"{path.name} was taken, and sites have no encoding")
 
 
 @given(mutated(plan_to_json(SIM.plan)) | st.dictionaries(st.text(max_size=6), JUNK))

@@ -34,3 +34,11 @@ def test_a_meta_model_has_the_footprint_of_one_with_values():
     real = qtk.QuantSim(model, X)
     dry = qtk.QuantSim(model.to("meta"), X.to("meta"))
     assert footprint(dry.model) == footprint(real.model)
+
+
+def test_the_bias_that_a_fold_adds_has_a_size_in_numbers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).eval()
+    found = footprint(qtk.QuantSim(model, X, config="onnxruntime").model)
+    assert type(found.codes_bytes) is int
+    assert found.codes_bytes == 8 * 27 + 4 * 8
+    assert "MB of codes" in str(found)

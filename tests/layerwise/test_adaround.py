@@ -10,7 +10,10 @@ import qtk
 from qtk.algorithms.output_error import ActivationError
 from qtk.errors import CalibrationError
 from qtk.layerwise.adaround import AdaRound
+from qtk.layerwise.coordinate_descent import CoordinateDescent
+from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.weighted_layers import weighted_layers
+from tests.layerwise.layers import CHANNEL, named
 
 
 def layers_of(model, x):
@@ -58,6 +61,17 @@ def test_the_slope_is_half_of_the_gradient():
     torch.testing.assert_close(error.of(change.detach()), direct)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_no_output_ends_above_coordinate_descent_or_gptq(name, noise):
+    given = named(name, CHANNEL, noise=noise)
+    own, *others = (
+        given.lost(method.apply(given.problem).weight)
+        for method in (AdaRound(iterations=3), CoordinateDescent(scales=False), Gptq())
+    )
+    assert all(own <= other * (1 + 1e-9) for other in others)
+
+
 @pytest.mark.parametrize("conv", [False, True])
 def test_what_follows_the_layer_comes_closer(conv):
     torch.manual_seed(0)
@@ -70,7 +84,8 @@ def test_what_follows_the_layer_comes_closer(conv):
     for through in (False, True):
         sim = qtk.QuantSim(model, data[0], weight_bits=2, activation_bits=None)
         sim.compute_encodings(None, progress=False)
-        qtk.apply_adaround(sim, data, iterations=500, through_activation=through, progress=False)
+        method = AdaRound(iterations=500, through_activation=through)
+        qtk.apply_layerwise(sim, data, [method], holdout=0.0, progress=False)
         with torch.no_grad():
             lost[through] = float(sum((model(x) - sim.model(x)).square().sum() for x in data))
             weight = sim.model.get_parameter("0.weight")

@@ -3,6 +3,7 @@ import pytest
 from qtk.errors import ConfigError
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
+from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.methods import METHODS, method
 from qtk.layerwise.seq_mse import SeqMse
@@ -10,7 +11,8 @@ from qtk.layerwise.seq_mse import SeqMse
 
 def test_every_method_has_its_name():
     assert dict(METHODS) == {
-        "seq_mse": SeqMse(), "gptq": Gptq(), "adaround": AdaRound(), "bias_correction": BiasCorrection()
+        "seq_mse": SeqMse(), "gptq": Gptq(), "coordinate_descent": CoordinateDescent(),
+        "adaround": AdaRound(), "bias_correction": BiasCorrection()
     }
     for name, value in METHODS.items():
         assert method(name) == value
@@ -39,7 +41,7 @@ def test_settings_are_written_behind_the_name(text, value):
         ("gptq(dampening=1.0)", "unknown setting 'dampening'; did you mean 'damping'"),
         ("bias_correction(rate=1)", "unknown setting 'rate'; it has none"),
         ("seq_mse(num_candidates=2.5)", "num_candidates must be like 20, got 2.5"),
-        ("adaround(iterations=True)", "iterations must be like 1000, got True"),
+        ("adaround(iterations=True)", "iterations must be like 100, got True"),
         ("gptq(damping=0)", "GPTQ needs a finite damping > 0"),
         ("adaround(warm_start=1)", "0 ≤ warm_start < 1"),
         ("gptq(0.1)", "neither a name nor a name with settings"),

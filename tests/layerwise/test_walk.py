@@ -1,5 +1,7 @@
 """Against running the whole model anew for every layer, with torch's own interpreter."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.numerics.im2col import im2col, weight_to_gemm
+from qtk.numerics.token_layout import TokenLayout
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 
@@ -312,3 +315,22 @@ def test_too_little_memory_keeps_its_own_error(monkeypatch, error):
     with pytest.raises(type(error)) as caught:
         qtk.apply_gptq(sim, data, progress=False)
     assert caught.value is error
+
+
+@pytest.mark.parametrize("lengths", ["mask of another length", "lengths that do not fit"])
+def test_layers_that_see_all_rows_of_some_batches_are_named(monkeypatch, lengths):
+    x, mask = torch.randn(2, 5, 4), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), x)
+    sim.compute_encodings([x], progress=False)
+    layers = weighted_layers(sim.model, sim.plan)[0]
+    calls = [Call((x,), {}, None, valid=mask), Call((x,), {}, None, valid=mask)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        followed = [layer_input.moments.rows for layer_input in walk(sim.model, calls, dict.fromkeys(layers, EXACT))]
+    assert followed == [16, 16]
+    if lengths == "mask of another length":
+        calls[1] = Call((x,), {}, None, valid=mask[:, :4])
+    else:
+        monkeypatch.setattr(TokenLayout, "rows", lambda self, value, valid: None)
+    with pytest.warns(UserWarning, match=r"in some batches .* the inputs of 2 layers.*: 0\.weight, 2\.weight"):
+        list(walk(sim.model, calls, dict.fromkeys(layers, EXACT)))

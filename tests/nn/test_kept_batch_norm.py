@@ -95,3 +95,27 @@ def test_while_hooks_wait_for_the_batch_norm_it_is_called():
     y = kept.kept_batch_norm(x, module.weight, module.bias, module.running_mean, module.running_var, None, module)
     torch.testing.assert_close(y, module(x))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("shape", "axis", "rank"), [((2, 5, 4), -1, 2), ((2, 3, 5, 4), -1, 4), ((2, 4, 3, 3), 1, 3),
+                                                     ((2, 4, 1, 1), 1, 2)])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_channels_at_another_axis_are_normalised_as_rows_and_torchs_module_takes_them(shape, axis, rank, hooked):
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[rank]
+    modules = [kind(4).train() for _ in range(2)]
+    for module in modules:
+        nn.init.uniform_(module.weight, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(shape)
+    calls = []
+    if hooked:
+        modules[0].register_forward_hook(lambda *_: calls.append(1))
+    parameters = (modules[0].weight, modules[0].bias, modules[0].running_mean, modules[0].running_var, None, modules[0])
+    y = kept.kept_batch_norm(x, *parameters, axis, rank)
+    rows = x.movedim(axis, -1).reshape(-1, 4)
+    expected = F.batch_norm(rows, modules[1].running_mean, modules[1].running_var, modules[1].weight, modules[1].bias,
+                            True)
+    torch.testing.assert_close(y.movedim(axis, -1).reshape(-1, 4), expected)
+    torch.testing.assert_close(modules[0].running_var, modules[1].running_var)
+    assert y.shape == x.shape
+    assert len(calls) == int(hooked)
+    assert kept.kept_batch_norm(x, *parameters[:-1], modules[0].eval(), axis, rank).shape == x.shape

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qtk.core.dtypes import DTYPES, FloatDtype
-from qtk.numerics.minifloat import fake_quantize, fake_quantize_backward, round_to
+from qtk.numerics.minifloat import fake_quantize, fake_quantize_backward, from_bits, round_to, to_bits
 from tests.numerics.small_floats import numbers
 
 FORMATS = {name: row for name, row in DTYPES.items() if isinstance(row, FloatDtype)}
@@ -25,6 +25,18 @@ def test_the_numbers_are_those_of_the_standard(name):
     normal, subnormal = 2.0 ** (2 - (1 << (FORMATS[name].exponent_bits - 1))), own[1]
     assert (max(own), normal, subnormal) == OCP[name]
     assert torch.equal(round_to(torch.tensor(own), FORMATS[name]), torch.tensor(own))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_are_sign_exponent_and_mantissa(name):
+    row = FORMATS[name]
+    positive = numbers(row)
+    own = torch.tensor([*positive, *(-number for number in positive)])
+    sign = 1 << (row.bits - 1)
+    assert to_bits(own, row).tolist() == [*range(len(positive)), *range(sign, sign + len(positive))]
+    assert torch.equal(from_bits(to_bits(own, row), row).view(torch.int32), own.view(torch.int32))
+    if name in TORCH:
+        assert torch.equal(to_bits(own, row).to(torch.uint8), own.to(TORCH[name]).view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", FORMATS)

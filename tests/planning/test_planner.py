@@ -71,11 +71,14 @@ def test_widths_of_none_leave_weights_or_activations_in_float():
 
 @pytest.mark.parametrize("config", shipped_names("targets"))
 def test_no_shipped_target_quantizes_what_a_width_of_none_leaves_in_float(config):
-    model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
-    sim = qtk.QuantSim(model, torch.randn(2, 5, 16), config=config, activation_bits=None)
+    model = nn.TransformerEncoderLayer(64, 2, dim_feedforward=64, batch_first=True).eval()
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 64), config=config, activation_bits=None)
     weights = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
-    assert set(by_name(sim.plan)) == weights
-    sim = qtk.QuantSim(model, torch.randn(2, 5, 16), config=config, weight_bits=None)
+    norms = {"norm1.weight", "norm2.weight"} if config.startswith("qnn_htp") else set()
+    assert set(by_name(sim.plan)) == weights | norms
+    if config == "weight_only_int4":
+        return
+    sim = qtk.QuantSim(model, torch.randn(2, 5, 64), config=config, weight_bits=None)
     assert not {name for name in by_name(sim.plan) if name.endswith(("weight", "bias"))}
 
 
@@ -190,3 +193,18 @@ def test_an_op_with_weights_on_a_sparse_input_is_named():
 
     with pytest.raises(CaptureError, match=r"matmul:out: aten.matmul.* reads sparse_csr .*x:input.* module of its own"):
         qtk.QuantSim(Sparse(4, 4), torch.randn(3, 4).to_sparse_csr())
+
+
+def test_a_weight_that_blocks_do_not_divide_stays_in_float_where_the_config_says_so():
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+    blocks = {"granularity": "per_block", "block_size": 32, "remainder": "float"}
+    config = {"version": 1, "defaults": {"weight": {**blocks, "bits": 4}, "activation": "float"}}
+    decided = qtk.QuantSim(model.eval(), torch.randn(2, 64), config=config).plan
+    assert list(by_name(decided)) == ["0.weight"]
+    reason = next(each for site, each in decided.unquantized.items() if site.name == "2.weight")
+    assert "32" in reason
+    assert "(8, 48)" in reason
+    del blocks["remainder"]
+    with pytest.raises(SpecError, match=r"2\.weight: .*32"):
+        qtk.QuantSim(model.eval(), torch.randn(2, 64), config={**config, "defaults": {
+            "weight": {**blocks, "bits": 4}, "activation": "float"}})

@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -56,6 +57,17 @@ def test_an_inner_value_with_a_second_reader_breaks_the_chain():
     assert matches(Reads(lambda y: F.relu(y)), inputs, pattern)
     assert not matches(Reads(lambda y: F.relu(y) + y), inputs, pattern)
     assert not matches(Reads(lambda y: (F.relu(y), y)), inputs, pattern)
+
+
+@pytest.mark.parametrize("how", [
+    lambda y: y.masked_fill((y.new_ones(4) > 1).expand_as(y), -1.0),
+    lambda y: y.masked_fill((torch.ones(4, len(y)).T > 1).view_as(y), -1.0),
+    lambda y: y.masked_fill(torch.zeros_like(y) > 1, -1.0),
+    lambda y: y.masked_fill(torch.ones(y.size(0), 1) > 1, -1.0),
+])
+def test_a_reader_of_the_shape_alone_does_not_break_the_chain(how):
+    assert matches(Reads(how), torch.randn(2, 4), ("linear", "masked_fill")) == [["fc:out", "masked_fill:out"]]
+    assert not matches(Reads(lambda y: how(y) + y), torch.randn(2, 4), ("linear", "masked_fill"))
 
 
 def test_the_chain_must_continue_through_a_data_input():

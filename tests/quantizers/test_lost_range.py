@@ -6,9 +6,13 @@ import pickle
 import pytest
 import torch
 
+from qtk.core.dtypes import dtype
+from qtk.core.encoding import Encoding
+from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError
 from qtk.quantizers import lost_range
 from qtk.quantizers.lost_range import EVERY, LateLook
+from qtk.quantizers.quantizer import Mode, Quantizer
 
 
 class Accelerator:
@@ -64,6 +68,46 @@ def test_what_is_on_its_way_is_not_copied(accelerator):
     for twin in (copy.deepcopy(look), pickle.loads(pickle.dumps(look))):
         twin.look("fc:out", torch.tensor([0.5]))
         twin.look("fc:out", torch.tensor([0.5]))
+
+
+def learning(scale=0.5):
+    quantizer = Quantizer(QuantSpec(dtype("int8"), symmetric=True), site="fc:out")
+    quantizer.load_encoding(Encoding(quantizer.spec, torch.tensor([scale])))
+    quantizer.mode = Mode.SIMULATE
+    quantizer.learn_range()
+    return quantizer
+
+
+def relearn(quantizer):
+    quantizer.drop_encoding()
+    quantizer.load_encoding(learning().encoding)
+    quantizer.learn_range()
+
+
+@pytest.mark.parametrize("repair", [
+    lambda quantizer: quantizer.load_encoding(learning().encoding),
+    lambda quantizer: quantizer.load_state_dict(learning().state_dict()),
+    relearn,
+], ids=["load_encoding", "load_state_dict", "drop and learn"])
+def test_a_range_that_was_set_again_is_not_reported_for_what_it_was(accelerator, repair, monkeypatch):
+    """Of several lost ranges one raises first; the user repairs all, and what is on its way of the others is old."""
+    quantizer, x = learning(), torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(Quantizer, "_look_at", lambda self, scale: self._late_look.look(self.site, scale))
+    with torch.no_grad():
+        quantizer.scale_factor.fill_(-1.0)
+    quantizer(x)
+    repair(quantizer)
+    for _ in range(3 * EVERY + accelerator.delay):
+        quantizer(x)
+    with torch.no_grad():
+        quantizer.scale_factor.fill_(-1.0)
+
+    def train():
+        for _ in range(3 * EVERY + accelerator.delay):
+            quantizer(x)
+
+    with pytest.raises(EncodingError, match=r"fc:out: a scale has become -0\.5 some steps ago"):
+        train()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

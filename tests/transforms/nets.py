@@ -100,6 +100,37 @@ class Transposed(nn.Module):
         return self.bn(self.fc(x).transpose(1, 2))
 
 
+class InRows(nn.Module):
+    """Tokens are the rows of the batch norm, and tokens again behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn = nn.Linear(5, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        rows = self.bn(self.fc(x).flatten(0, 1))
+        return F.relu(rows.reshape(len(x), 7, 6))
+
+
+class SomeTokens(Transposed):
+    """The batch norm sees some of the tokens."""
+
+    def forward(self, x):
+        return self.bn(self.fc(x)[:, 2:].transpose(1, 2))
+
+
+class Flattened(nn.Module):
+    """A batch norm of one axis behind a convolution of two, and one of rows behind one of a single position."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.last, self.bn2 = nn.Conv2d(4, 6, 3), nn.BatchNorm1d(6), nn.Conv1d(6, 5, 16), (
+            nn.BatchNorm1d(5))
+
+    def forward(self, x):
+        return self.bn2(self.last(self.bn(self.conv(x).flatten(2))).flatten(1))
+
+
 class Computed(nn.Module):
     """The weight is computed from parameters."""
 
@@ -144,6 +175,9 @@ INTO_LAYERS = {
     "linear": (lambda: pair(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6)), VECTOR),
     "without_affine": (lambda: pair(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6, affine=False)), IMAGE),
     "linear_on_tokens": (Transposed, (2, 7, 5)),
+    "linear_in_rows": (InRows, (2, 7, 5)),
+    "flattened": (Flattened, IMAGE),
+    "some_tokens": (SomeTokens, (2, 7, 5)),
     "before_linear": (lambda: pair(nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False)), VECTOR),
     "before_convolutions": (InFront, IMAGE),
     "before_transposed": (lambda: pair(nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 1, groups=2)), IMAGE),

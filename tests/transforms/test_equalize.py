@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import qtk
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
+from qtk.graph.graphs import graphs
 from qtk.nn.channel_clamp import ChannelClamp
 from qtk.transforms.equalize import NOTHING, equalize_layers
 from qtk.transforms.result import Outcome, TransformResult
@@ -185,3 +186,17 @@ def test_timm_models_keep_their_function(name: str) -> None:
     assert result.applied
     assert not result.undone
     assert difference(model, prepared, (x,), {}) <= 1e-10
+
+
+def test_the_bounds_of_channels_have_a_size_in_numbers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight[:2] *= 50
+        model[2].weight[:, :2] /= 50
+    weights = {"weight": {"granularity": "per_tensor"}}
+    sim = qtk.QuantSim(model, torch.randn(4, 3, 8, 8), config={"version": 1, "extends": "default", "defaults": weights})
+    assert qtk.equalize_model(sim).applied
+    values = [node.meta["val"] for graph in graphs(sim.model).values() for node in graph.graph.nodes
+              if node.op == "get_attr" and "val" in node.meta]
+    assert len(values) == 6
+    assert {type(length) for value in values for length in value.shape} == {int}

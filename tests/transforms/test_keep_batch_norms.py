@@ -14,9 +14,9 @@ from qtk.transforms.keep_batch_norms import as_folded, fold_kept, folded, is_kep
 from qtk.transforms.result import Outcome
 from tests.transforms.nets import INTO_LAYERS, INTO_SCALE_SHIFT, randomized
 
-KEPT = [name for name in INTO_LAYERS if "before" not in name and name not in ("both_sides", "linear_on_tokens")]
+KEPT = [name for name in INTO_LAYERS if "before" not in name and name not in ("both_sides", "some_tokens")]
 LEFT = {
-    "before_linear": "into 1, behind it", "linear_on_tokens": "data movement stands between it and fc",
+    "before_linear": "into 1, behind it", "some_tokens": "an op that drops or repeats values stands between it and fc",
     **{name: reason for name, (_, _, reason) in INTO_SCALE_SHIFT.items()},
 }
 AT_EXPORT = {"version": 1, "extends": "default", "fold_batch_norms": "at_export"}

@@ -16,7 +16,9 @@ from qtk.atomic import MARKER, staged_directory
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.onnx import qdq
+from qtk.export.tensor_names import tensor_names
 from qtk.workflow.export import EXPORTERS, export
+from qtk.workflow.verify_files import verify_files
 
 EXAMPLE = torch.randn(2, 8)
 
@@ -62,13 +64,15 @@ def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     assert names(tmp_path / "out") == [
         "encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", "model.onnx"
     ]
-    specs = {site: encoding.spec for site, encoding in encodings.items()}
+    sites = tensor_names(sim.model)
+    specs = {name: encodings[site].spec for name, site in sites.items()}
     for back in (
         encodings_json.read(tmp_path / "out" / "encodings.json"),
         encodings_aimet.read(tmp_path / "out" / "encodings_aimet_1.0.0.json", specs),
         encodings_aimet.read(tmp_path / "out" / "encodings_aimet_2.0.0.json", specs),
         qdq.read(tmp_path / "out" / "model.onnx"),
     ):
+        back = {sites.get(name, name): encoding for name, encoding in back.items()}
         assert set(back) == set(encodings)
         assert all(back[site].equals(encoding) for site, encoding in encodings.items())
 
@@ -92,10 +96,20 @@ def test_blocks_are_read_back_too(tmp_path):
     assert len(names(tmp_path / "out")) == 4
 
 
-@pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_1.0.0", "encodings_aimet_2.0.0", "onnx"])
+@pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_0.6.1", "encodings_aimet_2.0.0", "onnx"])
 def test_each_format_alone(name, sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
     assert len(names(tmp_path / "out")) == 1
+
+
+def test_converters_of_aimet_get_the_float_model_beside_each_schema_once(sim, tmp_path):
+    export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onnx", "aimet_0.6.1", "aimet_2.0.0"))
+    assert names(tmp_path / "out") == [
+        "encodings_aimet_0.6.1.json", "encodings_aimet_2.0.0.json", "float", "model.onnx"
+    ]
+    assert names(tmp_path / "out" / "float") == ["model.onnx"]
+    verdict = verify_files(tmp_path / "out", [EXAMPLE], float_export=tmp_path / "out" / "float", turns=0)
+    assert len(verdict) == 1
 
 
 def test_a_format_that_fails_leaves_nothing(sim, tmp_path, monkeypatch):
@@ -139,14 +153,19 @@ def test_nothing_is_overwritten_unasked(sim, tmp_path):
 def test_without_onnx_the_extra_is_named(sim, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "qtk.export.onnx.qdq", None)
     monkeypatch.delattr("qtk.export.onnx.qdq", raising=False)
-    with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
-        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onnx",))
+    monkeypatch.setitem(sys.modules, "qtk.export.onnx.float_graph", None)
+    monkeypatch.delattr("qtk.export.onnx.float_graph", raising=False)
+    for name in ("onnx", "aimet_1.0.0"):
+        with pytest.raises(ExportError, match=r"pip install 'qtk\[onnx\]'"):
+            export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=name)
 
 
 def doubled(encodings, site="0.weight"):
     """The encodings with the scale of one site doubled."""
-    wrong = {each: each if isinstance(each, str) else each.name for each in encodings}
-    return {each: replace(encoding, scale=encoding.scale * 2) if wrong[each] == site else encoding
+    if isinstance(encodings, list):
+        return [replace(each, encoding=replace(each.encoding, scale=each.encoding.scale * 2))
+                if each.name == site else each for each in encodings]
+    return {each: replace(encoding, scale=encoding.scale * 2) if each == site else encoding
             for each, encoding in encodings.items()}
 
 
@@ -154,13 +173,14 @@ def doubled(encodings, site="0.weight"):
     ("module", "writer", "file"),
     [
         (encodings_json, "export", "encodings.json"),
-        (encodings_aimet, "export_1_0_0", "encodings_aimet_1.0.0.json"),
-        (encodings_aimet, "export_2_0_0", "encodings_aimet_2.0.0.json"),
+        (encodings_aimet, "1.0.0", "encodings_aimet_1.0.0.json"),
+        (encodings_aimet, "2.0.0", "encodings_aimet_2.0.0.json"),
     ],
 )
 def test_a_wrong_scale_in_a_file_of_encodings_is_found(module, writer, file, sim, tmp_path, monkeypatch):
-    write = getattr(module, writer)
-    monkeypatch.setattr(module, writer, lambda encodings, path, **rest: write(doubled(encodings), path, **rest))
+    table, key = (module.WRITERS, writer) if module is encodings_aimet else (vars(module), writer)
+    write = table[key]
+    monkeypatch.setitem(table, key, lambda encodings, path, **rest: write(doubled(encodings), path, **rest))
     with pytest.raises(ExportError, match=rf"{file} read back differs .*: 0\.weight: scale\[0\] is .* nothing was"):
         export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings")
     assert list(tmp_path.iterdir()) == []

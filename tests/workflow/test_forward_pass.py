@@ -1,3 +1,4 @@
+import sys
 from collections import UserDict
 
 import pytest
@@ -181,6 +182,50 @@ class Lengthless(Dataset):
 def test_a_length_that_is_not_implemented_is_none():
     assert length_of(Lengthless()) is None
     assert length_of(iter([1])) is None
+
+
+class Miscounted(Dataset):
+    """A mistake in its ``__len__``; also what a wrapper does of data without a length."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+    def __len__(self):
+        return len(self.of)
+
+
+@pytest.mark.parametrize(("data", "name"), [
+    (Miscounted(None), "Miscounted"), (DataLoader(Miscounted(None)), "DataLoader"),
+    (Miscounted(DataLoader(Stream())), "Miscounted"),
+])
+def test_a_mistake_in_a_length_is_a_warning(data, name):
+    with pytest.warns(UserWarning, match=f"the {name} is taken to have no length, for its __len__ raised Type"):
+        assert length_of(data) is None
+
+
+def test_no_length_at_all_is_none_without_a_warning(recwarn):
+    assert length_of(DataLoader(Stream(), batch_size=2)) is None
+    assert length_of(iter([1])) is None
+    assert not list(recwarn)
+
+
+def test_a_loader_that_ends_the_process_names_its_batch():
+    """A worker that calls ``sys.exit`` would end the run without a word."""
+    def loader():
+        yield ONE
+        sys.exit(3)
+
+    with pytest.raises(CalibrationError, match="batch 1 of the data cannot be read: SystemExit: 3"):
+        run_all(Add(), loader())
+
+
+def test_a_model_that_ends_the_process_may():
+    for data in ([ONE], lambda model: model(ONE)):
+        with pytest.raises(SystemExit):
+            run_all(Fails(SystemExit(3)), data)
 
 
 def test_a_loader_that_cannot_start_is_no_defect_of_qtk():

@@ -1,12 +1,21 @@
-import itertools
+import pytest
 
 from qtk.workflow import latency
 
 
 def test_runners_take_turns_and_the_first_turn_does_not_count(monkeypatch):
     order = []
-    clock = itertools.chain([0.0, 9.0], itertools.cycle([0.0, 0.001, 0.0, 0.002]))
-    monkeypatch.setattr(latency.time, "perf_counter", lambda: next(clock))
-    found = latency.median_latencies_ms({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, turns=3)
-    assert order == ["a", "b"] * 4
-    assert found == {"a": 1.0, "b": 2.0}
+    now = [0.0]
+
+    def runner(name, first, later):
+        def run():
+            now[0] += later if name in order else first
+            order.append(name)
+        return run
+
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    found = latency.median_latencies_ms({"a": runner("a", 9.0, 0.001), "b": runner("b", 9.0, 0.002)}, turns=9)
+    turns = list(zip(order[::2], order[1::2], strict=True))
+    assert [sorted(turn) for turn in turns] == [["a", "b"]] * 10
+    assert len(set(turns)) == 2, "the order never changed"
+    assert found == pytest.approx({"a": 1.0, "b": 2.0})

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -61,6 +62,53 @@ def test_batch_norms_stay_frozen_through_train():
     run(sim, schedule, optimizer, 3)
     assert torch.equal(sim.model.state_dict()["1.running_mean"], frozen)
     assert not any(quantizer.learns_range for quantizer in sim.quantizers.values())
+
+
+def frozen_norms(model):
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d) and not module.training]
+
+
+def test_stepped_at_the_end_of_a_step_it_comes_one_step_later_and_train_undoes_nothing():
+    """Lightning, and loops over epochs, call ``train()`` between two steps."""
+    sim = with_batch_norm()
+    schedule = qtk.QatSchedule(sim, learn_ranges_from=2, freeze_batch_norms_at=1)
+    running, held = [], []
+    for number in range(4):
+        sim.model.train()
+        held.append(sim.quantizers["0.weight"].held)
+        sim.model(batches()[number % 3])
+        running.append(sim.model.state_dict()["1.running_mean"].clone())
+        schedule.step()
+    assert held == [True, True, True, False]
+    assert not torch.equal(running[0], running[1])
+    assert torch.equal(running[1], running[2])
+    assert torch.equal(running[2], running[3])
+
+
+@pytest.mark.parametrize("of", [lambda sim: sim.model, lambda sim: qtk.block_view(sim, "0"), lambda sim: (
+    copy.deepcopy(sim.model)), lambda sim: pickle.loads(pickle.dumps(sim.model)),
+    lambda sim: nn.ModuleList([sim.model])], ids=["model", "view", "copy", "pickle", "wrapper"])
+def test_frozen_batch_norms_stay_so_in_what_holds_them(of):
+    sim = with_batch_norm()
+    qtk.QatSchedule(sim, freeze_batch_norms_at=0)
+    model = of(sim)
+    model.eval()
+    model.train()
+    assert len(frozen_norms(model)) == 1
+    assert all(module.training for module in model.modules() if not isinstance(module, nn.BatchNorm2d))
+
+
+def test_batch_norms_that_take_the_place_of_others_are_frozen_too_and_the_next_schedule_frees_them():
+    sim = with_batch_norm()
+    schedule = qtk.QatSchedule(sim, freeze_batch_norms_at=1)
+    nn.SyncBatchNorm.convert_sync_batchnorm(sim.model)
+    for _ in range(2):
+        schedule.step()
+    sim.model.train()
+    assert not sim.model.get_submodule("1").training
+    assert isinstance(sim.model.get_submodule("1"), nn.SyncBatchNorm)
+    qtk.QatSchedule(sim)
+    assert sim.model.train().get_submodule("1").training
 
 
 def test_what_is_frozen_or_already_chosen_is_respected():

@@ -7,7 +7,8 @@ from torch import nn
 
 import qtk
 from qtk.errors import NotCalibratedError, QtkError
-from tests.transforms.nets import randomized
+from qtk.transforms.keep_batch_norms import is_kept
+from tests.transforms.nets import Transposed, randomized
 
 LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
 BATCHES = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -83,3 +84,16 @@ def test_uncalibrated_and_folded_simulations_say_so():
         qtk.reestimate_batch_norms(sim, BATCHES, progress=False)
     folded = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), BATCHES[0])
     assert "fold_batch_norms: at_export" in str(qtk.reestimate_batch_norms(folded, BATCHES, progress=False))
+
+
+def test_channels_at_another_axis_are_averaged_like_any():
+    model, batches = randomized(Transposed()).float(), [torch.randn(6, 7, 5) for _ in range(3)]
+    sim = qtk.QuantSim(model, batches[0], config={"version": 1, "fold_batch_norms": "at_export"})
+    sim.compute_encodings(batches, progress=False)
+    assert is_kept(sim.model)
+    qtk.reestimate_batch_norms(sim, batches, progress=False)
+    rows = [model.fc(batch).flatten(0, 1).detach() for batch in batches]
+    mean = torch.stack([row.mean(0) for row in rows]).mean(0)
+    torch.testing.assert_close(sim.model.get_buffer("bn.running_mean"), mean, rtol=0.02, atol=0.02)
+    var = torch.stack([row.var(0) for row in rows]).mean(0)
+    torch.testing.assert_close(sim.model.get_buffer("bn.running_var"), var, rtol=0.05, atol=0)

@@ -123,6 +123,8 @@ def _store_transposed(dequantize: ir.Node, graph: ir.Graph) -> None:
     for index, value in enumerate(dequantize.inputs):
         if value is not None:
             dequantize.replace_input_with(index, _transposed(value, permutation, graph))
+            if not value.uses() and value.name in graph.initializers:  # else all weights would be there twice
+                del graph.initializers[value.name]
     axis = dequantize.attributes["axis"].as_int() % len(permutation)
     dequantize.attributes["axis"] = ir.AttrInt64("axis", permutation.index(axis))
     dequantize.metadata_props[PERMUTATION] = json.dumps(permutation)

@@ -22,6 +22,7 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
+from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.stacked_products import multiply_stacks
@@ -39,8 +40,9 @@ OPSET_REASON = "qtk.opset"
 IR_VERSIONS = onnx.helper.OP_SET_ID_VERSION_MAP
 """(domain, opset) → the lowest version of the file format that supports it."""
 
-PROTOBUF_LIMIT_BYTES = 2**31 - 2**26
-"""The size limit of a protobuf file, less a margin for the graph itself."""
+EMBEDDED_LIMIT_BYTES = 2**27
+"""Larger weights stand in a second file, which is written and read tensor by tensor: protobuf holds all of a file in
+memory three times over while it writes one, and cannot hold 2 GB."""
 
 
 def export(
@@ -49,7 +51,8 @@ def export(
     path: str | os.PathLike[str],
     *,
     opset: int | None = None,
-    embedded_limit_bytes: int = PROTOBUF_LIMIT_BYTES,
+    target: str | None = None,
+    embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
 ) -> None:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -60,6 +63,7 @@ def export(
         opset: ONNX operator set; by default 19, 21 if a site needs it (4 or 16 bits, blocks), and 25 if weights alone
             are quantized and some to 2 bits; below 25, 2 bit codes are stored as 4 bit ones. The reason for more than
             19 is logged, and in the metadata ``qtk.opset`` of the file.
+        target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
@@ -85,9 +89,13 @@ def export(
     if reason is not None:
         graph.metadata_props[OPSET_REASON] = reason
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
+    if target is not None:
+        graph.metadata_props[TARGET] = target
     drop_inferred_types(graph.graph)
     drop_default_attributes(graph.graph, opset=opset)
-    _write(graph, path, embedded_limit_bytes)
+    write(graph, path, embedded_limit_bytes)
+    for value in graph.graph.initializers.values():
+        value.const_value = None  # nodes and values hold one another, so that codes would stay while the file is read
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
@@ -128,7 +136,11 @@ def _checked_opset(opset: int, reason: str | None) -> int:
                       "leave opset out to get the lowest one that fits")
 
 
-def _write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
+def write(graph: ir.Model, path: Path, embedded_limit_bytes: int) -> None:
+    """Writes a graph, with weights above the limit in ``<path>.data``, and checks it.
+
+    Raises: ExportError if it cannot be written or is not valid ONNX; the file is removed then.
+    """
     size_bytes = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     data = path.with_name(f"{path.name}.data")
     external = size_bytes > embedded_limit_bytes

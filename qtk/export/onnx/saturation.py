@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from qtk.core.spec import QuantSpec
 from qtk.export.onnx.moved_codes import FOLLOWED
-from qtk.export.onnx.stored_sites import StoredSite, stored_sites
+from qtk.export.onnx.stored_sites import StoredSite, numbers_in, stored_sites
 
 SUMS = range(-(2**15), 2**15)
 """What the sum of two products is held in."""
@@ -57,7 +56,7 @@ def _saturates(site: StoredSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:
     codes = site.node.inputs[0]
     if codes is None or codes.const_value is None or not site.spec.dtype.signed or site.spec.dtype.bits > 8:
         return False
-    stored = torch.from_numpy(codes.const_value.numpy().astype(np.int32))
+    stored = torch.from_numpy(numbers_in(codes.const_value, "int32"))
     products = (*_products(codes, stored), *_products(site.node.outputs[0], stored))
     return any(
         largest_pair(_in_order(product, moved)) * _highest(product.inputs[FACTORS[product.op_type][0]], specs)

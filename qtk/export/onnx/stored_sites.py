@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -120,8 +122,16 @@ def _restored(stored: Tensor, axes: tuple[int, ...]) -> Tensor:
 def _numbers(value: ir.Value | None) -> Tensor:
     if value is None or value.const_value is None:
         raise ValueError("scale and zero point must be initializers")
-    tensor = value.const_value
-    return torch.from_numpy(tensor.numpy().astype("int32" if tensor.dtype.is_integer() else "float32"))
+    dtype = "int32" if value.const_value.dtype.is_integer() else "float32"
+    return torch.from_numpy(numbers_in(value.const_value, dtype))
+
+
+def numbers_in(tensor: ir.TensorProtocol, dtype: str) -> npt.NDArray[np.generic]:
+    """A copy of a tensor of a file in another dtype; what was read of the file of external data is freed again."""
+    array: npt.NDArray[np.generic] = tensor.numpy().astype(dtype)
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.release()
+    return array
 
 
 def _aligned(values: Tensor, reals: Tensor, axis: int, block_size: int) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from qtk.export.tensor_names import free_name, unique
+
 
 class ValueNames:
     """The names in use in a graph, its subgraphs included."""
@@ -28,11 +30,7 @@ class ValueNames:
 
     def free(self, name: str) -> str:
         """``name``, or ``name`` with the first suffix ``_1``, ``_2``, … that is not in use."""
-        candidate, ordinal = name, 0
-        while candidate in self._values:
-            ordinal += 1
-            candidate = f"{name}_{ordinal}"
-        return candidate
+        return free_name(name, self._values)
 
     def _rename(self, value: ir.Value, name: str) -> None:
         before = value.name
@@ -44,13 +42,8 @@ class ValueNames:
 
 def name_inputs_and_outputs(graph: ir.Graph, names: ValueNames, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Names the inputs and outputs of the graph as the model's signature does; a repeated name gets ``_1``."""
-    taken: set[str] = set()
-    for value, wanted in [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]:
-        name, ordinal = wanted, 0
-        while name in taken:
-            ordinal += 1
-            name = f"{wanted}_{ordinal}"
-        taken.add(name)
+    values = [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]
+    for (value, _), name in zip(values, unique(wanted for _, wanted in values), strict=True):
         names.give(value, name)
 
 

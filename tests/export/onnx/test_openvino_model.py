@@ -46,6 +46,41 @@ def test_a_linear_layer_runs_in_integers(tmp_path):
     assert steps.max() <= 1.001
 
 
+class Concatenating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.both = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        return self.both(torch.cat([self.a(x), torch.relu(self.b(x))], 1))
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(20, 16), nn.Linear(16, 8)
+
+    def forward(self, ids):
+        return self.fc(self.embed(ids))
+
+
+@needs_openvino
+@pytest.mark.parametrize(("build", "x"), [
+    (Concatenating, torch.linspace(-2, 3, 1024).reshape(2, 8, 8, 8)), (Embedded, torch.arange(20).reshape(2, 10)),
+])
+def test_layers_behind_concatenations_and_embeddings_compute_what_is_simulated(build, x, tmp_path):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(build().eval(), x, config="openvino")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    (name,) = sim.model.graph.find_nodes(op="placeholder")
+    (output,) = OpenVinoModel(tmp_path / "out" / "model.onnx").run({str(name): x})
+    with torch.no_grad():
+        expected = sim.model(x)
+    step = [each.encoding.scale for site, each in sim.quantizers.items() if site.endswith(":out")][-1]
+    assert (output - expected).abs().max() <= 1.001 * step
+
+
 @needs_openvino
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_vit", "digits_lstm"])
 def test_the_target_openvino_agrees_there(name, tmp_path):

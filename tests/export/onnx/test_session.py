@@ -37,6 +37,11 @@ def test_a_file_of_integers_runs_as_asked(integers, optimized):
     assert (EXACT_MODE in described) == (optimized and integer_sums_saturate())
 
 
+def test_threads_of_a_session_that_waits_leave_the_cores_to_others(integers):
+    session, _ = create_session(integers[1])
+    assert session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
 def test_a_file_of_small_floats_runs_without_optimizations(tmp_path):
     """A ReLU before float8 QuantizeLinear: with its optimizations ONNX Runtime drops it."""
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import helper
@@ -30,6 +31,23 @@ def test_a_constant_is_what_onnx_runtime_computes(name, granularity, options, tm
     assert all(stored[site].encoding.equals(encoding) for site, encoding in encodings_of(sim).items())
     assert [site for site, each in stored.items() if each.constant() is not None] == ["weight"]
     assert torch.equal(stored["weight"].constant(), run_alone(tmp_path / "model.onnx", stored["weight"].node.name))
+
+
+def test_what_is_read_of_the_file_of_external_data_is_freed_again(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    example = torch.randn(2, 64)
+    sim = simulate(nn.Linear(64, 64), example, weight=weights("int4", PerBlock((1, 16)), symmetric=True))
+    export(sim, example, tmp_path / "model.onnx", embedded_limit_bytes=0)
+    read, load = [], ir.load
+    monkeypatch.setattr(ir, "load", lambda path: read.append(load(path)) or read[-1])
+    stored = {site.name: site for site in stored_sites(tmp_path / "model.onnx")}
+    twice = [stored["weight"].constant() for _ in range(2)]
+    assert torch.equal(*twice)
+    assert torch.equal(twice[0], sim.get_submodule("qtk_quantizers.weight")(sim.get_parameter("weight")))
+    tensors = [value.const_value for value in read[0].graph.initializers.values()]
+    external = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+    assert external
+    assert all(tensor.raw is None for tensor in external)
 
 
 def run_alone(path, name):

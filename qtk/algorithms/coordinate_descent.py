@@ -1,0 +1,116 @@
+"""Coordinate descent on the rounding: one weight after the other moves to the grid point of least output error.
+
+With ``d = w - ŵ`` and the half gradient ``g = linear + H d``, the error as a function of weight i alone is a parabola
+with its minimum at ``ŵ_i + g_i / H_ii``, so that the nearest grid point is the best one (QuantEase, Behdin et al.,
+arXiv 2309.01885, equation 8; CDQuant, arXiv 2406.17542). A pass goes through all columns once, and costs about one
+product of the weights with the Hessian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qtk.algorithms.output_error import OutputError
+from qtk.algorithms.weight_grid import WeightGrid
+
+MARGIN = 1e-3
+"""Part of each step that is held back, so that no weight moves for a gain as small as a rounding error."""
+
+
+def coordinate_descent(
+    weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, *, passes: int = 10, columns_at_once: int = 128
+) -> Tensor:
+    """The weights, each on its grid; no pass raises the error of an output.
+
+    Args:
+        weight: float weights, in the dtype to compute in.
+        start: rounded weights to start from.
+        grid: the grid points of every weight.
+        error: of the layer's output, with the Gram matrix of all columns.
+        passes: over all columns, at most; an output is settled after a pass that gains nothing.
+        columns_at_once: columns whose changes are propagated to the rest together; does not change the result.
+
+    Shape: ``weight``, ``start``, ``grid`` and result [groups, outputs, columns].
+    """
+    descent = _Descent.begin(weight, start.to(weight.dtype), grid, error)
+    best, outputs = start.clone(), torch.arange(weight.shape[1], device=weight.device)
+    for _ in range(passes):
+        before = descent.error()
+        descent.run_pass(columns_at_once)
+        is_lower = descent.error() < before
+        settled = ~is_lower.any(0)
+        if bool(settled.all()):
+            break
+        if bool(settled.any()):
+            going_on = (~settled).nonzero().flatten()
+            descent, outputs, is_lower = descent.of_outputs(going_on), outputs[going_on], is_lower[:, going_on]
+        best[:, outputs] = torch.where(is_lower[..., None], descent.rounded.permute(1, 2, 0), best[:, outputs])
+    return best
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Descent:
+    """Rounded weights and what follows from them; a pass changes them in place.
+
+    Shape: ``gram`` [groups, columns, columns]; ``step``, 1 / H_ii, [columns, groups, 1]; the rest [columns, groups,
+    outputs].
+    """
+
+    gram: Tensor
+    step: Tensor
+    grid: WeightGrid
+    linear: Tensor | None
+    rounded: Tensor
+    change: Tensor
+    half_gradient: Tensor
+
+    @classmethod
+    def begin(cls, weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError) -> _Descent:
+        diagonal = error.gram[:, 0].diagonal(dim1=-2, dim2=-1)
+        step = torch.where(diagonal > 0, (1 - MARGIN) / diagonal, 0.0).mT[..., None]
+        linear, rounded, change, half_gradient = (
+            None if values is None else values.permute(2, 0, 1).contiguous() for values in (
+                None if error.linear is None else error.linear[:, 0], start, weight - start,
+                error.half_gradient((weight - start)[:, None])[:, 0],
+            )
+        )
+        assert rounded is not None
+        assert change is not None
+        assert half_gradient is not None
+        return cls(error.gram[:, 0], step, grid.by_column(), linear, rounded, change, half_gradient)
+
+    def error(self) -> Tensor:
+        """Of each output, without its constant. Shape: [groups, outputs]."""
+        summand = self.half_gradient if self.linear is None else self.half_gradient + self.linear
+        return (summand * self.change).sum(0)
+
+    def run_pass(self, columns_at_once: int) -> None:
+        """Moves every weight once."""
+        grids = self.grid.unbind()
+        for begin in range(0, len(self.change), columns_at_once):
+            end = min(begin + columns_at_once, len(self.change))
+            moves = torch.empty_like(self.change[begin:end])  # of the change d
+            moves_by_group = moves.transpose(0, 1)
+            for index in range(begin, end):
+                row, present = self.gram[:, index, None, begin:index], self.rounded[index]
+                half_gradient = torch.baddbmm(
+                    self.half_gradient[index, :, None], row, moves_by_group[:, : index - begin]
+                )[:, 0]
+                best = grids[index].nearest(torch.addcmul(present, half_gradient, self.step[index]))
+                torch.sub(present, best, out=moves[index - begin])
+                present.copy_(best)
+            self.change[begin:end] += moves
+            self.half_gradient.transpose(0, 1).baddbmm_(self.gram[:, :, begin:end], moves_by_group)
+
+    def of_outputs(self, outputs: Tensor) -> _Descent:
+        """The descent of some outputs alone."""
+        rounded, change, half_gradient = (
+            values[..., outputs] for values in (self.rounded, self.change, self.half_gradient)
+        )
+        return replace(
+            self, grid=self.grid[:, :, outputs], linear=None if self.linear is None else self.linear[..., outputs],
+            rounded=rounded, change=change, half_gradient=half_gradient,
+        )

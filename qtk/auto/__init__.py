@@ -1,0 +1,1 @@
+"""Finds settings: what to try, in the order of its cost, and which of it helps."""

@@ -1,0 +1,52 @@
+"""What to try, in the order of its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from qtk.auto.choices import Choices
+
+SCHEMES = ("mse", "tf_enhanced")
+"""Ranges that leave outliers out, searched in one pass over the data."""
+
+TRANSFORMS = ("equalize", "smooth_quant")
+
+CHAINS = (("bias_correction",), ("gptq", "bias_correction"),
+          ("seq_mse", "gptq", "coordinate_descent", "bias_correction"))
+"""Layer-wise methods, each chain slower than the one before, and better where weights have few bits."""
+
+MOST_PRECISE = 0.25
+"""The largest share of the sites that may stay precise: with more, little of the model is quantized."""
+
+
+def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> Iterator[tuple[str, Choices]]:
+    """What to try next, on top of what is best so far.
+
+    Args:
+        best: the best choices so far.
+        ranked: the sites, the one whose quantization costs most first; called when nothing cheaper is left.
+
+    Yields: a step in words, and the choices.
+
+    >>> best = Choices("min_max")
+    >>> [step for step, _ in ladder(lambda: best, lambda: "abcdefgh")]  # doctest: +NORMALIZE_WHITESPACE
+    ['ranges by mse', 'ranges by tf_enhanced', 'equalize', 'smooth_quant', 'bias_correction', 'gptq + bias_correction',
+     'seq_mse + gptq + coordinate_descent + bias_correction', 'the worst site precise', 'the 2 worst sites precise']
+    """
+    for scheme in SCHEMES:
+        if scheme != best().scheme:
+            yield f"ranges by {scheme}", replace(best(), scheme=scheme)
+    for name in TRANSFORMS:
+        yield name, replace(best(), transforms=(*best().transforms, name))
+    if best().transforms:  # which leave other ranges
+        for scheme in SCHEMES:
+            if scheme != best().scheme:
+                yield f"ranges by {scheme}, after that", replace(best(), scheme=scheme)
+    for chain in CHAINS:
+        yield " + ".join(chain), replace(best(), layerwise=chain)
+    sites, count = ranked(), 1
+    while sites and count <= max(1, int(MOST_PRECISE * len(sites))):
+        step = "the worst site precise" if count == 1 else f"the {count} worst sites precise"
+        yield step, replace(best(), precise=tuple(sites[:count]))
+        count *= 2

@@ -1,0 +1,246 @@
+"""Quantizes a model to a demanded accuracy: what helps is kept, cheap things are tried first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qtk.auto.choices import Choices
+from qtk.auto.ladder import ladder
+from qtk.auto.trial_builder import TrialBuilder
+from qtk.auto.trial_log import Measured, TrialLog
+from qtk.config.load import load_config
+from qtk.config.schema import QuantConfig
+from qtk.core.width import FROM_CONFIG, Width, width_to_json
+from qtk.errors import OUT_OF_MEMORY, CalibrationError, first_line
+from qtk.nn.eval_mode import evaluating
+from qtk.public import public, runs_model
+from qtk.quantsim import QuantSim
+from qtk.report.account import Account, Trial
+from qtk.torch_private import pytree
+from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
+from qtk.workflow.forward_pass import Batch, Forward, in_memory
+from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.valid_tokens import Valid
+
+Evaluate: TypeAlias = Callable[[nn.Module], float]
+"""A metric of a model, higher is better."""
+
+
+class Quantized(NamedTuple):
+    """A calibrated simulation, and the account of how its settings were found."""
+
+    sim: QuantSim
+    account: Account
+
+
+@public
+def quantize(
+    model: nn.Module, data: Iterable[Batch], *, target: str | Path | Mapping[str, object] | QuantConfig = "onnxruntime",
+    evaluate: Evaluate | None = None, max_drop: float = 0.01, example_inputs: ExampleInputs | None = None,
+    weight_bits: Width = FROM_CONFIG, activation_bits: Width = FROM_CONFIG, scheme: str = "min_max",
+    forward: Forward | None = None, num_batches: int | None = None, holdout: float = 0.2,
+    valid: Valid | None = None, time_limit: float | None = None,
+    directory: str | os.PathLike[str] | None = None, progress: bool = True,
+) -> Quantized:
+    """Quantizes ``model`` until what it loses is at most ``max_drop``, by the cheapest means that reach it.
+
+    >>> import qtk, torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).eval()
+    >>> batches = [torch.randn(32, 16) for _ in range(5)]
+    >>> sim, account = qtk.quantize(model, batches, weight_bits=4, progress=False)
+    >>> account.reached
+    True
+    >>> print(account)  # doctest: +ELLIPSIS
+    drop of output error, at most 0.01 asked
+     tried ...
+
+    With a metric, for which higher is better, and which should see data of its own:
+
+    >>> def fraction_positive(model):
+    ...     return float((model(torch.ones(8, 16)) > 0).float().mean())
+    >>> sim, account = qtk.quantize(model, batches, evaluate=fraction_positive, max_drop=0.0, progress=False)
+
+    First plain calibration is tried; then ranges without outliers, equalization, SmoothQuant, layer-wise methods, and
+    at last the sites that lose most are left in 16 bits, or in float where the target has no fast kernels for them. A
+    step is kept if the error of the outputs falls on batches that calibration does not see, and the metric with it
+    does not.
+
+    Args:
+        model: a float model, or a prepared one; it stays as it is.
+        data: batches to calibrate with, a few hundred samples; the last ``holdout`` of them judge.
+        target: a shipped target, or a config's path.
+        evaluate: from a model to its metric; ``None``: the drop is the error of the outputs on the held-out batches,
+            Σ (simulated - float)² / Σ float², so that 0.01 is an SQNR of 20 dB.
+        max_drop: the drop of the metric that is small enough.
+        example_inputs: inputs the model runs on; ``None``: the first batch, which needs ``forward=None``.
+        weight_bits: width of weights, as for ``QuantSim``.
+        activation_bits: width of activations, as for ``QuantSim``.
+        scheme: how ranges are found at first.
+        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        num_batches: batches to take of the data; they are kept in memory.
+        holdout: fraction of the batches that judge, at least one.
+        valid: which tokens count, as for ``compute_encodings``.
+        time_limit: seconds after which no further trial begins.
+        directory: where finished trials are noted, so that the same call resumes a run that was stopped.
+        progress: show a bar.
+
+    Returns: the best simulation found, and the account of all trials, printable.
+
+    Raises: CalibrationError for fewer than two batches, outputs that are not finite, or if ``evaluate`` fails on the
+        float model; ConfigError for an unknown target, or a directory of another run. A trial that fails, in
+        ``evaluate`` too, is noted in the account, and the others go on.
+    """
+    if not 0 < holdout < 1:
+        raise CalibrationError(f"holdout is a fraction of the batches, above 0 and below 1, got {holdout}")
+    if math.isnan(max_drop):
+        raise CalibrationError("max_drop is a number, got nan")
+    config = load_config(target)
+    batches = in_memory(data, num_batches, least=2, why="calibration does not see the last")
+    if example_inputs is None and forward is not None:
+        raise CalibrationError("with forward, say example_inputs too: a tensor, tuple or dict the model runs on")
+    inputs = cast(ExampleInputs, batches[0]) if example_inputs is None else example_inputs
+    held_out = min(len(batches) - 1, max(1, round(holdout * len(batches))))
+    prepared = prepare_model(model, inputs)
+    builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, batches[:-held_out], forward, valid)
+    judge = FloatOutputs(prepared, batches[-held_out:], forward)
+    metric = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
+    in_float = math.nan if evaluate is None else _metric(evaluate, prepared, "the float model")
+    settings = {
+        "config": config.model_dump(mode="json"), "weight_bits": width_to_json(weight_bits), "valid": _named(valid),
+        "activation_bits": width_to_json(activation_bits), "batches": len(batches), "held_out": held_out,
+        "metric": metric, "metric in float": f"{in_float:.6g}", "scheme": scheme, "outputs": f"{judge.power:.4e}",
+        "data": f"{_sum(batches):.4e}",
+    }
+    log = TrialLog(None if directory is None else Path(directory), settings)
+    limit = math.inf if time_limit is None else time.monotonic() + time_limit
+    run = _Run(builder, judge, evaluate, in_float, Account(metric, max_drop), limit, log)
+    return run.finish(Choices(scheme), progress=progress)
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(self, builder: TrialBuilder, judge: FloatOutputs, evaluate: Evaluate | None, in_float: float,
+                 account: Account, limit: float, log: TrialLog) -> None:
+        self._builder, self._judge, self._evaluate, self._limit, self._log = builder, judge, evaluate, limit, log
+        self.account = account
+        self._float = in_float
+        self._best: Choices | None = None
+        self._error = self._drop = math.inf
+        self._sim: QuantSim | None = None
+
+    def finish(self, first: Choices, *, progress: bool) -> Quantized:
+        """Tries until the drop is met, nothing is left, or the time is over."""
+        late = False
+        steps = itertools.chain([("plain calibration", first)], ladder(lambda: self._best or first, self._ranked))
+        for step, choices in tqdm(steps, desc="trying", unit="trial", disable=not progress):
+            self._try(step, choices)
+            late = time.monotonic() > self._limit
+            if self.account.reached or late:
+                break
+        if self._best is None:
+            raise CalibrationError("no trial gives a simulation:\n  " + "\n  ".join(
+                f"{trial.step}: {trial.reason}" for trial in self.account.trials))
+        self.account.end = self._ended(late=late)
+        return Quantized(self._sim or self._builder.simulation(self._best), self.account)
+
+    def _try(self, step: str, choices: Choices) -> None:
+        measured, sim = self._log.find(choices), None
+        if measured is None:
+            measured, sim = self._measured(step, choices)
+            self._log.add(choices, measured)
+        error, drop = measured.error, measured.drop
+        reason = measured.failure
+        if error is not None and (drop is None or not error < self._error):
+            reason = "the error of the outputs does not fall"
+        elif drop is not None and drop > self._drop:
+            reason = f"{self.account.metric} falls"
+        if reason is None and error is not None and drop is not None:
+            self._best, self._error, self._drop, self._sim = choices, error, drop, sim
+        shown = None if error is None else sqnr_db(error)
+        self.account.trials.append(Trial(step, measured.seconds, shown, drop, reason is None, reason))
+
+    def _measured(self, step: str, choices: Choices) -> tuple[Measured, QuantSim | None]:
+        """The result of a trial, and its simulation unless it failed."""
+        begun = time.monotonic()
+        error = drop = sim = None
+        failure = None
+        try:
+            sim = self._builder.simulation(choices)
+            error = self._judge.error(sim.model)
+            if self._evaluate is None:
+                drop = error
+            elif error < self._error:
+                drop = self._float - _metric(self._evaluate, sim.model, step)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as raised:  # whatever a method, or a user's function, raises: others may do
+            error = drop = sim = None
+            failure = f"failed: {first_line(raised)}"
+        return Measured(time.monotonic() - begun, error, drop, failure), sim
+
+    def _ranked(self) -> list[str]:
+        """The sites, those first without whose quantization the error of the outputs would fall most."""
+        ranking = self._log.ranking
+        if ranking is None and self._best is not None:
+            begun = time.monotonic()
+            try:
+                ranking = self._builder.ranking(replace(self._best, layerwise=()))  # which has the float weights
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as raised:  # what a model, or a user's forward, raises under gradients
+                reason = f"failed: {first_line(raised)}"
+                self.account.trials.append(Trial("ranking the sites", time.monotonic() - begun, reason=reason))
+                return []
+            self._log.ranking = ranking
+        return ranking or []
+
+    def _ended(self, *, late: bool) -> str:
+        best = self.account.best
+        assert best is not None
+        assert best.drop is not None
+        if self.account.reached:
+            return f"reached by {self._best}"
+        why = "the time is over" if late else "nothing else is left to try"
+        return (f"not reached, {why}; the least drop is {best.drop:.4g}, by {self._best}; give more bits, a larger "
+                "max_drop, more data, or train the simulation (docs/qat.md)")
+
+
+def _metric(evaluate: Evaluate, model: nn.Module, what: str) -> float:
+    """The metric of a model. Raises: CalibrationError if it is no finite number; whatever ``evaluate`` raises."""
+    value = _called(evaluate, model)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise CalibrationError(f"evaluate must return a number, got {type(value).__name__} for {what}") from None
+    if not math.isfinite(number):
+        raise CalibrationError(f"evaluate gives {number} for {what}; it must return a finite number, higher is better")
+    return number
+
+
+@runs_model
+def _called(evaluate: Evaluate, model: nn.Module) -> object:
+    with torch.no_grad(), evaluating(model):
+        return evaluate(model)
+
+
+def _named(valid: Valid | None) -> str:
+    return valid if isinstance(valid, str) else getattr(valid, "__qualname__", type(valid).__name__)
+
+
+def _sum(batches: list[Batch]) -> float:
+    """The sum of the sizes of all elements, which tells data apart."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, Tensor)]
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)

@@ -1,0 +1,229 @@
+"""The runtime that a target is for: the rules of its documents, which an exported file must keep.
+
+    runtime:
+      target: tensorrt
+      name: TensorRT 11
+      formats: [onnx]
+      sources:
+        quantization: {url: "https://docs.nvidia.com/…", version: "11.3"}
+      rules:
+        - {name: signed, check: tensors, of: activations, dtype: int8, zero_point: 0, source: quantization,
+           says: "activations are int8 with zero point 0", fix: "activation: {dtype: int8, symmetric: true}"}
+
+A rule is data: what it can say is what its class below has fields for. ``export/rule_check.py`` checks them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, StrictBool, Tag, field_validator, model_validator
+
+from qtk.config.frozen import Frozen, Names
+from qtk.config.validate import RULE_TAGS
+from qtk.core.dtypes import DTYPES, INT32
+from qtk.registry import nearest
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+FileFormat = Literal["onnx", "pt2e", "encodings"]
+
+
+class Source(Frozen):
+    """A document that rules come from.
+
+    Args:
+        url: where it is.
+        version: the version of the runtime, or of the document, that was read.
+    """
+
+    url: Annotated[str, Field(pattern=r"^https://")]
+    version: Text
+
+
+class _Rule(Frozen):
+    """What every rule has.
+
+    Args:
+        name: its name, one of its kind in a target.
+        says: the rule in one sentence.
+        source: key of the document that says so.
+        fix: what to change in a config, or an export, that breaks it.
+    """
+
+    name: Text
+    says: Text
+    source: Text
+    fix: Text
+
+
+class TensorRule(_Rule):
+    """How quantized tensors are; a field left out allows everything.
+
+    Args:
+        check: ``tensors``.
+        of: ``activations``, computed at run time; ``weights`` and ``biases``, stored and read as such; ``constants``,
+            other stored tensors.
+        op: only those read by ops of these kinds, directly or through data movement.
+        quantized: ``false``: such tensors have no quantizer at all.
+        dtype: their number format is one of these.
+        zero_point: 0: every zero point is 0.
+        granularity: one of these.
+        block_size: of those in blocks, the length of a block is one of these.
+        codes: stored codes lie within these two.
+        dynamic: whether their ranges are computed at run time.
+    """
+
+    check: Literal["tensors"]
+    of: Literal["activations", "weights", "biases", "constants"]
+    op: Names = ()
+    quantized: Literal[False] | None = None
+    dtype: Names = ()
+    zero_point: Literal[0] | None = None
+    granularity: tuple[Literal["per_tensor", "per_channel", "per_token", "per_block"], ...] = ()
+    block_size: tuple[Count, ...] = ()
+    codes: tuple[int, int] | None = None
+    dynamic: StrictBool | None = None
+
+    @property
+    def limits(self) -> set[str]:
+        """The fields that say how such tensors are."""
+        return self.model_fields_set - {"name", "says", "source", "fix", "check", "of", "op"}
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in (*DTYPES, INT32.name):
+                raise ValueError(f"unknown dtype {name!r}; {nearest(name, DTYPES)}")
+        return names
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TensorRule:
+        if not self.limits:
+            raise ValueError("a rule on tensors allows everything; give it a dtype, zero_point, granularity, …")
+        return self
+
+
+class Unchecked(Frozen):
+    """What a document asks that no kind of rule expresses.
+
+    Args:
+        says: what it asks, in one sentence.
+        source: key of the document.
+    """
+
+    says: Text
+    source: Text
+
+
+class OpsetRule(_Rule):
+    """The operator sets of ONNX that the runtime reads.
+
+    Args:
+        check: ``opset``.
+        minimum: the lowest.
+        maximum: the highest.
+    """
+
+    check: Literal["opset"]
+    minimum: Count
+    maximum: Count
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OpsetRule:
+        if self.minimum > self.maximum:
+            raise ValueError(f"minimum {self.minimum} is above maximum {self.maximum}")
+        return self
+
+
+class OperatorRule(_Rule):
+    """Operators of a file that the runtime does not have.
+
+    Args:
+        check: ``operators``.
+        forbidden: their names in ONNX, or in the exported program.
+    """
+
+    check: Literal["operators"]
+    forbidden: Annotated[Names, Field(min_length=1)]
+
+
+class NeighbourRule(_Rule):
+    """What is quantized around ops of which an operand is.
+
+    Args:
+        check: ``neighbours``.
+        op: kinds of ops.
+        inputs: ``all``: every value that such an op computes with, biases and float constants aside.
+        output: ``quantized``: nothing reads its result but a quantizer, behind one of ``fused`` at most.
+        fused: kinds of activations that the runtime computes together with the op.
+    """
+
+    check: Literal["neighbours"]
+    op: Annotated[Names, Field(min_length=1)]
+    inputs: Literal["all"] | None = None
+    output: Literal["quantized"] | None = None
+    fused: Names = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> NeighbourRule:
+        if self.inputs is None and self.output is None:
+            raise ValueError("a rule on neighbours needs inputs or output")
+        return self
+
+
+def _tag(value: object) -> str:
+    """The tag of a rule: what it checks. An unknown check is reported as that of a rule on tensors."""
+    check = value.get("check") if isinstance(value, Mapping) else getattr(value, "check", None)
+    return f"<{check}>" if f"<{check}>" in RULE_TAGS else RULE_TAGS[0]
+
+
+RuntimeRule = Annotated[
+    Annotated[TensorRule, Tag(RULE_TAGS[0])] | Annotated[OpsetRule, Tag(RULE_TAGS[1])]
+    | Annotated[OperatorRule, Tag(RULE_TAGS[2])] | Annotated[NeighbourRule, Tag(RULE_TAGS[3])],
+    Discriminator(_tag),
+]
+
+
+class Runtime(Frozen):
+    """A runtime and its rules.
+
+    Args:
+        target: the name that files carry, so that they can be checked by themselves: that of the target's file.
+        name: the runtime and the versions that the rules hold for.
+        formats: the export formats that it takes, or that its converter takes.
+        sources: key → document.
+        rules: what a file must keep.
+        precise: what is left of a site that loses too much: a width that the runtime has fast kernels for, or
+            ``float``.
+        unchecked: what the documents ask beside, and nothing checks.
+    """
+
+    target: Text
+    name: Text
+    formats: Annotated[tuple[FileFormat, ...], Field(min_length=1)]
+    sources: Annotated[Mapping[str, Source], Field(min_length=1)]
+    rules: Annotated[tuple[RuntimeRule, ...], Field(min_length=1)]
+    precise: Literal[16, "float"] = "float"
+    unchecked: tuple[Unchecked, ...] = ()
+
+    @model_validator(mode="after")
+    def _sources_are_there(self) -> Runtime:
+        listed = [(f"rules[{index}]", rule.source) for index, rule in enumerate(self.rules)]
+        listed += [(f"unchecked[{index}]", each.source) for index, each in enumerate(self.unchecked)]
+        for place, source in listed:
+            if source not in self.sources:
+                raise ValueError(f"{place}.source: unknown source {source!r}; {nearest(source, self.sources)}")
+        names = [rule.name for rule in self.rules]
+        for index, rule in enumerate(self.rules):
+            if rule.name in names[:index]:
+                raise ValueError(f"rules[{index}].name: {rule.name!r} is the name of another rule; give it its own")
+        return self
+
+    def op_names(self) -> Iterator[tuple[str, str]]:
+        """The kinds of ops that rules name, each with its path."""
+        for index, rule in enumerate(self.rules):
+            for key in ("op", "fused"):
+                yield from ((f"runtime.rules[{index}].{key}", name) for name in getattr(rule, key, ()))

@@ -1,0 +1,247 @@
+"""Follows the tokens of a batch through a graph: where the axes [samples, tokens] of its inputs are in each value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import Tensor, fx
+
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import nested_graphs
+from qtk.graph.insert import quantizer_called, quantizer_nodes
+from qtk.graph.op_row import Product
+from qtk.graph.op_table import op_name, row_of
+from qtk.graph.schema import aten_name, schema_arguments
+from qtk.graph.targets import called_module
+from qtk.nn.attention import Attention
+from qtk.nn.recurrent import Recurrent
+from qtk.numerics.token_layout import Count, Factor, TokenLayout
+from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import length_hint, schema_of
+
+Followed: TypeAlias = TokenLayout | str | None
+"""The layout of a value; the op behind which its tokens could not be followed; ``None`` if it has none."""
+
+REDUCTIONS = frozenset((
+    "mean", "sum", "amax", "amin", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "all", "any",
+    "argmax", "argmin", "median", "max.", "min.", "max.dim", "min.dim",
+))
+"""Names of operators, with their overload where another one reduces nothing."""
+
+REORDERING = ("roll", "gather", "pick", "topk")
+"""Kinds of ops that give elements other positions along an axis."""
+
+
+class TokenLayouts:
+    """The layouts of the values of one graph, and of the graphs inside its attentions.
+
+    Args:
+        graph: a captured graph, with or without quantizers.
+        inputs: placeholder → layout, of those inputs that have tokens.
+    """
+
+    def __init__(self, graph: CapturedGraph, inputs: Mapping[fx.Node, TokenLayout]) -> None:
+        self.calls: list[tuple[Quantizer, Followed]] = []
+        """The calls of quantizers in order; those in modules that are run as a whole are named once."""
+        self._lost: dict[fx.Node, str] = {}
+        self._layouts: dict[fx.Node, TokenLayout] = dict(inputs)
+        for node in graph.graph.nodes:
+            if node.op in ("call_function", "call_module"):
+                self._visit(node)
+
+    def __getitem__(self, node: fx.Node) -> Followed:
+        return self._layouts.get(node, self._lost.get(node))
+
+    def _visit(self, node: fx.Node) -> None:
+        quantizer = quantizer_called(node)
+        if quantizer is None and nested_graphs(node):
+            self._enter(node)
+        layout = self._result(node)
+        if layout is not None and layout.is_complete:
+            self._layouts[node] = layout
+        if quantizer is not None:
+            self.calls.append((quantizer, self[node]))
+
+    def _enter(self, node: fx.Node) -> None:
+        """Follows the tokens into an attention; other modules are run as a whole."""
+        module = called_module(node)
+        if isinstance(module, Attention) and isinstance(core := module.core, CapturedGraph):
+            inputs = {
+                placeholder: self._layouts[argument]
+                for placeholder, argument in zip(core.graph.find_nodes(op="placeholder"), node.args, strict=False)
+                if isinstance(argument, fx.Node) and argument in self._layouts
+            }
+            self.calls += TokenLayouts(core, inputs).calls
+            return
+        for graph in nested_graphs(node).values():
+            self.calls += [(quantizer, op_name(node)) for quantizer in quantizer_nodes(graph).values()]
+
+    def _result(self, node: fx.Node) -> TokenLayout | None:
+        if not _has_values(node):
+            return None
+        sources = {source: self._layouts[source] for source in node.all_input_nodes if source in self._layouts}
+        if not sources:
+            lost = next((self._lost[source] for source in node.all_input_nodes if source in self._lost), None)
+            if lost is not None:
+                self._lost[node] = lost
+            return None
+        result = _Result(node, sources)
+        if result.layout is None and not result.gone:
+            self._lost[node] = op_name(node)
+        return result.layout
+
+
+class _Result:
+    """What becomes of the layouts of an op's operands.
+
+    Args:
+        node: the op.
+        sources: its operands with tokens, in order → their layouts.
+    """
+
+    def __init__(self, node: fx.Node, sources: Mapping[fx.Node, TokenLayout]) -> None:
+        self.gone = False
+        """Whether the result has no tokens: one of them was selected, or they were summed up."""
+        self._node, self._sources = node, sources
+        self.layout = self._find()
+
+    def _find(self) -> TokenLayout | None:
+        node, row = self._node, row_of(self._node)
+        first, layout = next(iter(self._sources.items()))
+        name = aten_name(node.target) or ""
+        if node.target is operator.getitem:
+            return self._element(first, layout)
+        if name in ("select", "unbind"):
+            return self._without(layout, [_axis(schema_arguments(node)["dim"], len(layout.axes))])
+        if _reduces(node):
+            return self._reduced(layout)
+        if row is not None and row.kind in ("reshape", "squeeze"):
+            return layout.reshaped(_lengths(node)) if first is node.args[0] else None
+        if row is not None and row.kind == "transpose" and row.input_axis is not None:
+            order = [row.input_axis(node, first, axis) for axis in range(len(layout.axes))]
+            return TokenLayout(tuple(layout.axes[axis] for axis in order if axis is not None))
+        if name == "embedding":
+            return TokenLayout((*layout.axes, _others(node)[-1]))
+        if (row is not None and row.product is Product.IN_OUT) or name in ("baddbmm", "addmm"):
+            return self._product()
+        if row is not None and row.kind in REORDERING:
+            return self._reordered(layout)
+        if isinstance(called_module(node), Attention):
+            query = node.args[0]
+            return self._same(self._sources[query]) if isinstance(query, fx.Node) and query in self._sources else None
+        return self._elementwise()
+
+    def _element(self, source: fx.Node, layout: TokenLayout) -> TokenLayout | None:
+        if isinstance(called_module(source), Recurrent) and self._node.args[1] != 0:
+            self.gone = True  # a state
+            return None
+        return self._same(layout)
+
+    def _without(self, layout: TokenLayout, axes: Sequence[int], keep: bool = False) -> TokenLayout | None:
+        """The layout without these axes, or with their length 1."""
+        self.gone = any(factor.is_row for axis in axes for factor in layout.axes[axis])
+        if self.gone:
+            return None
+        one = (Factor(Count.OTHER, 1),)
+        return TokenLayout(tuple(
+            one if axis in axes else factors for axis, factors in enumerate(layout.axes) if keep or axis not in axes
+        ))
+
+    def _reduced(self, layout: TokenLayout) -> TokenLayout | None:
+        arguments, rank = schema_arguments(self._node), len(layout.axes)
+        dims = arguments.get("dim")
+        axes = range(rank) if dims is None or dims == [] else [_axis(dim, rank) for dim in _listed(dims)]
+        return self._without(layout, list(axes), keep=bool(arguments.get("keepdim")))
+
+    def _product(self) -> TokenLayout | None:
+        """Of a matrix product: the rows of the left operand, else of the right one; else they are summed up."""
+        at = 1 if aten_name(self._node.target) in ("baddbmm", "addmm") else 0
+        result = _others(self._node)
+        operands = [self._sources.get(each) for each in self._node.args[at:at + 2] if isinstance(each, fx.Node)]
+        for layout, summed in zip(operands, (-1, -2), strict=True):
+            if layout is None or any(factor.is_row for factor in layout.axes[summed]):
+                continue
+            if len(layout.axes) < 2 or len(result) < 2:
+                return None
+            shift, axes = len(result) - len(layout.axes), list(result)
+            for axis, factors in enumerate(layout.axes):
+                if axis != len(layout.axes) + summed and not all(factor.is_other for factor in factors):
+                    axes[axis + shift] = factors
+            if summed == -1 and operands[1] is not None and [f.count for f in operands[1].axes[-1]] == [Count.TOKENS]:
+                axes[-1] = tuple(replace(factor, count=Count.KEYS) for factor in operands[1].axes[-1])
+            found = TokenLayout(tuple(axes))
+            return found if found.lengths() == _lengths(self._node) else None
+        self.gone = True
+        return None
+
+    def _reordered(self, layout: TokenLayout) -> TokenLayout | None:
+        """The layout, unless the op moves or selects elements along the axes of samples or tokens, or says no axes."""
+        arguments, rank = schema_arguments(self._node), len(layout.axes)
+        dims = arguments.get("dims", arguments.get("dim"))
+        if dims is None or dims == [] or not all(isinstance(dim, int) for dim in _listed(dims)):
+            return None
+        moved = [factor for dim in _listed(dims) for factor in layout.axes[_axis(dim, rank)]]
+        return None if any(factor.is_row for factor in moved) else self._same(layout)
+
+    def _elementwise(self) -> TokenLayout | None:
+        """The layout of the operand whose axes are those of the result; any of the others may be broadcast."""
+        lengths = _lengths(self._node)
+        for layout in sorted(self._sources.values(), key=_keys, reverse=True):
+            shift = len(lengths) - len(layout.axes)
+            rows = [axis for axis, factors in enumerate(layout.axes) if not all(factor.is_other for factor in factors)]
+            if shift >= 0 and all(layout.lengths()[axis] == lengths[axis + shift] for axis in rows):
+                axes = list(_others(self._node))
+                for axis in rows:
+                    axes[axis + shift] = layout.axes[axis]
+                return TokenLayout(tuple(axes))
+        return None
+
+    def _same(self, layout: TokenLayout) -> TokenLayout | None:
+        """The layout of a value of the same axes, of which those without rows may have other lengths."""
+        self._sources = {self._node: layout}
+        return self._elementwise() if len(_lengths(self._node)) == len(layout.axes) else None
+
+
+def _keys(layout: TokenLayout) -> int:
+    """1 for attention scores; a mask over keys, which is added to them, has tokens where these have keys."""
+    return sum(factor.count is Count.KEYS for factors in layout.axes for factor in factors)
+
+
+def _has_values(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return any(isinstance(each, Tensor) for each in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _lengths(node: fx.Node) -> tuple[int, ...]:
+    """Of the axes of a value; those of the first of several."""
+    return tuple(length_hint(length) for length in _value(node).shape)
+
+
+def _others(node: fx.Node) -> tuple[tuple[Factor, ...], ...]:
+    """The axes of a value without rows."""
+    shape = _value(node).shape
+    return tuple((Factor(Count.OTHER, length_hint(each), isinstance(each, int)),) for each in shape)
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    tensor = next(each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor))
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _reduces(node: fx.Node) -> bool:
+    schema, name = schema_of(node.target), aten_name(node.target)
+    return schema is not None and (name in REDUCTIONS or f"{name}.{schema.overload_name}" in REDUCTIONS)
+
+
+def _listed(dims: object) -> Sequence[int]:
+    return [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
+
+
+def _axis(dim: object, rank: int) -> int:
+    assert isinstance(dim, int)
+    return dim % rank

@@ -1,0 +1,138 @@
+"""The candidates for the update of a layer, of which that of least error on held-out data is taken.
+
+With a prior, methods see the Gram matrix ``H + prior · mean(diag H) I``: as if that part of the data were noise of
+equal power in all columns. The stronger it is, the less they rely on what only these data have. The prior is at least
+the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data); stronger ones are
+tried as long as the error on held-out data falls. If no prior lowers it, each method is tried alone; if that gains
+nothing either, the layer stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qtk.algorithms.output_error import OutputError, in_blocks
+from qtk.layerwise.layer_state import LayerState
+from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.second_moments import SecondMoments
+
+PRIORS = 0.0, 0.01, 0.03, 0.1, 0.3
+"""Strengths of the prior that are tried, above the least one."""
+STRONGEST = 1e3
+"""Upper bound of the prior, beyond which it alone decides."""
+NONE = "none"
+"""The winner where no method lowers the held-out error."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Winner:
+    """The candidate that is taken.
+
+    Args:
+        state: of the layer.
+        name: of the candidate: its methods and prior.
+        before: squared error of the output before, over all data, without its constant.
+        after: the same afterwards.
+        held_out: the errors before and after over held-out data; ``None`` if there are none.
+    """
+
+    state: LayerState
+    name: str
+    before: float
+    after: float
+    held_out: tuple[float, float] | None
+
+
+def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
+    """The best candidate for a layer. Raises: CalibrationError if a method fails."""
+    moments, held_out = start.moments, start.moments.held_out
+    if not moments.required.gram:
+        state = _applied(start, methods)
+        before, after = state.loss or (0.0, 0.0)
+        return Winner(state, _name(methods), before, after, None)
+    floor = shrinkage(start.error.gram, moments.rows)
+    if held_out is None or not held_out.rows:
+        state, own = _applied(_with_prior(start, floor), methods), _Judge(start, moments)
+        return Winner(state, _name(methods), own.error(start), own.error(state), None)
+    judge, own = _Judge(start, held_out), _Judge(start, moments)
+    least = judge.error(start)
+    best, gain, name = start, 0.0, NONE
+    for prior in PRIORS:
+        if prior and bool((floor >= prior).all()):
+            continue
+        state = _applied(_with_prior(start, floor.clamp(min=prior)), methods)
+        if (own_gain := least - judge.error(state)) > gain:
+            best, gain, name = state, own_gain, f"{_name(methods)}, prior {prior or 'least'}"
+        elif gain > 0:
+            break
+    if best is start and len(methods) > 1:
+        for method in methods:
+            state = _applied(_with_prior(start, floor.clamp(min=PRIORS[-1])), [method])
+            if (own_gain := least - judge.error(state)) > gain:
+                best, gain, name = state, own_gain, f"{_name([method])}, prior {PRIORS[-1]}"
+    errors = least, least - gain
+    before, after = (own.error(state) + error for state, error in zip((start, best), errors, strict=True))
+    return Winner(best, name, before, after, errors)
+
+
+def shrinkage(gram: Tensor, rows: int) -> Tensor:
+    """The prior that shrinks ``gram``, of ``rows`` rows, to the least expected squared error, for normal data.
+
+    Shape: ``gram`` [groups, blocks, block, block]; result [groups, blocks].
+
+    >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) @ torch.tensor([[3.0, 1, 0], [0, 1, 1],
+    ...     [0, 0, 1]])
+    >>> few, many = (shrinkage((x[:rows].mT @ x[:rows])[None, None], rows).item() for rows in (3, 100))
+    >>> few > many > 0
+    True
+    """
+    columns, power = gram.shape[-1], gram.square().sum((-2, -1))
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).square()
+    numerator = (1 - 2 / columns) * power + trace
+    denominator = (rows + 1 - 2 / columns) * (power - trace / columns)
+    intensity = (numerator / denominator.clamp(min=torch.finfo(gram.dtype).tiny)).clamp(0, 1)
+    return (intensity / (1 - intensity)).nan_to_num().clamp(max=STRONGEST)
+
+
+class _Judge:
+    """Squared error of a layer's output over some data, without its constant."""
+
+    def __init__(self, start: LayerState, moments: SecondMoments) -> None:
+        self._start = start
+        self._moments = moments
+        self._weight = start.to_gemm(start.float_weight)
+        gram, linear = moments.gram_as(start.dtype), moments.linear(self._weight)
+        self._error = OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1]))
+
+    def error(self, state: LayerState) -> float:
+        change = self._weight - state.to_gemm(state.simulated_weight())
+        error = float(self._error.of(in_blocks(change, self._error.blocks)).sum(dtype=torch.float64))
+        if state.bias is None or state.bias is self._start.bias or self._start.bias is None:
+            return error
+        moments, shift = self._moments, (state.bias - self._start.bias).to(torch.float64).reshape(change.shape[:2])
+        mean = (change.to(torch.float64) @ moments.mean[..., None])[..., 0]
+        if moments.mean_difference is not None:
+            mean = mean + (self._weight.to(torch.float64) @ moments.mean_difference[..., None])[..., 0]
+        return error + moments.rows * float((shift.square() - 2 * shift * mean).sum())
+
+
+def _with_prior(state: LayerState, prior: Tensor) -> LayerState:
+    """Shape: ``prior`` [groups, blocks]."""
+    gram = state.error.gram.clone()
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += (prior * diagonal.mean(-1))[..., None]
+    return replace(state, error=OutputError(gram, state.error.linear))
+
+
+def _applied(state: LayerState, methods: Sequence[LayerwiseMethod]) -> LayerState:
+    for method in methods:
+        state = method.apply(state)
+    return state
+
+
+def _name(methods: Sequence[LayerwiseMethod]) -> str:
+    return " + ".join(type(method).__name__ for method in methods)

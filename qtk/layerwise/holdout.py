@@ -1,0 +1,67 @@
+"""Which data a layer-wise run holds out from its methods, to judge their results by."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtk.errors import CalibrationError
+
+
+@dataclass(frozen=True, slots=True)
+class Holdout:
+    """The last ``fraction`` of every batch, or whole batches.
+
+    Of batches too small to be split, so many are held out whole.
+
+    Args:
+        fraction: of the data.
+        batches: indices of the batches to hold out; ``None``: a part of each.
+
+    >>> Holdout(0.2).kept(64, batch=0), Holdout(0.2).kept(1, batch=3), Holdout(0.2).kept(1, batch=4)
+    (51, 1, 0)
+    """
+
+    fraction: float
+    batches: frozenset[int] | None = None
+
+    def kept(self, length: int, batch: int) -> int:
+        """How many of the ``length`` samples of a batch are not held out: the first."""
+        if self.batches is not None:
+            return 0 if batch in self.batches else length
+        count = round(self.fraction * length)
+        if 0 < count < length:
+            return length - count
+        held_out = [int(self.fraction * number + 1e-9) for number in (batch, batch + 1)]  # of so many batches
+        return 0 if held_out[1] > held_out[0] else length
+
+    def split(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """The samples that are kept, and those held out. Shape: [samples, ...], each."""
+        kept = self.kept(len(x), batch)
+        return x[:kept], x[kept:]
+
+
+def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+    """The samples to hold out; with ``groups``, one label for each batch, all batches of some of the labels.
+
+    Raises: CalibrationError if ``fraction`` is not in [0, 1), or for labels of which none can be held out.
+
+    >>> holdout_of(0.2, ["cat", "cat", "dog"], 3)
+    Holdout(fraction=0.2, batches=frozenset({2}))
+    """
+    if not 0 <= fraction < 1:
+        raise CalibrationError(f"holdout is a fraction of the data, at least 0 and below 1, got {fraction}")
+    if groups is None:
+        return Holdout(fraction) if fraction else None
+    if not fraction:
+        raise CalibrationError("groups say which data to hold out together, and holdout=0 holds out none; "
+                               "leave out one of them")
+    labels = list(dict.fromkeys(groups))
+    if len(groups) != num_batches or len(labels) < 2:
+        raise CalibrationError(f"groups needs a label for each of the {num_batches} calls of the model, of at least 2 "
+                               f"kinds; got {len(groups)} labels of {len(labels)} kinds")
+    count = min(len(labels) - 1, max(1, round(fraction * len(labels))))
+    held_out = set(labels[-count:])
+    return Holdout(fraction, frozenset(index for index, label in enumerate(groups) if label in held_out))

@@ -1,0 +1,278 @@
+"""Loads encodings from a file into a simulation: all that is in it, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTensor, Shape
+from qtk.core.plan import QuantPlan
+from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
+from qtk.errors import EncodingError, QtkError
+from qtk.export import encodings_aimet, encodings_json
+from qtk.export.aimet import onnx_names
+from qtk.export.encodings_aimet import StoredRecord
+from qtk.export.named_encodings import site_shapes
+from qtk.export.tensor_names import signature_names, tensor_names
+from qtk.graph.graphs import graphs, roots
+from qtk.graph.insert import drop_sites
+from qtk.graph.simulation import Simulation
+from qtk.graph.sites import SITE, edge_site, label, ports
+from qtk.nn.device import device_of
+from qtk.planning.selection import leaders
+from qtk.public import public
+from qtk.registry import did_you_mean
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
+"""A file, its content as JSON values, or site name → encoding."""
+
+LISTED = 10
+"""Findings that an error lists."""
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class LoadedEncodings:
+    """What ``load_encodings`` took of a file; printable.
+
+    Args:
+        source: the file.
+        loaded: names of the sites whose encodings were in it.
+        ignored: names of entries that had no effect: of values that the model does not quantize.
+        missing: names of the sites that have an encoding of their own, and no entry.
+        frozen: whether the loaded ones were frozen.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    frozen: bool = True
+
+    def __str__(self) -> str:
+        """One line for each kind of site.
+
+        >>> print(LoadedEncodings("fc.json", ("fc.weight", "fc:out"), ignored=("fc.bias",)))
+        fc.json: 2 encodings loaded and frozen
+        ignored: fc.bias
+        """
+        lines = [f"{self.source}: {len(self.loaded)} encodings loaded{' and frozen' if self.frozen else ''}"]
+        for word, names in (("ignored", self.ignored), ("missing", self.missing)):
+            if names:
+                lines.append(f"{word}: {', '.join(names)}")
+        return "\n".join(lines)
+
+
+class Holder(Protocol):
+    """What holds a simulation that may be replaced, as ``QuantSim``."""
+
+    simulation: Simulation
+
+
+def load_encodings(holder: Holder, source: Source, *, strict: bool, partial: bool, freeze: bool) -> LoadedEncodings:
+    """Loads encodings, after all of them were checked; arguments as for ``QuantSim.load_encodings``.
+
+    Changes the simulation. Frozen encodings are replaced too.
+
+    Raises: EncodingError listing what does not fit; nothing has changed then.
+    """
+    simulation, where = holder.simulation, "the mapping" if isinstance(source, Mapping) else os.fspath(source)
+    plan, content = simulation.plan, _content(source, where)
+    by_name = {site.name: site for site in plan}
+    site_names, moved = content.site_names(simulation, source)
+    sites = {name: by_name[known] for name in content.entries if (known := site_names.get(name, "")) in by_name}
+    ignored = [name for name in content.entries if name not in sites]
+    masked = {by_name[name]: reason for name, reason in content.masked.items() if name in by_name}
+    served = {plan[site].leader or site for site in sites.values()}
+    missing = [site.name for site in leaders(plan)
+               if site not in served and site not in masked and not plan[site].spec.dynamic]
+    findings: list[str] = []
+    loaded, biases = _encodings(content, sites, simulation, findings)
+    if strict:
+        findings += [_unknown(name, plan) for name in ignored if name not in moved]
+        findings += [_unknown(name, plan) for name in content.dynamic if name not in by_name]
+        findings += _unequal_products(biases, loaded, simulation)
+    if not partial:
+        findings += [f"{name} has no entry; partial=True leaves it as it is" for name in missing]
+    findings += [f"{name} is {spec}, the site is planned as {plan[by_name[name]].spec}; plan the site like the file"
+                 for name, spec in content.dynamic.items() if name in by_name and plan[by_name[name]].spec != spec]
+    if content.entries and not sites and not findings:
+        findings.append("no entry is that of a site of the model; print(sim.plan) shows all")
+    if findings:
+        more = f"\n  and {len(findings) - LISTED} more" if len(findings) > LISTED else ""
+        raise EncodingError(f"{where} does not fit the simulation, nothing was loaded:\n  "
+                            + "\n  ".join(findings[:LISTED]) + more)
+    device = device_of(simulation.model)
+    for site, encoding in loaded.items():
+        quantizer = simulation.quantizers[site]
+        frozen, quantizer.frozen = quantizer.frozen, False
+        quantizer.load_encoding(encoding.to(device))
+        quantizer.frozen = freeze or frozen
+    if masked:
+        holder.simulation = drop_sites(simulation, masked)
+    return LoadedEncodings(where, tuple(site.name for site in loaded), tuple(ignored), tuple(missing), freeze)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file holds: by name an encoding, or a record that becomes one for a spec and a shape."""
+
+    entries: Mapping[str, Encoding | StoredRecord]
+    dynamic: Mapping[str, QuantSpec] = field(default_factory=dict)
+    masked: Mapping[str, str] = field(default_factory=dict)
+    by_tensor: bool = False
+
+    def site_names(self, simulation: Simulation, source: Source) -> tuple[dict[str, str], set[str]]:
+        """Name of an entry → name of its site, as far as it is known; and the names of values that were only moved."""
+        if not self.by_tensor:
+            return {name: name for name in self.entries}, set()
+        beside = _Beside.of(source)
+        known = {site.name for site in simulation.plan}
+        sites = {name: name for name in self.entries if name in known}
+        sites |= onnx_names.sites_of(self.entries, known, beside.names)
+        sites |= _sites_read(simulation.model) | _inputs_and_outputs(simulation.model, beside)
+        moved = {name for name in self.entries if onnx_names.is_movement(name, beside.names)}
+        return sites | tensor_names(simulation.model), moved
+
+
+def _content(source: Source, where: str) -> _Content:
+    """Raises: EncodingError if it cannot be read, or is of no known form."""
+    if isinstance(source, Mapping) and all(isinstance(each, Encoding) for each in source.values()):
+        return _Content({name: each for name, each in source.items() if isinstance(each, Encoding)})
+    data = source if isinstance(source, Mapping) else encodings_json.load_object(source)
+    if "format" in data:
+        stored = encodings_json.parse(data, where)
+        return _Content(stored.encodings, stored.dynamic, stored.masked)
+    return _Content(encodings_aimet.records(data, where), by_tensor=True)
+
+
+def _encodings(
+    content: _Content, sites: Mapping[str, Site], simulation: Simulation, findings: list[str]
+) -> tuple[dict[Site, Encoding], dict[Site, Encoding]]:
+    """The encodings of leaders, and those of int32 biases; what does not fit is added to ``findings``."""
+    shapes, plan = site_shapes(simulation.model), simulation.plan
+    loaded: dict[Site, Encoding] = {}
+    biases: dict[Site, Encoding] = {}
+    origins: dict[Site, str] = {}
+    for name, site in sites.items():
+        try:
+            encoding = _encoding(content.entries[name], plan[site].spec, shapes.get(site.name))
+        except QtkError as error:
+            findings.append(f"{_called(name, site)}: {error}")
+            continue
+        owner = plan[site].leader or site
+        into = loaded if plan[site].factors is None else biases
+        if owner in into and not into[owner].equals(encoding):
+            findings.append(f"{_called(name, site)} differs from {origins[owner]}, and both have one encoding here")
+        into.setdefault(owner, encoding)
+        origins.setdefault(owner, _called(name, site))
+    order = [site for site in plan if site in loaded]
+    return {site: loaded[site] for site in order}, biases
+
+
+def _encoding(entry: Encoding | StoredRecord, spec: QuantSpec, shape: Shape | None) -> Encoding:
+    """Raises: EncodingError, SpecError if the entry does not fit a site of this spec and shape."""
+    if spec.dynamic:
+        raise EncodingError(f"the site is planned as {spec}, each tensor in its own range; plan it without dynamic")
+    encoding = entry if isinstance(entry, Encoding) else entry.encoding(spec, shape)
+    if encoding.spec != spec:
+        raise EncodingError(f"it is {encoding.spec}, the site is planned as {spec}; plan the site like the file: "
+                            "weight_bits, activation_bits or a rule of the config")
+    if shape is None and isinstance(spec.granularity, PerTensor):
+        shape = ()  # one scale, whatever it is
+    if shape is not None and tuple(encoding.scale.shape) != spec.granularity.qparam_shape(shape):
+        raise EncodingError(f"its scale has shape {tuple(encoding.scale.shape)}, the site of shape {shape} needs "
+                            f"{spec.granularity.qparam_shape(shape)}; the file is of another model")
+    return encoding
+
+
+def _called(name: str, site: Site) -> str:
+    """The name of an entry, and of its site if that is another."""
+    return name if name == site.name else f"{name} ({site})"
+
+
+def _unknown(name: str, plan: QuantPlan) -> str:
+    """Why an entry has no site."""
+    reason = next((why for site, why in plan.unquantized.items() if site.name == name), None)
+    if reason is not None:
+        return f"{name} is left in float here ({reason}); plan it, or pass strict=False to ignore it"
+    hint = did_you_mean(name, [site.name for site in plan])
+    return f"{name} is no site of the model; {f'{hint} ' if hint else ''}pass strict=False to ignore it"
+
+
+def _unequal_products(
+    biases: Mapping[Site, Encoding], loaded: Mapping[Site, Encoding], simulation: Simulation
+) -> Iterable[str]:
+    """The int32 biases whose scale is not that of input times weight, as it would be after loading."""
+    for site, encoding in biases.items():
+        factors = simulation.plan[site].factors
+        assert factors is not None
+        leaders = [simulation.plan[factor].leader or factor for factor in factors]
+        scales = [loaded[each].scale if each in loaded else simulation.quantizers[each].scale for each in leaders]
+        if None in scales:
+            continue
+        of_input, of_weight = (scale.cpu() for scale in scales if scale is not None)
+        if not torch.equal(of_input * of_weight, encoding.scale):
+            yield (f"{site}: its scale is not that of {factors[0]} times that of {factors[1]}, and an int32 bias has "
+                   "no other; pass strict=False to ignore it")
+
+
+def _sites_read(model: nn.Module) -> dict[str, str]:
+    """Input of an op (``conv:in[0]``) → the site of the quantized value that it reads."""
+    read = {}
+    for graph in graphs(model).values():
+        for node in graph.graph.nodes:
+            for port in ports(node) if node.op != "output" else ():
+                site = label(port.value, SITE)
+                if site is not None:
+                    read[edge_site(port).name] = site
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What the ONNX file beside encodings says: the names of its inputs and outputs, and what made its values."""
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    names: Mapping[str, onnx_names.ExportedName] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source) -> _Beside:
+        """Nothing if there is no file, or onnx is not installed. Raises: EncodingError if it is no ONNX file."""
+        path = None if isinstance(source, Mapping) else Path(source).with_suffix(".onnx")
+        if path is None or not path.is_file():
+            return cls()
+        try:
+            import onnx_ir as ir  # an extra
+
+            from qtk.export.aimet.onnx_scopes import exported_names
+        except ImportError:
+            return cls()
+        try:
+            graph = ir.load(path).graph
+        except Exception as error:  # whatever protobuf finds in it
+            raise EncodingError(f"{path}, whose inputs and outputs the encodings beside it are matched with, is no "
+                                f"ONNX file ({error}); repair or remove it") from error
+        inputs, outputs = (tuple(value.name or "" for value in values) for values in (graph.inputs, graph.outputs))
+        return cls(inputs, outputs, exported_names(graph))
+
+
+def _inputs_and_outputs(model: nn.Module, beside: _Beside) -> dict[str, str]:
+    """Name of an input or output in the ONNX file beside → its site; matched by order."""
+    whole, sites = roots(model).get(""), tensor_names(model)
+    if whole is None:
+        return {}
+    there = beside.inputs, beside.outputs
+    return {
+        name: sites[own] for names, owns in zip(there, signature_names(whole), strict=True) if len(names) == len(owns)
+        for name, own in zip(names, owns, strict=True) if own in sites
+    }

@@ -1,0 +1,175 @@
+"""Writes a report of a simulation: one page of HTML with its errors, ranges, sensitivities and plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qtk.atomic import write_file
+from qtk.core.encoding import Encoding
+from qtk.core.site import Site
+from qtk.errors import CalibrationError, ExportError
+from qtk.graph.parameter_readers import memory_of, parameter_readers
+from qtk.graph.simulation import Simulation
+from qtk.numerics.affine import expand
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
+from qtk.report.account import Account
+from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
+from qtk.report.svg import Histogram
+from qtk.workflow.compare import compare
+from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
+from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
+
+T = TypeVar("T")
+
+BINS, SHOWN_SITES, SHOWN_WEIGHTS = 60, 10, 12
+MOST_SAMPLES = 2**16
+"""Values of one call that a histogram takes: evenly spaced ones of the tensor."""
+MOST_CHANNELS = 256
+"""Channels of a weight that are drawn: the first."""
+
+
+def report(
+    simulation: Simulation, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str,
+    forward: Forward | None, num_batches: int | None, sensitivity: bool, account: Account | None,
+    headline: Mapping[str, str] | None, force: bool, progress: bool,
+) -> None:
+    """Writes the report.
+
+    Args:
+        simulation: calibrated.
+        path: of the file.
+        data: batches, which are kept in memory; a few are enough.
+        title: of the page.
+        forward: how to run the model on a batch.
+        num_batches: batches to take of the data.
+        sensitivity: measure what the output loses by each site, which takes a few times as long as the rest.
+        account: what was tried, of ``qtk.quantize``.
+        headline: further numbers to show at the top: name → number with its unit.
+        force: replace an existing file.
+        progress: show bars.
+
+    Raises: ExportError if the file exists or its directory does not, or jinja2 is not installed; CalibrationError as
+        ``compare``.
+    """
+    path = Path(path)
+    if path.is_dir() or (path.exists() and not force):
+        what = "is a directory" if path.is_dir() else "exists; pass force=True to replace it"
+        raise ExportError(f"{path} {what}, or give the path of a new file, report.html")
+    if not path.absolute().parent.is_dir():
+        raise ExportError(f"{path.absolute().parent} is no directory; make it, or give another path")
+    require_jinja2()
+    batches = in_memory(data, num_batches)
+    notes: list[str] = []
+    db = _measured("the SQNR of the outputs", lambda: _outputs_sqnr_db(simulation, batches, forward), notes)
+    costs = None if not sensitivity else _measured("what the outputs lose by each site", lambda: measure_sensitivity(
+        simulation, batches, forward=forward, progress=progress), notes)
+    errors = compare(simulation, batches, forward=forward, progress=progress)
+    sites = {site.name: site for site in simulation.plan}
+    ranked = [sites[error.site] for error in errors]
+    weights = [site for site in ranked if simulation.plan[site].static][:SHOWN_WEIGHTS]
+    values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward)
+    in_float, quantized = _parameter_bytes(simulation)
+    tiles = {
+        **(headline or {}), **({} if db is None else {"SQNR of the outputs": decibels_text(db)}),
+        "parameters, of " + _megabytes(in_float) + " in float": _megabytes(quantized),
+        "sites quantized": f"{len(simulation.plan)}", "values left in float": f"{len(simulation.plan.unquantized)}",
+    }
+    write_file(path, page(Contents(
+        title, tiles, simulation.plan, errors,
+        {site.name: _histogram(values[site], simulation.quantizers[site].encoding) for site in ranked[:SHOWN_SITES]},
+        {site.name: _channels(values[site], encoding) for site in weights
+         if values[site] and (encoding := simulation.quantizers[site].encoding) is not None},
+        costs, account, tuple(notes),
+    )).encode())
+
+
+def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None:
+    """The result, or ``None`` and a note of the reason where the model's outputs cannot be measured."""
+    try:
+        return measure()
+    except CalibrationError as error:
+        notes.append(f"Not shown: {what}. {error}")
+        return None
+
+
+def _outputs_sqnr_db(simulation: Simulation, batches: Sequence[Batch], forward: Forward | None) -> float:
+    with in_mode(list(simulation.quantizers.values()), Mode.BYPASS):
+        expected = FloatOutputs(simulation.model, batches, forward)
+    return sqnr_db(expected.error(simulation.model))
+
+
+def _values(
+    simulation: Simulation, sites: Iterable[Site], batches: Sequence[Batch], forward: Forward | None
+) -> dict[Site, list[Tensor]]:
+    """The float values of sites, call by call: whole of parameters, of others at most ``MOST_SAMPLES`` a call."""
+    values: dict[Site, list[Tensor]] = {site: [] for site in sites}
+
+    def hook(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0].detach().float()
+            if not simulation.plan[site].static:
+                values[site].append(x.flatten()[:: max(1, x.numel() // MOST_SAMPLES)].cpu())
+            elif not values[site]:
+                values[site].append(x.cpu())
+
+        return record
+
+    handles = [simulation.quantizers[site].register_forward_pre_hook(hook(site)) for site in values]
+    try:
+        with in_mode(list(simulation.quantizers.values()), Mode.BYPASS):
+            for _ in outputs(simulation.model, batches, forward=forward):
+                pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return values
+
+
+def _histogram(values: Sequence[Tensor], encoding: Encoding | None) -> Histogram:
+    joined = torch.cat([value.flatten() for value in values]) if values else torch.zeros(0)
+    finite = joined[joined.isfinite()]
+    if not finite.numel():
+        return Histogram(0.0, 1.0, (0,) * BINS, None)
+    lowest, highest = float(finite.min()), float(finite.max())
+    counts = torch.histc(finite, BINS, lowest, highest) if highest > lowest else torch.full((1,), finite.numel())
+    extent = None if encoding is None else (float(encoding.minimum.min()), float(encoding.maximum.max()))
+    return Histogram(lowest, highest, tuple(int(count) for count in counts), extent)
+
+
+def _channels(values: Sequence[Tensor], encoding: Encoding) -> ChannelRanges:
+    """The ranges of a weight's channels: of the axis that has scales of its own, else of the first."""
+    weight = values[0]
+    block_size = encoding.spec.granularity.block_size(weight.ndim)
+    lengths = [size if size > 0 else length for size, length in zip(block_size, weight.shape, strict=False)]
+    axis = next((axis for axis, length in enumerate(lengths) if length < weight.shape[axis]), 0)
+    rows = weight.movedim(axis, 0).flatten(1) if weight.ndim > 1 else weight[:, None]
+    limit = torch.maximum(expand(encoding.maximum, weight.shape, block_size),
+                          -expand(encoding.minimum, weight.shape, block_size)).expand(weight.shape)
+    limits = limit.movedim(axis, 0).flatten(1) if weight.ndim > 1 else limit[:, None]
+    shown = [each[:MOST_CHANNELS].tolist() for each in (rows.amin(1), rows.amax(1), limits.amax(1))]
+    return ChannelRanges(*map(tuple, shown))
+
+
+def _parameter_bytes(simulation: Simulation) -> tuple[int, int]:
+    """Bytes of all parameters, in float and with the codes of those that are quantized, scales left out."""
+    readers = parameter_readers(simulation.model)
+    in_float = quantized = 0
+    for parameter in simulation.model.parameters():
+        own = parameter.numel() * parameter.element_size()
+        widths = [None if each is None else each.spec.dtype.bits for each in readers.get(memory_of(parameter), ())]
+        in_float += own
+        wide = [width for width in widths if width is not None]
+        quantized += own if None in widths or not wide else (parameter.numel() * max(wide) + 7) // 8
+    return in_float, quantized
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

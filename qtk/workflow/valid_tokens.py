@@ -1,0 +1,187 @@
+"""Leaves out the tokens of a batch that only fill it up, wherever they can be followed to."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from qtk.capture.token_inputs import TokenInputs
+from qtk.errors import CalibrationError
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.graphs import entered, roots, with_nested
+from qtk.graph.insert import quantizer_nodes
+from qtk.graph.token_layouts import Followed
+from qtk.numerics.token_layout import TokenLayout
+from qtk.observers.observer import Observer
+from qtk.quantizers.quantizer import Quantizer
+from qtk.workflow.forward_pass import Batch, Forward, run_batch
+
+Valid: TypeAlias = str | Callable[[Batch], Tensor]
+"""Which tokens count: the name of an input that says so (``attention_mask``), or a function from a batch to that.
+
+Every input whose first two axes have these lengths is taken to have these tokens."""
+
+
+class ValidTokens:
+    """The valid tokens of the calls of a model, and the rows of its values that are theirs.
+
+    Args:
+        model: a prepared model with quantizers.
+        valid: which tokens count; ``None``: all.
+    """
+
+    def __init__(self, model: nn.Module, valid: Valid | None) -> None:
+        self.valid = valid
+        self._model = model
+        self._mask: Tensor | None = None
+        self._inputs = TokenInputs()
+        self._pending: dict[Quantizer, list[Followed]] = defaultdict(list)
+        self._unfollowed: dict[Quantizer, str] = {}
+        self._matched = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the body runs, ``rows`` knows the call of the model that is running.
+
+        Raises: CalibrationError at the end, if no input of any call had these tokens.
+        """
+        if self.valid is None:
+            yield
+            return
+        handles = [
+            module.register_forward_pre_hook(self._of_call, prepend=True, with_kwargs=True)
+            for module in entered(self._model)
+        ]
+        handles += [
+            graph.register_forward_pre_hook(self._follow, with_kwargs=True)
+            for graph in roots(self._model).values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._mask is None:
+            raise CalibrationError(self.without_batch)
+        if not self._matched:
+            raise CalibrationError(f"valid={self._shown}: no input of the model begins with its axes [samples, tokens] "
+                                   f"{tuple(self._mask.shape)}; leave valid out, or give it the axes of an input")
+
+    def forward(self, forward: Forward | None) -> Forward | None:
+        """``forward``, or ``run_batch``, after the tokens of the batch have been noted."""
+        if self.valid is None or isinstance(self.valid, str):
+            return forward
+        valid, run = self.valid, forward or run_batch
+
+        def noting(model: nn.Module, batch: Batch) -> object:
+            self._mask = self._checked(valid(batch))
+            return run(model, batch)
+
+        return noting
+
+    def observer(self, observer: Observer, quantizer: Quantizer) -> Any:
+        """``observer``, which sees the valid rows alone."""
+        return observer if self.valid is None else _OfRows(observer, partial(self.rows, quantizer))
+
+    def rows(self, quantizer: Quantizer, value: Tensor) -> Tensor:
+        """The valid rows of what ``quantizer`` is given, once for each of its calls; all where they are not known."""
+        return self.selector(quantizer)(value)
+
+    def selector(self, quantizer: Quantizer) -> Callable[[Tensor], Tensor]:
+        """Picks the valid rows of values of one call of ``quantizer``; to be asked for once for each of its calls."""
+        pending = None if self.valid is None else self._pending.get(quantizer)
+        followed = pending.pop(0) if pending else None
+        mask = self._mask
+
+        def rows(value: Tensor) -> Tensor:
+            reason = followed
+            if isinstance(followed, TokenLayout) and mask is not None:
+                selected = followed.rows(value, mask.to(value.device))
+                if selected is not None:
+                    return selected
+                reason = "a length that changes"
+            if isinstance(reason, str):
+                self._unfollowed[quantizer] = reason
+            return value
+
+        return rows
+
+    def mask(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
+        """The valid tokens of a call of the model. Shape: bool [samples, tokens].
+
+        Raises: CalibrationError if the call has no such input, or it is no mask of tokens.
+        """
+        if isinstance(self.valid, str):
+            bound = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
+            for each in [each for each in bound.values() if isinstance(each, Mapping)]:  # **kwargs, a batch of its own
+                bound |= each
+            if self.valid not in bound:
+                raise CalibrationError(f"valid={self.valid!r} names no input of this call, which has "
+                                       f"{', '.join(bound)}; pass one of these, or a function from a batch to a mask")
+            self._mask = self._checked(bound[self.valid])
+        return self._mask
+
+    def warn_of_unfollowed(self, names: Mapping[Quantizer, str]) -> None:
+        """Warns of the quantizers that saw all rows, though some are no tokens. ``names``: of those that matter."""
+        found = {names[quantizer]: op for quantizer, op in self._unfollowed.items() if quantizer in names}
+        if found:
+            shown = ", ".join(f"{name} (behind {op})" for name, op in list(found.items())[:3])
+            warnings.warn(f"valid={self._shown}: tokens cannot be followed to {len(found)} sites, where all rows "
+                          f"count: {shown}{', …' if len(found) > 3 else ''}", stacklevel=3)
+
+    @property
+    def without_batch(self) -> str:
+        """The message where a function had no batch to be called with."""
+        return (f"valid={self._shown} was given no batch: data that is a function runs the model itself; pass the "
+                "name of an input, or batches")
+
+    @property
+    def _shown(self) -> str:
+        return repr(self.valid) if isinstance(self.valid, str) else getattr(self.valid, "__name__", "function")
+
+    def _of_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.mask(args, kwargs)
+
+    def _follow(self, graph: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(graph, CapturedGraph)
+        self._pending.clear()
+        if self._mask is None:
+            return
+        layouts = self._inputs.followed(graph, args, kwargs, self._mask)
+        if layouts is None:
+            for inner in with_nested(graph):
+                self._unfollowed |= dict.fromkeys(quantizer_nodes(inner).values(), "inputs without these axes")
+            return
+        self._matched = True
+        for quantizer, followed in layouts.calls:
+            self._pending[quantizer].append(followed)
+
+    def _checked(self, mask: object) -> Tensor:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+            raise CalibrationError(f"valid={self._shown} must give a tensor [samples, tokens], got {got}")
+        if mask.dtype is not torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+            raise CalibrationError(f"valid={self._shown} must be true or 1 for tokens that count, else false or 0; got "
+                                   f"{mask.dtype} with other values")
+        return mask.bool()
+
+
+class _OfRows:
+    """What a quantizer calls in place of an observer."""
+
+    def __init__(self, observer: Observer, rows: Callable[[Tensor], Tensor]) -> None:
+        self._observer, self._rows = observer, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._observer, name)
+
+    def observe(self, x: Tensor) -> None:
+        self._observer.observe(self._rows(x))

@@ -1,0 +1,220 @@
+"""qtk.quantize: cheap things first, only what helps, an account of all, nothing lost."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError, ConfigError
+
+BATCHES = torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+
+def model(outliers=1.0):
+    """An MLP with one channel of its norm scaled up and what reads it scaled down: ranges of 4 bits lose the others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).eval()
+    with torch.no_grad():
+        net[0].weight[0] *= outliers
+        net[1].weight[:, 0] /= outliers
+    return net
+
+
+def rescaled(error):
+    return 10 ** (-error / 10)
+
+
+def test_a_step_is_kept_only_if_the_error_on_held_out_data_falls():
+    sim, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, progress=False)
+    best = float("inf")
+    for trial in account.trials:
+        error = rescaled(trial.sqnr_db)
+        assert trial.kept == (error < best)
+        best = min(best, error)
+    kept = [trial.step for trial in account.trials if trial.kept]
+    assert "smooth_quant" in kept
+    assert len(account.trials) > len(kept)
+    net, judged = model(50.0), BATCHES[-1]
+    with torch.no_grad():
+        error = (sim.model(judged) - net(judged)).square().sum() / net(judged).square().sum()
+    assert float(error) == pytest.approx(best, rel=1e-4)
+    assert not account.reached
+    assert "not reached, nothing else is left to try" in str(account)
+
+
+def test_nothing_is_tried_beyond_what_is_needed():
+    _, account = qtk.quantize(model(), BATCHES, progress=False)
+    assert [trial.step for trial in account.trials] == ["plain calibration"]
+    assert account.reached
+
+
+def test_the_metric_decides_where_there_is_one():
+    calls = []
+
+    def metric(net):
+        calls.append(net)
+        return 1.0 if len(calls) in (1, 4) else 0.5  # float, and the third simulation evaluated
+
+    sim, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, evaluate=metric, progress=False)
+    assert account.reached
+    assert account.metric == "metric"
+    evaluated = [trial for trial in account.trials if trial.drop is not None]
+    assert len(evaluated) == 3
+    assert evaluated[-1].kept
+    assert sim.model is calls[-1]
+    assert calls[0] is not sim.model
+
+
+def test_sites_that_lose_most_are_left_precise_at_last():
+    """A layer whose weights 2 bits ruin, in a target that has 16 bits, and in one that leaves sites in float."""
+    config = {"version": 1, "rules": [{"match": {"path": "3"}, "weight": {"bits": 2}}]}
+    sim, account = qtk.quantize(model(), BATCHES, target=config, max_drop=0.002, progress=False)
+    assert account.reached
+    assert account.best.step == "the worst site precise"
+    assert sim.quantizers["3.weight"].spec.dtype.bits == 16
+    with_runtime = qtk.QuantSim(model(), BATCHES[0], config="onnxruntime").config.model_dump(mode="json")
+    with_runtime["rules"] = config["rules"]
+    sim, account = qtk.quantize(model(), BATCHES, target=with_runtime, max_drop=0.002, progress=False)
+    assert account.reached
+    assert "3.weight" not in sim.quantizers
+
+
+@pytest.mark.parametrize("kind", [ValueError("no luck"), float("nan"), "a word"])
+def test_an_evaluation_that_fails_costs_its_trial_alone(kind):
+    calls = itertools.count()
+
+    def metric(net):
+        count = next(calls)
+        if count == 2:
+            if isinstance(kind, Exception):
+                raise kind
+            return kind
+        return 1.0 if count == 0 else 0.5
+
+    _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, evaluate=metric, progress=False)
+    failed = [trial for trial in account.trials if trial.reason and trial.reason.startswith("failed: ")]
+    assert len(failed) == 1
+    assert {"no luck": "ValueError: no luck"}.get(str(kind), "CalibrationError: evaluate") in failed[0].reason
+    assert any(trial.kept for trial in account.trials[account.trials.index(failed[0]):])
+
+
+def test_an_evaluation_that_fails_in_float_is_an_error():
+    with pytest.raises(CalibrationError, match="evaluate gives nan for the float model"):
+        qtk.quantize(model(), BATCHES, evaluate=lambda net: float("nan"), progress=False)
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
+    settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": -1.0, "progress": False}
+    evaluated = []
+
+    def metric(net):
+        evaluated.append(net)
+        if len(evaluated) == stop:
+            raise KeyboardInterrupt
+        return 0.0
+
+    stop = None
+    whole, account = qtk.quantize(model(50.0), BATCHES, evaluate=metric, **settings)
+    count, stop = len(evaluated), 4
+    evaluated.clear()
+    with pytest.raises(KeyboardInterrupt):
+        qtk.quantize(model(50.0), BATCHES, evaluate=metric, directory=tmp_path, **settings)
+    stop = None
+    for expected in (count - 2, 1):  # the float model again, and what was not finished; then the float model alone
+        evaluated.clear()
+        resumed, again = qtk.quantize(model(50.0), BATCHES, evaluate=metric, directory=tmp_path, **settings)
+        assert len(evaluated) == expected
+        assert [(t.step, t.kept) for t in again.trials] == [(t.step, t.kept) for t in account.trials]
+        assert torch.equal(resumed.model(BATCHES[0]), whole.model(BATCHES[0]))
+    with pytest.raises(ConfigError, match=r"trials.json is of another run \(metric, metric in float, outputs differ\)"):
+        qtk.quantize(nn.Sequential(*model()[:2]), BATCHES, directory=tmp_path, **settings)
+
+
+@pytest.mark.parametrize("other", [{"evaluate": lambda net: 0.5}, {"scheme": "mse"}, {"data": BATCHES[::-1]}])
+def test_results_of_another_run_are_not_taken_for_this_one(other, tmp_path):
+    settings = {"data": BATCHES, "evaluate": lambda net: 1.0, "directory": tmp_path, "progress": False}
+    qtk.quantize(model(), **settings)
+    with pytest.raises(ConfigError, match="is of another run"):
+        qtk.quantize(model(), **settings | other)
+
+
+def test_a_function_for_valid_tokens_is_the_same_in_the_next_process(tmp_path):
+    def all_tokens():
+        return lambda batch: torch.ones(batch.shape[:2], dtype=torch.bool)
+
+    data, net = [torch.randn(4, 3, 16) for _ in range(3)], nn.Linear(16, 4).eval()
+    for _ in range(2):
+        qtk.quantize(net, data, valid=all_tokens(), directory=tmp_path, progress=False)
+
+
+class Scalar(nn.Module):
+    """Its output has no axis of samples, so that nothing can be ranked by gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+def test_a_ranking_that_fails_leaves_what_was_found():
+    sim, account = qtk.quantize(Scalar().eval(), BATCHES, weight_bits=4, activation_bits=4, max_drop=-1.0,
+                                progress=False)
+    assert account.trials[-1].step == "ranking the sites"
+    assert account.trials[-1].reason.startswith("failed: CalibrationError: ")
+    assert sim.model(BATCHES[0]).ndim == 0
+
+
+def test_nothing_is_ranked_when_the_time_is_over(monkeypatch):
+    monkeypatch.setattr("qtk.auto.trial_builder.sensitivity", None)
+    _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, time_limit=0.0,
+                              progress=False)
+    assert len(account.trials) == 1
+
+
+def test_masked_scores_are_infinite_in_float_too():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.linear(x).masked_fill(torch.tensor([False, True, False, False]), float("-inf"))
+
+    _, account = qtk.quantize(Masked().eval(), BATCHES, progress=False)
+    assert account.reached
+    assert 20 < account.best.sqnr_db < 80
+
+
+def test_time_is_limited():
+    _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, time_limit=0.0,
+                              progress=False)
+    assert [trial.step for trial in account.trials] == ["plain calibration"]
+    assert "the time is over" in account.end
+
+
+def test_pairs_go_through_forward_everywhere():
+    pairs = [(batch, 0) for batch in BATCHES]
+    sim, _ = qtk.quantize(model(50.0), pairs, weight_bits=4, activation_bits=4, max_drop=0.0,
+                          example_inputs=BATCHES[0], forward=lambda net, batch: net(batch[0]), progress=False)
+    expected, _ = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, progress=False)
+    assert torch.equal(sim.model(BATCHES[0]), expected.model(BATCHES[0]))
+
+
+@pytest.mark.parametrize(("settings", "match"), [
+    ({"data": BATCHES[:1]}, "at least 2 batches are needed, got 1"),
+    ({"data": 3}, "must be an iterable of batches"),
+    ({"data": itertools.repeat(BATCHES[0])}, "more than 2048 batches"),
+    ({"holdout": 1.0}, "above 0 and below 1, got 1.0"),
+    ({"max_drop": float("nan")}, "got nan"),
+    ({"target": "onnxruntim"}, "did you mean 'onnxruntime'"),
+    ({"directory": __file__}, "cannot hold the trials"),
+    ({"num_batches": 0}, "num_batches must be at least 1"),
+    ({"forward": lambda net, batch: net(batch)}, "say example_inputs too"),
+])
+def test_mistakes_are_named(settings, match):
+    with pytest.raises((CalibrationError, ConfigError), match=match):
+        qtk.quantize(model(), **{"data": BATCHES, "progress": False, **settings})

@@ -1,0 +1,36 @@
+"""A rule for one site sets it, on every model of the zoo, whatever kind of value it is."""
+
+import pytest
+
+import qtk
+from qtk.auto.site_rules import SiteRules
+from qtk.config.tensor_setting import TensorSetting
+from tests.zoo.models import ZOO
+from tests.zoo.prepared import slow_but
+
+QUICK = ("residual", "tied", "gru", "weight_standardised", "gathered_experts", "concatenated", "fused_attention")
+
+
+@pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
+def test_a_rule_sets_its_site(name):
+    entry = ZOO[name]
+    prepared = qtk.prepare_model(entry.model(), entry.inputs(2))
+    sim = qtk.QuantSim(prepared, entry.inputs(2))
+    rules = SiteRules(sim.simulation)
+    assert rules.sites
+    for site in rules.sites:
+        for setting in ("float", TensorSetting(bits=16)):
+            plan = qtk.QuantSim(prepared, entry.inputs(2), config=rules.config(sim.config, [site], setting)).plan
+            if setting == "float":
+                assert site not in plan
+            else:
+                assert plan[site].spec.dtype.bits == 16
+
+
+def test_constants_that_are_no_weights_cannot_be_set_alone():
+    entry = ZOO["vit"]
+    sim = qtk.QuantSim(entry.model(), entry.inputs(2))
+    names = [site.name for site in SiteRules(sim.simulation).sites]
+    assert "pos_embed" in sim.quantizers
+    assert "pos_embed" not in names
+    assert "patch.weight" in names

@@ -1,0 +1,161 @@
+"""What a page shows, runs: python blocks in one namespace a page, shell commands parse, configs and recipes load."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+import yaml
+from typer.testing import CliRunner
+
+import qtk
+from qtk.cli.app import app
+from qtk.cli.recipe import load_recipe
+from qtk.config.load import load_config
+from qtk.config.shipped import shipped_names
+from tests.docs import qat_programs
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
+
+AROUND = {"qat.md": qat_programs.PROGRAMS}
+"""Pages whose blocks are parts of programs: for each block what it takes from around it, and what it must have done."""
+
+RUNNABLE = {"python", "sh", "yaml"}
+COMMAND = typer.main.get_command(app)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WITH_PYTHON = [name for name in PAGES if blocks(page(name), "python")]
+WITH_YAML = [name for name in PAGES if blocks(page(name), "yaml")]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of every ``qtk`` command in a page: in sh blocks, and in blocks that are indented."""
+    for block in (*blocks(text, "sh"), *re.findall(r"^    qtk .*$", text, flags=re.MULTILINE)):
+        for line in re.findall(r"^ *qtk (.*)$", block, flags=re.MULTILINE):
+            yield shlex.split(line, comments=True)
+
+
+CHEAP = [
+    arguments for name in PAGES for arguments in commands(page(name))
+    if arguments in (["--version"], ["targets"]) or arguments[:2] == ["inspect", "demo:digits_cnn"]
+]
+
+
+def run_page(name: str, text: str) -> dict[str, object]:
+    """Runs the python blocks of a page one after the other. Raises: what a block raises, with its place in the page."""
+    names: dict[str, object] = {}
+    around = AROUND.get(name)
+    found = blocks(text, "python")
+    assert around is None or len(around) == len(found)
+    for number, block in enumerate(found):
+        before, after = around[number] if around else (dict, None)
+        if around:
+            names |= {"qtk": qtk, "torch": torch, **before()}
+        lines = text[: text.index(block)].count("\n")
+        exec(compile("\n" * lines + block, str(DOCS / name), "exec"), names)
+        if after is not None:
+            after(SimpleNamespace(**names))
+    return names
+
+
+def parse(arguments: list[str]) -> None:
+    """Raises: what the command line raises for wrong usage."""
+    with COMMAND.make_context("qtk", list(arguments)) as context:
+        name, command, rest = COMMAND.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_the_python_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("sklearn", "onnxruntime"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_page(name, page(name))
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README.md"])
+def test_every_command_of_a_page_parses(name: str) -> None:
+    for arguments in commands(README if name == "README.md" else page(name)):
+        if arguments[0] != "--version":
+            parse(arguments)
+
+
+@pytest.mark.parametrize("name", WITH_YAML)
+def test_every_config_and_recipe_of_a_page_loads(name: str, tmp_path: Path) -> None:
+    for block in blocks(page(name), "yaml"):
+        content = yaml.safe_load(block)
+        if "models" in content:
+            path = tmp_path / "recipe.yaml"
+            path.write_text(block, encoding="utf-8")
+            assert load_recipe(path).models
+        else:
+            assert load_config(content).version == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_has_a_language_that_is_run(name: str) -> None:
+    assert set(languages(page(name))) <= RUNNABLE
+
+
+@pytest.mark.parametrize("arguments", CHEAP, ids=" ".join)
+def test_cheap_commands_run(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    text = page("api.md")
+    documented = {*re.findall(r"^::: qtk\.[\w.]+\.(\w+)$", text, re.MULTILINE), *re.findall(r"`qtk\.(\w+)`", text)}
+    assert set(qtk.__all__) - documented == set()
+    for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        assert getattr(import_module(module), name) is getattr(qtk, name)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    shown = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert all((tmp_path / "site" / name.replace(".md", ".html")).is_file() for name in PAGES)
+    assert "&gt;&gt;&gt;" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+
+
+def test_the_list_of_targets_is_complete() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", page("targets.md"), re.MULTILINE)
+    assert sorted(listed) == shipped_names("targets")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    entries = [entry for section in navigation for names in section.values() for entry in names]
+    listed = [name for entry in entries for name in (entry.values() if isinstance(entry, dict) else [entry])]
+    assert sorted(listed) == sorted([*PAGES, "reference-config.md", "reference-recipe.md"])
+
+
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_a_planted_fault_is_found() -> None:
+    with pytest.raises(NameError, match="missing"):
+        run_page("planted.md", "# a page\n\n```python\nx = 1\n```\n\n```python\nx + missing\n```\n")
+    with pytest.raises(Exception, match="no-such-option"):  # typer brings its own click, or does not
+        parse(["inspect", "--no-such-option"])
+    assert list(commands("```sh\nqtk targets  # all\n```\n    qtk inspect x\n")) == [["targets"], ["inspect", "x"]]
+    assert languages("```python\nx\n```\n\n```\ny\n```\n") == ["python", ""]

@@ -1,0 +1,141 @@
+"""Which candidate is taken, judged with every held-out output formed, in float64."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from qtk.layerwise.bias_correction import BiasCorrection
+from qtk.layerwise.candidates import choose, shrinkage
+from qtk.layerwise.coordinate_descent import CoordinateDescent
+from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.holdout import Holdout
+from qtk.layerwise.layer_state import LayerState
+from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.seq_mse import SeqMse
+from tests.layerwise.layers import CHANNEL, layer_of
+
+ROWS, WIDTH, KEPT = 100, 16, 80
+LAST_FIFTH = Holdout(0.2)
+
+
+@dataclass(frozen=True)
+class Harmful:
+    """Rounds every weight to 0."""
+
+    needs_bias: ClassVar[bool] = False
+    searches_scale: ClassVar[bool] = False
+
+    def min_rows(self, columns):
+        return 0
+
+    def refuses(self, spec):
+        return None
+
+    def required_statistics(self, block):
+        return RequiredStatistics()
+
+    def apply(self, state):
+        return state.updated(weight=torch.zeros_like(state.to_gemm(state.weight)))
+
+
+class Layer:
+    def __init__(self, holdout=LAST_FIFTH, unlike=False):
+        generator = torch.Generator().manual_seed(0)
+        self.module = nn.Linear(WIDTH, 6)
+        with torch.no_grad():
+            self.module.weight.copy_(torch.randn(6, WIDTH, generator=generator))
+        self.x = torch.randn(ROWS, WIDTH, generator=generator) @ torch.randn(WIDTH, WIDTH, generator=generator) + 1
+        if unlike:  # the first rows say hardly more than one direction, the last ones all
+            self.x[:KEPT] = torch.randn(KEPT, 1, generator=generator) * torch.randn(WIDTH, generator=generator)
+            self.x[:KEPT] += 0.02 * torch.randn(KEPT, WIDTH, generator=generator)
+            self.x[KEPT:] = torch.randn(ROWS - KEPT, WIDTH, generator=generator)
+        self.quantized = self.x if unlike else self.x + 0.3 * torch.randn(ROWS, WIDTH, generator=generator)
+        layer = layer_of(self.module, self.x, CHANNEL)
+        moments = SecondMoments(layer.geometry, RequiredStatistics(dtype=torch.float64, holdout=holdout))
+        moments.observe(self.quantized, self.x)
+        self.start = LayerState.of(layer, moments, torch.float64)
+
+    def lost(self, state, rows):
+        """Squared error of the outputs of some rows."""
+        weight, simulated = (each.double() for each in (self.start.float_weight, state.simulated_weight()))
+        shift = (state.bias - self.start.bias).double()
+        return float((self.x[rows].double() @ weight.T - self.quantized[rows].double() @ simulated.T - shift)
+                     .square().sum())
+
+
+@pytest.mark.parametrize("methods", [
+    [SeqMse()], [Gptq()], [CoordinateDescent()], [SeqMse(), Gptq(), BiasCorrection()]
+], ids=["seq_mse", "gptq", "descent", "chain"])
+def test_errors_are_those_of_the_outputs_held_out_and_of_all(methods):
+    layer = Layer()
+    winner = choose(layer.start, methods)
+    held_out = [layer.lost(state, slice(KEPT, None)) for state in (layer.start, winner.state)]
+    assert held_out[1] < held_out[0]
+    assert winner.held_out[0] - winner.held_out[1] == pytest.approx(held_out[0] - held_out[1], rel=1e-5)
+    everything = [layer.lost(state, slice(None)) for state in (layer.start, winner.state)]
+    assert winner.before - winner.after == pytest.approx(everything[0] - everything[1], rel=1e-5)
+    assert winner.name.startswith(type(methods[0]).__name__)
+    assert ", prior " in winner.name
+
+
+def test_what_does_not_lower_the_held_out_error_is_not_taken():
+    layer = Layer()
+    winner = choose(layer.start, [Harmful()])
+    assert winner.state is layer.start
+    assert winner.name == "none"
+    assert winner.held_out[0] == winner.held_out[1]
+    unjudged = choose(Layer(None).start, [Harmful()])
+    assert not unjudged.state.weight.any()
+    assert unjudged.held_out is None
+
+
+def test_where_the_chain_does_harm_a_method_alone_is_taken():
+    layer = Layer()
+    winner = choose(layer.start, [Gptq(), Harmful()])
+    assert winner.name == "Gptq, prior 0.3"
+    assert layer.lost(winner.state, slice(KEPT, None)) < layer.lost(layer.start, slice(KEPT, None))
+
+
+def test_the_prior_grows_as_long_as_the_held_out_error_falls():
+    like, layer, unjudged = Layer(), Layer(unlike=True), Layer(unlike=True)
+    assert choose(like.start, [CoordinateDescent()]).name == "CoordinateDescent, prior least"
+    judged = choose(layer.start, [CoordinateDescent()])
+    assert judged.name in ("CoordinateDescent, prior 0.01", "CoordinateDescent, prior 0.03")
+    unjudged.start.moments.held_out = None
+    least = choose(unjudged.start, [CoordinateDescent()])
+    rest = slice(KEPT, None)
+    assert layer.lost(judged.state, rest) < min(layer.lost(layer.start, rest), unjudged.lost(least.state, rest))
+
+
+def test_held_out_rows_change_only_the_choice():
+    layer, other = Layer(), Layer()
+    scaled = other.start.moments.held_out
+    for total in scaled.sums.values():
+        total *= 4
+    scaled.rows *= 4
+    assert torch.equal(choose(layer.start, [Gptq()]).state.weight, choose(other.start, [Gptq()]).state.weight)
+
+
+def test_shrinkage_brings_gram_matrices_closer_to_those_of_endless_data():
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(12, 12, generator=generator).double()
+    truth = mixing.T @ mixing
+    plain = shrunk = 0.0
+    for _ in range(50):
+        x = torch.randn(10, 12, generator=generator).double() @ mixing
+        gram = x.T @ x / 10
+        prior = shrinkage(gram[None, None], 10).item()
+        identity = gram.diagonal().mean() * torch.eye(12)
+        plain += float((gram - truth).square().sum())
+        shrunk += float(((gram + prior * identity) / (1 + prior) - truth).square().sum())
+    assert shrunk < 0.9 * plain
+
+
+def test_without_held_out_rows_the_methods_are_taken_unjudged():
+    layer = Layer()
+    layer.start.moments.held_out = None
+    winner = choose(layer.start, [Gptq()])
+    assert (winner.name, winner.held_out) == ("Gptq", None)

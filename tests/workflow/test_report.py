@@ -1,0 +1,154 @@
+"""The report: complete, of the numbers that were measured, and without anything from outside."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError, ExportError
+
+BATCHES = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+
+class Page(HTMLParser):
+    """Tags, their attributes and the text of each table row and card."""
+
+    VOID = ("meta", "input", "br", "path", "rect")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.texts = [], [], {"tr": [], "div": [], "h2": []}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += attributes
+        if tag in self.texts:
+            self.texts[tag].append("")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        for tag, texts in self.texts.items():
+            if tag in self.open:
+                texts[-1] += data
+
+
+def simulation():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).eval()
+    sim = qtk.QuantSim(model, BATCHES[0].reshape(-1, 4, 2), weight_bits=4)
+    data = [batch.reshape(-1, 4, 2) for batch in BATCHES]
+    sim.compute_encodings(data, progress=False)
+    return sim, data
+
+
+def written(tmp_path, **settings):
+    sim, data = simulation()
+    path = tmp_path / "report.html"
+    sim.report(path, data, progress=False, **settings)
+    return sim, data, path.read_text(encoding="utf-8")
+
+
+def test_it_holds_every_site_and_needs_nothing_else(tmp_path):
+    sim, _, text = written(tmp_path, title="a <b>title</b>")
+    page = Page(text)
+    assert not page.open
+    assert "a &lt;b&gt;title" in text
+    assert page.texts["h2"] == [
+        "The sites with the largest error of their own", "What the output loses by each site",
+        "Weights, channel by channel", "The model", "The plan"]
+    for site in (*sim.plan, *sim.plan.unquantized):
+        assert sum(row.startswith(f"{site.name}") for row in page.texts["tr"]) >= 1
+    links = [value for name, value in page.attributes if name in ("src", "href", "srcset", "action")]
+    assert not links
+    assert not re.search(r"https?:|url\(|@import|fetch\(", text)
+
+
+def test_its_numbers_are_those_measured(tmp_path):
+    sim, data, text = written(tmp_path)
+    worst = sim.compare(data, progress=False)[0]
+    assert f"own {worst.own_sqnr_db:.1f} dB, accumulated {worst.sqnr_db:.1f} dB" in text
+    with torch.no_grad():
+        x = torch.cat(data)
+        quantized = sim.model(x)
+        for quantizer in sim.quantizers.values():
+            quantizer.mode = qtk.Mode.BYPASS
+        expected = sim.model(x)
+    db = 10 * torch.log10(expected.square().sum() / (quantized - expected).square().sum())
+    assert f"<b>{float(db):.1f} dB</b><span>SQNR of the outputs</span>" in text
+    weights, biases = 4 * 6 + 12 * 3, 6 + 3
+    assert f"<b>{(weights / 2 + 4 * biases) / 1e3:.1f} kB</b>" in text
+    assert f"of {4 * (weights + biases) / 1e3:.1f} kB in float" in text
+
+
+def test_values_that_are_clipped_are_marked(tmp_path):
+    sim, data = simulation()
+    sim.set_range("1:out", 0.0, 0.5)
+    sim.report(tmp_path / "report.html", data, progress=False, sensitivity=False)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    card = text[text.index("<h3>1:out</h3>"):]
+    card = card[:card.index("</svg>")]
+    assert 'class="clipped"' in card
+    assert "What the output loses" not in text
+
+
+def test_what_was_tried_is_told(tmp_path):
+    sim, data = simulation()
+    _, account = qtk.quantize(nn.Linear(4, 2), torch.randn(4, 16, 4), progress=False)
+    sim.report(tmp_path / "report.html", data, account=account, headline={"top-1": "99.1 %"}, progress=False)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "plain calibration" in text
+    assert account.end in text
+    assert "<b>99.1 %</b><span>top-1</span>" in text
+
+
+class Classes(nn.Module):
+    """Experts that not all data reach, and an output without a fraction."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        scores = x.new_zeros(len(x), 4)
+        for expert, rows in ((self.first, x.sum(1) > 0), (self.second, x.sum(1) <= 0)):
+            if bool(rows.any()):
+                scores[rows] = expert(x[rows])
+        return scores.argmax(-1)
+
+
+def test_what_cannot_be_measured_is_said(tmp_path):
+    torch.manual_seed(0)
+    data = [torch.rand(4, 8), -torch.rand(4, 8)]
+    sim = qtk.QuantSim(Classes().eval(), torch.cat(data))
+    sim.compute_encodings(data, progress=False)
+    sim.report(tmp_path / "report.html", data[:1], progress=False)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Not shown: the SQNR of the outputs. the model has no finite output in floating point" in text
+    assert "Not shown: what the outputs lose by each site." in text
+    assert "<h3>first.weight</h3><svg" in text
+    assert "<h3>second.weight</h3><svg" not in text
+
+
+def test_mistakes_leave_what_was_there(tmp_path):
+    sim, data = simulation()
+    path = tmp_path / "report.html"
+    path.write_text("mine")
+    with pytest.raises(ExportError, match=r"report.html exists; pass force=True"):
+        sim.report(path, data, progress=False)
+    with pytest.raises(ExportError, match="is a directory"):
+        sim.report(tmp_path, data, force=True, progress=False)
+    with pytest.raises(ExportError, match="nothing is no directory"):
+        sim.report(tmp_path / "nothing" / "report.html", data, progress=False)
+    with pytest.raises(CalibrationError, match="at least 1 batches are needed, got 0"):
+        sim.report(path, [], force=True, progress=False)
+    assert path.read_text() == "mine"
+    sim.report(path, data, force=True, progress=False)
+    assert path.read_text().startswith("<!doctype html>")

@@ -1,0 +1,167 @@
+"""Calibration and comparison of padded batches, against the same sequences without padding."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qtk
+from qtk.errors import CalibrationError
+
+PAD = 19
+IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, PAD, PAD]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+BATCH = {"ids": IDS, "mask": MASK}
+SEQUENCES = [{"ids": IDS[:1], "mask": MASK[:1]}, {"ids": IDS[1:, :3], "mask": MASK[1:, :3]}]
+
+
+class Encoder(nn.Module):
+    """An encoder whose padding has larger values than any word, and a mean over the words."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(20, 16), layer, nn.Linear(16, 3)
+        with torch.no_grad():
+            self.words.weight[PAD] *= 50
+
+    def forward(self, ids, mask):
+        hidden = self.layer(self.words(ids), mask == 0)
+        counted = mask[..., None].float()
+        return self.head((hidden * counted).sum(1) / counted.sum(1))
+
+
+class Torchs(nn.Module):
+    """torch's layer: heads folded into the batch, tokens in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x, ignored):
+        return self.layer(x, src_key_padding_mask=ignored)
+
+
+class Unbound(nn.Module):
+    """Queries, keys and values cut out of one tensor, products written out, rows flattened for the linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.mlp = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x, ignored):
+        samples, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(samples, tokens, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.transpose(-2, -1) * 8**-0.5).masked_fill(ignored[:, None, None], -1e4)
+        context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(samples, tokens, width)
+        rows = (self.norm(x + self.out(context))).view(-1, width)
+        return F.gelu(self.mlp(rows)).view(samples, tokens, width) + x
+
+
+class PerToken(nn.Module):
+    """Layers on channels in front: [samples, channels, tokens]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(16, 8, 1), nn.Conv1d(8, 16, 1)
+
+    def forward(self, x, ignored):
+        return self.second(torch.relu(self.first(x.transpose(1, 2)))).transpose(1, 2)
+
+
+LAYERS = {"torch": Torchs, "unbound": Unbound, "per_token": PerToken}
+
+
+def simulation(layer):
+    torch.manual_seed(0)
+    return qtk.QuantSim(Encoder(LAYERS[layer]()).eval(), BATCH, dynamic_shapes="all")
+
+
+def of_data(sim):
+    """Site → encoding, of the values that depend on data."""
+    return {name: each for name, each in sim.encodings().items() if not name.endswith("weight")}
+
+
+def pooled(name):
+    return name.startswith(("sum", "div", "head"))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("valid", ["mask", lambda batch: batch["mask"].bool()], ids=["name", "function"])
+def test_padding_leaves_no_trace_in_ranges(layer, valid):
+    padded, alone, all_rows = simulation(layer), simulation(layer), simulation(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        padded.compute_encodings([BATCH], valid=valid, progress=False)
+    alone.compute_encodings(SEQUENCES, progress=False)
+    all_rows.compute_encodings([BATCH], progress=False)
+    expected, wrong, moved = of_data(alone), of_data(all_rows), 0
+    for name, found in of_data(padded).items():
+        torch.testing.assert_close(found.scale, expected[name].scale, rtol=1e-5, atol=0, msg=name)
+        moved += not torch.allclose(found.scale, wrong[name].scale, rtol=1e-2)
+    assert moved >= 2, "padding made no difference, so the test shows nothing"
+
+
+def test_histograms_count_valid_rows_alone():
+    padded, alone = (qtk.QuantSim(
+        Encoder(PerToken()).eval(), BATCH, dynamic_shapes="all", scheme="tf_enhanced") for _ in range(2))
+    alone.model.load_state_dict(padded.model.state_dict(), strict=False)
+    padded.compute_encodings([BATCH], valid="mask", progress=False)
+    alone.compute_encodings([{"ids": IDS[:1, :4], "mask": MASK[:1, :4]}, {"ids": IDS[:1, 4:], "mask": MASK[:1, 4:]},
+                             SEQUENCES[1]], progress=False)
+    expected = of_data(alone)
+    for name, found in of_data(padded).items():
+        if not pooled(name):
+            torch.testing.assert_close(found.scale, expected[name].scale, rtol=0.02, atol=0, msg=name)
+
+
+def test_compare_counts_valid_rows_alone():
+    sim = simulation("per_token")
+    sim.compute_encodings([BATCH], valid="mask", progress=False)
+    found = {error.site: error.sqnr_db for error in sim.compare([BATCH], valid="mask", progress=False)}
+    alone = {error.site: error.sqnr_db for error in sim.compare(SEQUENCES, progress=False)}
+    all_rows = {error.site: error.sqnr_db for error in sim.compare([BATCH], progress=False)}
+    assert found == pytest.approx(alone, abs=1e-3)
+    assert found["layer.second:out"] != pytest.approx(all_rows["layer.second:out"], abs=1.0)
+
+
+def test_where_tokens_cannot_be_followed_all_rows_count_and_a_warning_says_so():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.fc = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x, mask):
+            return self.fc(self.rnn(x)[0])
+
+    inputs = torch.randn(2, 5, 8), MASK
+    sim = qtk.QuantSim(Mixed().eval(), inputs, config="default")
+    with pytest.warns(UserWarning, match=r"valid='mask': tokens cannot be followed to \d+ sites.*behind Recurrent"):
+        sim.compute_encodings([inputs], valid="mask", progress=False)
+    assert sim.encodings()["fc:out"].scale is not None
+
+
+@pytest.mark.parametrize(("valid", "message"), [
+    ("masks", r"valid='masks' names no input of this call, which has ids, mask"),
+    (lambda batch: batch["mask"][:, 0], r"must give a tensor \[samples, tokens\], got shape \(2,\)"),
+    (lambda batch: None, r"must give a tensor \[samples, tokens\], got a NoneType"),
+    (lambda batch: batch["mask"] * 2.0, r"must be true or 1 for tokens that count"),
+    (lambda batch: torch.ones(2, 7), r"no input of the model begins with its axes.*\(2, 7\)"),
+])
+def test_what_is_no_mask_is_refused(valid, message):
+    sim = simulation("per_token")
+    with pytest.raises(CalibrationError, match=message):
+        sim.compute_encodings([BATCH], valid=valid, progress=False)
+    assert not sim.encodings()
+
+
+def test_data_that_run_the_model_need_a_name():
+    sim = simulation("per_token")
+    with pytest.raises(CalibrationError, match="pass the name of an input"):
+        sim.compute_encodings(lambda model: model(**BATCH), valid=lambda batch: batch["mask"], progress=False)
+    sim.compute_encodings(lambda model: model(**BATCH), valid="mask", progress=False)
+    alone = simulation("per_token")
+    alone.compute_encodings(SEQUENCES, progress=False)
+    torch.testing.assert_close(sim.encodings()["layer.second:out"].scale, alone.encodings()["layer.second:out"].scale)
