@@ -105,7 +105,7 @@ def test_bars_stay_out_of_a_pipe(project):
 def test_compare_prints_a_table_of_sites_for_each_setting(project):
     result = invoke("compare", project.recipe(), "--top", "2")
     assert result.exit_code == 0, result.output
-    assert "net, w8a8: worst sites first" in result.stdout
+    assert "net, w8a8: worst own error first" in result.stdout
     assert "SQNR, dB" in result.stdout
 
 

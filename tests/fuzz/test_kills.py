@@ -28,6 +28,7 @@ from qtk.export import encodings_json
 from tests.fuzz.fuzzing import same, state
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+EXPORTED = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
 MOMENTS = [pytest.param(5, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)]
 
 
@@ -104,13 +105,12 @@ def test_a_save_is_the_old_or_the_new_simulation(count, tmp_path):
 @pytest.mark.parametrize("count", MOMENTS)
 def test_an_export_is_the_old_or_the_new_one(count, tmp_path):
     sims, target = [sim(seed) for seed in (0, 1)], tmp_path / "exported"
-    files = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
 
     def write(index: int) -> None:
         sims[index % 2].export(target, formats=["encodings"], force=True)
 
     def check(index: int) -> None:
-        assert {path.name for path in target.iterdir()} == files
+        assert {path.name for path in target.iterdir()} == EXPORTED
         read = encodings_json.read(target / "encodings.json")
         assert any(
             read.keys() == each.keys() and all(read[name].equals(each[name]) for name in each)
@@ -156,9 +156,6 @@ def batches():
 """
 
 
-FILES = {"encodings.json", "encodings_aimet_1.0.0.json", "encodings_aimet_2.0.0.json", ".written-by-qtk"}
-
-
 def write_recipe(folder: Path) -> Path:
     (folder / "killed_recipe.py").write_text(RECIPE_MODULE)
     path = folder / "recipe.json"
@@ -179,7 +176,7 @@ def check_settings(target: Path) -> None:
     folders = {path.name for path in (target / "net").iterdir() if not path.name.startswith(".")}
     assert scores.keys() - {"fp32"} <= folders <= {"w8", "w4"}
     for folder in folders:
-        assert {path.name for path in (target / "net" / folder).iterdir()} == FILES
+        assert {path.name for path in (target / "net" / folder).iterdir()} == EXPORTED | {"report.html"}
         encodings_json.read(target / "net" / folder / "encodings.json")
 
 
