@@ -1,6 +1,8 @@
 """qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
 
 from qtk.algorithms.distillation import distillation_loss
+from qtk.auto.assign_bits import assign_bits
+from qtk.auto.bit_assignment import BitAssignment
 from qtk.auto.quantize import Quantized, quantize
 from qtk.calibrators.scheme import SCHEMES
 from qtk.capture.prepared_model import PreparedModel
@@ -36,6 +38,7 @@ __all__ = [
     "METHODS",
     "SCHEMES",
     "TRANSFORMS",
+    "BitAssignment",
     "Encoding",
     "Mode",
     "PerBlock",
@@ -59,6 +62,7 @@ __all__ = [
     "apply_layerwise",
     "apply_seq_mse",
     "apply_smooth_quant",
+    "assign_bits",
     "backends",
     "block_view",
     "check_target",

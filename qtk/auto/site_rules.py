@@ -42,10 +42,34 @@ class SiteRules:
                       if site in self._readers or (site.port and not plan[site].static)]
         self._static = {site for site in self.sites if plan[site].static}
 
+    def is_weight(self, site: Site) -> bool:
+        """Whether rules set a site as a weight."""
+        return site in self._static
+
+    def groups(self) -> list[list[Site]]:
+        """The sites in plan order, those that no rule can set apart together."""
+        by_rule: dict[tuple[bool, tuple[str, ...]], list[Site]] = {}
+        for site in self.sites:
+            weight = site in self._static
+            by_rule.setdefault((weight, tuple(self._readers[site]) if weight else (site.name,)), []).append(site)
+        return list(by_rule.values())
+
     def config(self, config: QuantConfig, sites: Iterable[Site], setting: Setting) -> QuantConfig:
         """``config`` with a rule for each of ``sites``, behind its own rules, which may then be without effect."""
         config = config.with_rules_optional()
         return config.model_copy(update={"rules": (*config.rules, *(self._rule(site, setting) for site in sites))})
+
+    def joined(self, config: QuantConfig, sites: Iterable[Site], setting: Setting) -> QuantConfig:
+        """As ``config``, in three rules at most: one for all weights, one for all inputs, one for all outputs."""
+        paths: dict[str, dict[str, None]] = {}
+        for site in sites:
+            rule = self._rule(site, setting)
+            tensor = next(name for name in ("weight", "input", "output") if getattr(rule, name) is not None)
+            paths.setdefault(tensor, {}).update(dict.fromkeys(rule.match.path))
+        rules = (Rule.model_validate({"match": Match(path=tuple(of)), tensor: setting, "optional": True})
+                 for tensor, of in paths.items())
+        config = config.with_rules_optional()
+        return config.model_copy(update={"rules": (*config.rules, *rules)})
 
     def _rule(self, site: Site, setting: Setting) -> Rule:
         if site in self._static:

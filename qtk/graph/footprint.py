@@ -12,6 +12,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.quantizers.bias_quantizer import BiasQuantizer
+from qtk.quantizers.quantizer import Quantizer
 
 SCALE_BYTES, ZERO_POINT_BYTES = 4, 1
 
@@ -51,20 +52,25 @@ def footprint(model: nn.Module) -> Footprint:
     >>> footprint(sim.model)
     Footprint(float_bytes=144, codes_bytes=16, scales_bytes=16, left_bytes=16)
     """
-    codes = scales = 0
-    seen = set()
-    for graph in graphs(model).values():
-        flow = Flow(graph.graph)
-        for node, quantizer in quantizer_nodes(graph).items():
-            if not flow.is_static(node) or quantizer in seen:
-                continue
-            seen.add(quantizer)
-            shape, spec = tuple(node.meta["val"].shape), quantizer.spec
-            codes += math.ceil(math.prod(shape) * spec.dtype.bits / 8)
-            if not isinstance(quantizer, BiasQuantizer):  # whose scale follows from two others
-                each = (SCALE_BYTES if spec.scale_format is None else 1) + (0 if spec.symmetric else ZERO_POINT_BYTES)
-                scales += math.prod(spec.granularity.qparam_shape(shape)) * each
+    stored = stored_bytes(model).values()
+    codes, scales = sum(codes for codes, _ in stored), sum(scales for _, scales in stored)
     own = {p: p.numel() * p.element_size() for name, p in model.named_parameters() if QUANTIZERS not in name.split(".")}
     quantized = quantized_parameters(model)
     left = sum(size for parameter, size in own.items() if parameter not in quantized)
     return Footprint(sum(own.values()), codes, scales, left)
+
+
+def stored_bytes(model: nn.Module) -> dict[Quantizer, tuple[int, int]]:
+    """Quantizer of parameters → bytes of the codes, and of scales and zero points, as in ``Footprint``."""
+    stored: dict[Quantizer, tuple[int, int]] = {}
+    for graph in graphs(model).values():
+        flow = Flow(graph.graph)
+        for node, quantizer in quantizer_nodes(graph).items():
+            if not flow.is_static(node) or quantizer in stored:
+                continue
+            shape, spec, scales = tuple(node.meta["val"].shape), quantizer.spec, 0
+            if not isinstance(quantizer, BiasQuantizer):  # whose scale follows from two others
+                each = (SCALE_BYTES if spec.scale_format is None else 1) + (0 if spec.symmetric else ZERO_POINT_BYTES)
+                scales = math.prod(spec.granularity.qparam_shape(shape)) * each
+            stored[quantizer] = math.ceil(math.prod(shape) * spec.dtype.bits / 8), scales
+    return stored

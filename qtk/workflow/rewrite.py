@@ -1,4 +1,4 @@
-"""Applies a transform to a simulation: without its quantizers, then planned again, with all that it did not touch."""
+"""Rewrites a simulation: without its quantizers, then planned again, with all that a change does not touch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
+from qtk.config.schema import QuantConfig
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
@@ -40,6 +41,12 @@ class Rewritable(Protocol):
     def plan_of(self, prepared: PreparedModel) -> QuantPlan: ...
 
 
+class Configurable(Rewritable, Protocol):
+    """A simulation that can be planned by another config, as ``QuantSim``."""
+
+    config: QuantConfig
+
+
 def refuse_kept(sim: HasSimulation) -> None:
     """Raises: CalibrationError if batch norms are kept until the export."""
     if is_kept(sim.simulation.model):
@@ -64,16 +71,45 @@ def rewrite_simulation(sim: Rewritable, transform: Transform) -> TransformResult
         changed = {*result.sites, *_changed_parameters(tensors, _float_tensors(model))}
         rewritten = len(steps_of(model)) > steps
         plan = sim.plan_of(model) if rewritten else before.plan
-        kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
-        refuse_fixed(before, [site for site in before.quantizers if site not in kept])
-        simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked, before.target)
-        if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
-            simulation = drop_sites(simulation, still_masked)
-        for site, quantizer in simulation.quantizers.items():
-            if site not in kept:
-                quantizer.mode = Mode.SIMULATE
+        simulation = _inserted(model, plan, before, changed)
     sim.simulation = simulation
     return result
+
+
+def replan_simulation(sim: Configurable, config: QuantConfig) -> None:
+    """Plans the model of ``sim`` again, by the rules of another config; what both plans have in common stays.
+
+    Only the rules act: batch norms are folded, and modules excluded, when a simulation is made. An exception leaves
+    ``sim`` as it was.
+
+    Raises: CalibrationError if the encoding of a site that would change is frozen, or its weight was rounded; SpecError
+        and ConfigError as ``QuantSim``.
+    """
+    model, before, config_before = sim.model, sim.simulation, sim.config
+    try:
+        with unchanged_on_error(model):
+            remove(model)
+            vars(sim).update(config=config)
+            plan = sim.plan_of(model)
+            staying = set(_staying(before.plan, plan, set()))
+            refuse_fixed(before, [site for site in before.quantizers if site not in staying])
+            simulation = _inserted(model, plan, before, set())
+    except BaseException:
+        vars(sim).update(config=config_before)
+        raise
+    sim.simulation = simulation
+
+
+def _inserted(model: PreparedModel, plan: QuantPlan, before: Simulation, changed: set[Site]) -> Simulation:
+    """The simulation of another plan, with the quantizers that serve the same sites in the same way as before."""
+    kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
+    simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked, before.target)
+    if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
+        simulation = drop_sites(simulation, still_masked)
+    for site, quantizer in simulation.quantizers.items():
+        if site not in kept:
+            quantizer.mode = Mode.SIMULATE
+    return simulation
 
 
 def refuse_fixed(simulation: Simulation, sites: Iterable[Site]) -> None:

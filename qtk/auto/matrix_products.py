@@ -1,0 +1,154 @@
+"""The matrix products of a simulation: how many multiplications each makes, and which sites it multiplies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from qtk.core.site import Site
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.flow import Flow, maker
+from qtk.graph.graphs import graphs, nested_graphs
+from qtk.graph.insert import quantizer_called
+from qtk.graph.op_row import OpRow, Product
+from qtk.graph.op_table import row_of
+from qtk.graph.simulation import Simulation
+from qtk.graph.sites import Port, ports
+from qtk.graph.targets import called_module
+from qtk.planning.selection import leaders
+from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import length_hint, pytree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixProduct:
+    """A product of two matrices, or a convolution.
+
+    Args:
+        node: the op.
+        operands: the sites whose codes it multiplies, data first; ``None`` for one that is not quantized.
+        multiplications: how many it makes when the model is called.
+    """
+
+    node: fx.Node
+    operands: tuple[Site | None, Site | None]
+    multiplications: int
+
+
+def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[MatrixProduct]:
+    """The products of the ops whose rows in the op table say which product they compute; einsum is left out.
+
+    Args:
+        simulation: calibrated.
+        run: calls its model once.
+    """
+    sites = {simulation.quantizers[site]: site for site in leaders(simulation.plan)}
+    calls, found = _Calls(simulation.model), []
+    with calls.listening(), torch.no_grad():
+        run()
+    for graph in graphs(simulation.model).values():
+        for node in graph.graph.nodes if graph in calls.counts else ():
+            row = row_of(node) if node.op == "call_function" else None
+            if row is not None and row.product is not None:
+                data, other = (calls.made_by(port.value) for port in _operands(node, row))
+                operands = (sites.get(data) if data else None, sites.get(other) if other else None)
+                found.append(MatrixProduct(node, operands, round(calls.counts[graph] * _multiplications(node, row))))
+    return found
+
+
+def _operands(node: fx.Node, row: OpRow) -> tuple[Port, Port]:
+    of_arg = {port.arg: port for port in ports(node)}
+    data = 0 if row.data_arg is None else row.data_arg
+    return of_arg[data], next(of_arg[arg] for arg in row.weights if arg != data)
+
+
+def _multiplications(node: fx.Node, row: OpRow) -> int:
+    data, other = _operands(node, row)
+    shape, of_data, of_other = (_lengths(value) for value in (node, data.value, other.value))
+    if row.product is Product.CONV:
+        return math.prod(shape) * math.prod(of_other[1:])
+    if row.product is Product.CONV_TRANSPOSE:
+        return math.prod(of_data) * math.prod(of_other[1:])
+    return math.prod(shape) * of_data[-1]
+
+
+def _lengths(node: fx.Node) -> list[int]:
+    return [length_hint(length) for length in node.meta["val"].shape]
+
+
+class _Calls:
+    """How often each graph runs, and which quantizers make what ops read, inside and outside of composites.
+
+    ``counts``: graph → its calls, each as many as its input is longer than at capture.
+
+    What a nested graph is given is told by its memory, which views share; so all values are kept while the model runs.
+
+    Args:
+        model: a prepared model with quantizers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.counts: dict[CapturedGraph, float] = {}
+        self._graphs = list(graphs(model).values())
+        self._flows = {graph.graph: Flow(graph.graph) for graph in self._graphs}
+        self._given: dict[fx.Node, Quantizer | None] = {}
+        self._makers: dict[int, Quantizer | None] = {}
+        self._kept: list[Tensor] = []
+
+    def made_by(self, node: fx.Node) -> Quantizer | None:
+        """The quantizer that rounded the elements of a value; ``None`` if none did, or it is not known which."""
+        root = self._flows[node.graph].root(node)
+        if root.op == "placeholder":
+            return self._given.get(root)
+        if (quantizer := quantizer_called(root)) is not None:
+            return quantizer
+        nested = list(nested_graphs(maker(root)).values())
+        if not nested or (maker(root) is not root and root.args[1] != 0):
+            return None
+        result = nested[-1].graph.output_node().all_input_nodes
+        return self.made_by(result[0]) if result else None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Learns from the calls in the body."""
+        with ExitStack() as hooks:
+            for graph in self._graphs:
+                hooks.callback(graph.register_forward_pre_hook(self._called, with_kwargs=True).remove)
+                for node in graph.graph.find_nodes(op="call_module"):
+                    module = called_module(node)
+                    if isinstance(module, Quantizer):
+                        hooks.callback(module.register_forward_hook(self._made).remove)
+                    elif module is not None:
+                        hooks.callback(module.register_forward_pre_hook(partial(self._entered, node)).remove)
+            yield
+        self._makers.clear()
+        self._kept.clear()
+
+    def _made(self, quantizer: nn.Module, _: object, value: object) -> None:
+        self._remember(value, quantizer)
+
+    def _entered(self, node: fx.Node, _: nn.Module, args: tuple[object, ...]) -> None:
+        for read, value in zip(pytree.tree_leaves(node.args), pytree.tree_leaves(args), strict=False):
+            if isinstance(read, fx.Node) and isinstance(read.meta.get("val"), Tensor):
+                self._remember(value, self.made_by(read))
+
+    def _remember(self, value: object, maker: nn.Module | None) -> None:
+        if isinstance(value, Tensor) and isinstance(maker, Quantizer):
+            self._makers[value.untyped_storage().data_ptr()] = maker
+            self._kept.append(value)
+
+    def _called(self, graph: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        assert isinstance(graph, CapturedGraph)
+        inputs = zip(graph.graph.find_nodes(op="placeholder"), pytree.tree_leaves((args, kwargs)), strict=False)
+        tensors = {node: value for node, value in inputs
+                   if isinstance(value, Tensor) and isinstance(node.meta.get("val"), Tensor)}
+        for node, value in tensors.items():
+            self._given[node] = self._makers.get(value.untyped_storage().data_ptr())
+        longer = [value.numel() / max(1, math.prod(_lengths(node))) for node, value in tensors.items()]
+        self.counts[graph] = self.counts.get(graph, 0.0) + (longer[0] if longer else 1.0)
