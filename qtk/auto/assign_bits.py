@@ -20,11 +20,11 @@ from qtk.auto.widths import (
     in_pairs,
     members,
     quantized_bytes,
+    setting_of,
     single,
     weights_of,
 )
 from qtk.config.schema import QuantConfig
-from qtk.config.tensor_setting import Setting, TensorSetting
 from qtk.core.dtypes import BITS
 from qtk.errors import CalibrationError, ConfigError
 from qtk.graph.footprint import footprint
@@ -122,10 +122,6 @@ def _bits(width: Choice) -> int:
     return FLOAT_BITS if width == "float" else width
 
 
-def _setting(width: Choice) -> Setting:
-    return "float" if width == "float" else TensorSetting(bits=width)
-
-
 @dataclass(slots=True)
 class _Estimates:
     """What is known of members by choice.
@@ -201,7 +197,7 @@ class _Search:
         for index, width in enumerate(self._choices):
             sites = [site for member, pick in zip(self._members, picks, strict=True) if pick == index
                      for site in member.sites]
-            config = self._rules.joined(config, sites, _setting(width))
+            config = self._rules.joined(config, sites, setting_of(width))
         return config
 
     def _estimates(self) -> _Estimates:

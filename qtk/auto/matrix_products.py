@@ -16,7 +16,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import quantizer_called
-from qtk.graph.op_row import OpRow, Product
+from qtk.graph.op_row import Product
 from qtk.graph.op_table import row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import Port, ports
@@ -33,12 +33,32 @@ class MatrixProduct:
     Args:
         node: the op.
         operands: the sites whose codes it multiplies, data first; ``None`` for one that is not quantized.
-        multiplications: how many it makes when the model is called.
+        calls: how often it is computed when the model is called once.
+        longer: the lengths of dynamic axes, as multiples of those at capture.
     """
 
     node: fx.Node
     operands: tuple[Site | None, Site | None]
-    multiplications: int
+    calls: int
+    longer: float
+
+    @property
+    def multiplications(self) -> int:
+        """How many it makes when the model is called once."""
+        row = row_of(self.node)
+        assert row is not None
+        data, other = operand_ports(self.node)
+        shape, of_data, of_other = (self.lengths(value) for value in (self.node, data.value, other.value))
+        if row.product is Product.CONV:
+            return self.calls * math.prod(shape) * math.prod(of_other[1:])
+        if row.product is Product.CONV_TRANSPOSE:
+            return self.calls * math.prod(of_data) * math.prod(of_other[1:])
+        return self.calls * math.prod(shape) * of_data[-1]
+
+    def lengths(self, value: fx.Node) -> list[int]:
+        """The shape of the result or of an operand."""
+        return [length if isinstance(length, int) else round(length_hint(length) * self.longer)
+                for length in value.meta["val"].shape]
 
 
 def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[MatrixProduct]:
@@ -56,36 +76,24 @@ def matrix_products(simulation: Simulation, run: Callable[[], object]) -> list[M
         for node in graph.graph.nodes if graph in calls.counts else ():
             row = row_of(node) if node.op == "call_function" else None
             if row is not None and row.product is not None:
-                data, other = (calls.made_by(port.value) for port in _operands(node, row))
+                data, other = (calls.made_by(port.value) for port in operand_ports(node))
                 operands = (sites.get(data) if data else None, sites.get(other) if other else None)
-                found.append(MatrixProduct(node, operands, round(calls.counts[graph] * _multiplications(node, row))))
+                found.append(MatrixProduct(node, operands, calls.counts[graph], calls.longer[graph]))
     return found
 
 
-def _operands(node: fx.Node, row: OpRow) -> tuple[Port, Port]:
-    of_arg = {port.arg: port for port in ports(node)}
+def operand_ports(node: fx.Node) -> tuple[Port, Port]:
+    """The ports of the two operands of a matrix product, data first."""
+    row, of_arg = row_of(node), {port.arg: port for port in ports(node)}
+    assert row is not None
     data = 0 if row.data_arg is None else row.data_arg
     return of_arg[data], next(of_arg[arg] for arg in row.weights if arg != data)
-
-
-def _multiplications(node: fx.Node, row: OpRow) -> int:
-    data, other = _operands(node, row)
-    shape, of_data, of_other = (_lengths(value) for value in (node, data.value, other.value))
-    if row.product is Product.CONV:
-        return math.prod(shape) * math.prod(of_other[1:])
-    if row.product is Product.CONV_TRANSPOSE:
-        return math.prod(of_data) * math.prod(of_other[1:])
-    return math.prod(shape) * of_data[-1]
-
-
-def _lengths(node: fx.Node) -> list[int]:
-    return [length_hint(length) for length in node.meta["val"].shape]
 
 
 class _Calls:
     """How often each graph runs, and which quantizers make what ops read, inside and outside of composites.
 
-    ``counts``: graph → its calls, each as many as its input is longer than at capture.
+    ``counts``: graph → its calls. ``longer``: graph → how much longer its inputs are than at capture.
 
     What a nested graph is given is told by its memory, which views share; so all values are kept while the model runs.
 
@@ -94,7 +102,8 @@ class _Calls:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.counts: dict[CapturedGraph, float] = {}
+        self.counts: dict[CapturedGraph, int] = {}
+        self.longer: dict[CapturedGraph, float] = {}
         self._graphs = list(graphs(model).values())
         self._flows = {graph.graph: Flow(graph.graph) for graph in self._graphs}
         self._given: dict[fx.Node, Quantizer | None] = {}
@@ -150,5 +159,6 @@ class _Calls:
                    if isinstance(value, Tensor) and isinstance(node.meta.get("val"), Tensor)}
         for node, value in tensors.items():
             self._given[node] = self._makers.get(value.untyped_storage().data_ptr())
-        longer = [value.numel() / max(1, math.prod(_lengths(node))) for node, value in tensors.items()]
-        self.counts[graph] = self.counts.get(graph, 0.0) + (longer[0] if longer else 1.0)
+        self.counts[graph] = self.counts.get(graph, 0) + 1
+        self.longer[graph] = next((value.numel() / max(1, math.prod(map(length_hint, node.meta["val"].shape)))
+                                   for node, value in tensors.items()), 1.0)

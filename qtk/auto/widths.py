@@ -12,6 +12,7 @@ from torch import Tensor
 from qtk.algorithms.frontier import Term
 from qtk.auto.matrix_products import MatrixProduct
 from qtk.auto.site_rules import SiteRules
+from qtk.config.tensor_setting import Setting, TensorSetting
 from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.graph.footprint import stored_bytes
@@ -27,6 +28,11 @@ FLOAT_BITS = 32
 
 PairCost: TypeAlias = Callable[[MatrixProduct, Choice, Choice], float]
 """The cost of a product by the widths of its data and its other operand."""
+
+
+def setting_of(width: Choice) -> Setting:
+    """What a rule says of a tensor of this width."""
+    return "float" if width == "float" else TensorSetting(bits=width)
 
 
 @dataclass(frozen=True, slots=True)
