@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tqdm import tqdm
+
 from qtk.algorithms.frontier import Frontier, frontier
 from qtk.auto.bit_assignment import Assigned, BitAssignment, Measured
+from qtk.auto.latency import LatencyModel, OpLatencies, WholeLatency
 from qtk.auto.matrix_products import MatrixProduct, matrix_products
 from qtk.auto.site_rules import SiteRules
 from qtk.auto.widths import (
@@ -28,6 +31,7 @@ from qtk.config.schema import QuantConfig
 from qtk.core.dtypes import BITS
 from qtk.errors import CalibrationError, ConfigError
 from qtk.graph.footprint import footprint
+from qtk.planning.selection import leaders
 from qtk.public import public
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -39,16 +43,22 @@ from qtk.workflow.rewrite import refuse_kept, replan_simulation
 from qtk.workflow.sensitivity import Loss, sensitivity
 from qtk.workflow.valid_tokens import Valid
 
-UNITS = {"bytes": "bytes of parameters", "weight_bits": "bits a weight, on average", "bit_operations": "bit operations"}
+UNITS = {"bytes": "bytes of parameters", "weight_bits": "bits a weight, on average", "bit_operations": "bit operations",
+         "milliseconds": "milliseconds in ONNX Runtime"}
 """What a budget can count → in words."""
 
 CHOICES: tuple[Choice, ...] = (4, 8, 16)
+KERNELS: tuple[Choice, ...] = (8, "float")
+"""What ONNX Runtime has kernels for on the CPU."""
+
+ROUNDS = 4
+"""Assignments that are measured in the runtime before the best of them is taken."""
 
 
 @public
 def assign_bits(
     sim: QuantSim, data: Iterable[Batch], *, budget: Mapping[str, float],
-    choices: Sequence[int | Literal["float"]] = CHOICES, loss: Loss | None = None, forward: Forward | None = None,
+    choices: Sequence[int | Literal["float"]] | None = None, loss: Loss | None = None, forward: Forward | None = None,
     num_batches: int | None = None, valid: Valid | None = None, progress: bool = True,
 ) -> BitAssignment:
     """Gives each site the width that lets the outputs lose least under a budget, and calibrates what changed.
@@ -73,8 +83,11 @@ def assign_bits(
         data: batches to calibrate and to measure with; kept in memory.
         budget: one limit. ``{"bytes": n}``: all parameters with their scales. ``{"weight_bits": n}``: the mean width of
             the elements of weights. ``{"bit_operations": n}``: Σ multiplications × width × width over matrix products
-            and convolutions, for one call on the example inputs. The first two set widths of weights alone.
-        choices: the widths that a site can have.
+            and convolutions, for one call on the example inputs. ``{"milliseconds": n}``: such a call in ONNX Runtime
+            on this machine; matrix products are measured once for each shape, whole models to correct the sum, and the
+            result is measured again. The first two set widths of weights alone, the last one those of what matrix
+            products read.
+        choices: the widths that a site can have; ``None``: 4, 8 and 16 bits, for milliseconds 8 bits and float.
         loss: ``loss(outputs, batch)``, as for ``sim.sensitivity``; ``None``: the error of the outputs.
         forward: as for ``compute_encodings``.
         num_batches: as for ``compute_encodings``.
@@ -88,7 +101,7 @@ def assign_bits(
         changed then.
     """
     kind, limit = _checked(budget)
-    widths = _checked_choices(choices)
+    widths = _checked_choices((KERNELS if kind == "milliseconds" else CHOICES) if choices is None else choices)
     refuse_kept(sim)
     batches = in_memory(data, num_batches)
     search = _Search(sim, batches, kind, widths, loss, forward, valid, progress)
@@ -127,13 +140,18 @@ class _Estimates:
     """What is known of members by choice.
 
     ``losses``, ``sizes``: [members, choices], in the unit of the loss and in bytes; ``left``: bytes of all other
-    parameters; ``elements``: of the weights of each member.
+    parameters; ``elements``: of the weights of each member; ``others``: what all other sites lose.
     """
 
     losses: list[list[float]]
     sizes: list[list[float]]
     left: float
     elements: list[int]
+    others: float
+
+    def loss(self, picks: Sequence[int]) -> float:
+        """The sum of what all sites lose, those that keep their width too."""
+        return self.others + sum(losses[pick] for losses, pick in zip(self.losses, picks, strict=True))
 
 
 class _Search:
@@ -157,28 +175,68 @@ class _Search:
         if not self._members:
             raise CalibrationError("no site can have a width of its own: all are frozen, learned or rounded, or no "
                                    "gradient reaches them; print(sim.plan) shows what is quantized")
-        costs = self._costs(estimates)
-        best = frontier(estimates.losses, costs.terms)
+        equal = [(choice,) * len(self._members) for choice in range(len(self._choices))]
+        equal = [each for each in equal if not self._quantizes_nothing(each)]
+        if self._kind == "milliseconds":
+            costs, best, tried = self._in_time(limit, estimates, equal)
+        else:
+            costs = self._costs(estimates)
+            best = frontier(estimates.losses, costs.terms)
+            picks = self._within(limit, best, costs)
+            tried = {each: costs.of(each) for each in (picks, *equal)}
+        measured = {each: Measured(self._name(each, equal), cost, self._measured(each), estimates.loss(each),
+                                   cost <= limit) for each, cost in tried.items()}
+        fitting = [each for each, row in measured.items() if row.fits]
+        if not fitting:
+            fastest = min(row.cost for row in measured.values())
+            raise CalibrationError(f"no assignment was measured at {limit:,.6g} {UNITS[self._kind]} or below, the "
+                                   f"least is {fastest:,.6g}; raise the budget, or add narrower choices")
+        taken = min(fitting, key=lambda each: measured[each].loss)
+        others = [row for each, row in measured.items() if each != taken]
+        return self._result(limit, best, costs.fixed, estimates, taken, [measured[taken], *others])
+
+    def _within(self, limit: float, best: Frontier, costs: Costs) -> tuple[int, ...]:
+        """The choices that lose least within the budget. Raises: CalibrationError if it is too small."""
         index = best.within(limit - costs.fixed)
         if index is None:
             least = costs.fixed + float(best.costs[0])
             raise CalibrationError(f"the budget of {limit:,.6g} {UNITS[self._kind]} is below the least that "
                                    f"{list(self._choices)} can reach, {least:,.6g}; raise it, or add narrower choices")
-        picks = [[int(pick) for pick in best.picks[index]]]
-        picks += [[choice] * len(self._members) for choice in range(len(self._choices))]
-        labels = ["assigned", *(f"all {'float' if w == 'float' else f'{w} bits'}" for w in self._choices)]
-        measured = []
-        for label, each in zip(labels, picks, strict=True):
-            cost = costs.of(each)
-            estimated = sum(losses[pick] for losses, pick in zip(estimates.losses, each, strict=True))
-            measured.append(Measured(label, cost, self._measured(each), estimated, cost <= limit))
-        taken = min((i for i, each in enumerate(measured) if each.fits), key=lambda i: measured[i].loss)
-        return self._result(limit, best, costs.fixed, estimates, picks[taken],
-                            [measured[taken], *(each for i, each in enumerate(measured) if i != taken)])
+        return tuple(int(pick) for pick in best.picks[index])
+
+    def _name(self, picks: tuple[int, ...], equal: list[tuple[int, ...]]) -> str:
+        if picks not in equal:
+            return "assigned"
+        width = self._choices[picks[0]]
+        return "all float" if width == "float" else f"all {width} bits"
+
+    def _in_time(
+        self, limit: float, estimates: _Estimates, equal: list[tuple[int, ...]]
+    ) -> tuple[Costs, Frontier, dict[tuple[int, ...], float]]:
+        """The latencies by choices, the best choices, and the assignments whose latency was measured."""
+        known, whole = OpLatencies(self._sim.config), WholeLatency(self._trial.model, self._sim.example_inputs)
+        products = tqdm(self._products, desc="latency of products", unit="product", disable=not self._progress)
+        latency = LatencyModel(in_pairs(products, self._members, self._choices, self._sim.plan, known.ms))
+        half, count = len(self._members) // 2, len(self._members)
+        ends = (*equal, (0,) * half + (len(self._choices) - 1,) * (count - half))  # should one of the equal be missing
+        tried = {each: self._latency(each, whole) for each in ends[:max(2, len(equal))]}
+        latency.fit(list(tried), list(tried.values()))
+        for _ in range(ROUNDS):
+            best = frontier(estimates.losses, latency.costs.terms)
+            picks = self._within(limit, best, latency.costs)
+            if picks in tried:
+                break
+            tried[picks] = self._latency(picks, whole)
+            latency.correct(picks, tried[picks])
+        return latency.costs, best, tried
+
+    def _latency(self, picks: Sequence[int], whole: WholeLatency) -> float:
+        self._plan(picks)
+        return whole.ms(self._trial, progress=self._progress)
 
     def apply(self, config: QuantConfig) -> None:
-        """Gives the simulation itself the plan and the encodings of the copy that was measured."""
-        self._plan(config)
+        """Gives the simulation itself a plan, and the encodings that the copy has by it."""
+        self._plan_by(config)
         replan_simulation(self._sim, config)
         for name, quantizer in self._sim.quantizers.items():
             encoding = self._trial.quantizers[name].encoding
@@ -186,7 +244,20 @@ class _Search:
                 quantizer.load_encoding(encoding)
         self._sim.check()
 
-    def _plan(self, config: QuantConfig) -> None:
+    def _plan(self, picks: Sequence[int]) -> None:
+        """Gives the copy these choices. Raises: CalibrationError if nothing would be quantized."""
+        config = self._config(picks)
+        if self._quantizes_nothing(picks):
+            raise CalibrationError("the budget has room for the whole model in float: there is nothing to quantize; "
+                                   "lower it")
+        self._plan_by(config)
+
+    def _quantizes_nothing(self, picks: Sequence[int]) -> bool:
+        inside = {site for member in self._members for site in member.sites}
+        others = set(leaders(self._sim.plan)) - inside
+        return not others and all(self._choices[pick] == "float" for pick in picks)
+
+    def _plan_by(self, config: QuantConfig) -> None:
         replan_simulation(self._trial, config)
         self._trial.compute_encodings(self._batches, only_missing=True, forward=self._forward, valid=self._valid,
                                       progress=self._progress)
@@ -204,29 +275,34 @@ class _Search:
         """Estimates for all members; those that no gradient reaches are dropped, and keep their width."""
         rows: list[dict[str, float]] = []
         sizes: list[list[float]] = []
-        weights, left = weights_of(self._sim.simulation, self._members), 0.0
+        weights, left, quantized = weights_of(self._sim.simulation, self._members), 0.0, dict[str, float]()
         for index, width in enumerate(self._choices):
-            self._plan(self._config([index] * len(self._members)))
-            simulation = self._trial.simulation
             if width == "float":
                 rows.append({})
                 sizes.append([float(sum(each.numel() * each.element_size() for each in of)) for of in weights])
                 continue
-            if self._kind == "bit_operations":
+            self._plan([index] * len(self._members))
+            simulation = self._trial.simulation
+            if self._kind in ("bit_operations", "milliseconds"):
                 self._products = matrix_products(
                     simulation, lambda: run_batch(self._trial.model, self._sim.example_inputs))
             found = sensitivity(simulation, self._batches, loss=self._loss, top=0, forward=self._forward,
                                 progress=self._progress)
-            rows.append({row.name: row.increase for row in found})
+            quantized = {row.name: row.increase for row in found}
+            rows.append(quantized)
             sizes.append(quantized_bytes(simulation, self._members))
             left = footprint(self._trial.model).quantized_bytes - sum(sizes[-1])
         losses = [[sum(row.get(site.name, 0.0) for site in member.sites) for row in rows] for member in self._members]
-        known = [index for index, each in enumerate(losses) if not any(map(math.isnan, each))]
+        multiplied = {site for product in self._products for site in product.operands}
+        known = [index for index, each in enumerate(losses) if not any(map(math.isnan, each)) and (
+            self._kind != "milliseconds" or multiplied & set(self._members[index].sites))]
         left += sum(sizes[-1][index] for index in range(len(losses)) if index not in known)
         self._members = [self._members[index] for index in known]
+        assigned = {site.name for member in self._members for site in member.sites}
+        others = sum(max(0.0, loss) for name, loss in quantized.items() if name not in assigned)
         return _Estimates([[max(0.0, loss) for loss in losses[index]] for index in known],
                           [[size[index] for size in sizes] for index in known], left,
-                          [sum(each.numel() for each in weights[index]) for index in known])
+                          [sum(each.numel() for each in weights[index]) for index in known], others)
 
     def _costs(self, estimates: _Estimates) -> Costs:
         """What an assignment costs in the unit of the budget."""
@@ -240,7 +316,7 @@ class _Search:
 
     def _measured(self, picks: Sequence[int]) -> float:
         """The loss of the copy with these widths, calibrated."""
-        self._plan(self._config(picks))
+        self._plan(picks)
         quantizers, model = list(self._trial.quantizers.values()), self._trial.model
         if self._loss is not None:
             made = outputs(model, self._batches, forward=self._forward)

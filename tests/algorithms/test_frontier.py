@@ -31,7 +31,8 @@ def all_combinations(losses, terms):
 def test_no_combination_is_better_at_any_budget(seed, pairs):
     losses, terms = problem(seed, 6, pairs)
     found, combinations = frontier(losses, terms), list(all_combinations(losses, terms))
-    for budget in np.quantile([cost for cost, _, _ in combinations], np.linspace(0, 1, 23)) + 1e-9:  # sums of another order
+    budgets = np.quantile([cost for cost, _, _ in combinations], np.linspace(0, 1, 23))
+    for budget in budgets + 1e-9:  # sums of another order
         best = min(loss for cost, loss, _ in combinations if cost <= budget)
         index = found.within(budget)
         assert found.losses[index] == pytest.approx(best, rel=1e-12)

@@ -28,6 +28,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.float_softmax import keep_softmax_float
+from qtk.export.onnx.float_weights import keep_float_weights
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
 from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
@@ -86,6 +87,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     fuse_linear_layers(graph, names)
     fuse_activations(graph, names)
     keep_softmax_float(graph, names)
+    keep_float_weights(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     drop_zeros_of_convolutions(graph)

@@ -1,26 +1,33 @@
-"""How long matrix products take in ONNX Runtime, each as a model of one op; measured once for each shape."""
+"""How long a simulation takes in ONNX Runtime: each matrix product, as a model of one op, and the whole."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtk.algorithms.frontier import Term
 from qtk.auto.matrix_products import MatrixProduct, matrix_products, operand_ports
 from qtk.auto.site_rules import SiteRules
-from qtk.auto.widths import Choice, setting_of
+from qtk.auto.widths import Choice, Costs, setting_of
+from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.config.schema import QuantConfig
-from qtk.errors import QtkError
+from qtk.errors import CalibrationError, QtkError
 from qtk.export.onnx.kernel_times import computing_ms
+from qtk.export.onnx.session import create_session
+from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow
 from qtk.graph.sites import ports
 from qtk.quantsim import QuantSim
+from qtk.workflow.latency import median_latencies_ms
 
-TURNS = 30
+TURNS, WHOLE_TURNS = 30, 40
 
 
 class OpLatencies:
@@ -63,9 +70,77 @@ class OpLatencies:
                 config = rules.config(config, [site], setting_of(width))
         sim = QuantSim(op, inputs, config=config, dynamic_shapes=None)
         sim.compute_encodings([inputs], progress=False)
-        with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
+        with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what users would do with the file
             sim.export(Path(folder) / "op", formats=("onnx",))
             return computing_ms(Path(folder) / "op" / "model.onnx", inputs, turns=TURNS)
+
+
+class WholeLatency:
+    """Measures exported simulations against the first one, which the noise of the machine slows down as much.
+
+    Args:
+        model: a prepared model.
+        example_inputs: what it runs on.
+
+    Raises: CalibrationError for a model of islands, which is not one file.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs) -> None:
+        if not isinstance(model, CapturedGraph):
+            raise CalibrationError("the model was captured in parts, which are exported to a file each and have no "
+                                   "latency as a whole; give a budget of bit_operations")
+        leaves = input_leaves(model.graph, *split_inputs(example_inputs))
+        self._arrays = [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, Tensor)]
+        self._first: Callable[[], object] | None = None
+        self._first_ms = 0.0
+
+    def ms(self, sim: QuantSim, *, progress: bool) -> float:
+        """The median time of one run. Raises: ExportError if onnxruntime is missing, or the export fails."""
+        with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sim.export(Path(folder) / "sim", formats=("onnx",))
+            run = self._runner(Path(folder) / "sim" / "model.onnx")
+        if self._first is None:
+            self._first = run
+            self._first_ms = median_latencies_ms({"sim": run}, turns=WHOLE_TURNS, progress=progress)["sim"]
+            return self._first_ms
+        both = median_latencies_ms({"first": self._first, "sim": run}, turns=WHOLE_TURNS, progress=progress)
+        return both["sim"] / both["first"] * self._first_ms
+
+    def _runner(self, file: Path) -> Callable[[], object]:
+        session, _ = create_session(file)
+        feed = {value.name: array for value, array in zip(session.get_inputs(), self._arrays, strict=True)}
+        return lambda: session.run(None, feed)
+
+
+class LatencyModel:
+    """Latency as a line over the sum of the latencies of the products: the rest of a model takes its time, too.
+
+    Args:
+        products: the latencies of the products, by choices.
+    """
+
+    def __init__(self, products: Costs) -> None:
+        self._products, self._rest, self._slope = products, 0.0, 1.0
+
+    @property
+    def costs(self) -> Costs:
+        """The latency of the whole model, by choices."""
+        terms = (Term(term.variables, self._slope * term.costs) for term in self._products.terms)
+        return Costs(self._rest + self._slope * self._products.fixed, tuple(terms))
+
+    def fit(self, picks: Sequence[Sequence[int]], measured: Sequence[float]) -> None:
+        """Fits the line to some assignments. Raises: CalibrationError if it does not rise."""
+        sums = [self._products.of(each) for each in picks]
+        self._slope, self._rest = map(float, np.polyfit(sums, measured, 1))
+        if not self._slope > 0:
+            raise CalibrationError(f"the latency of the model does not follow the widths: {min(measured):.3g} to "
+                                   f"{max(measured):.3g} ms; there is nothing to assign")
+
+    def correct(self, picks: Sequence[int], measured: float) -> None:
+        """Moves the line to where an assignment was measured."""
+        self._rest += measured - self.costs.of(picks)
 
 
 class _Op(nn.Module):

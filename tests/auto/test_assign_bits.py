@@ -1,0 +1,252 @@
+"""qtk.assign_bits: within the budget, as measured; no worse than equal widths; nothing changed where it fails."""
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import qtk
+from qtk.auto.latency import OpLatencies, WholeLatency
+from qtk.auto.matrix_products import matrix_products
+from qtk.auto.widths import members
+from qtk.errors import CalibrationError, ConfigError
+from qtk.graph.footprint import footprint
+from tests.zoo.models import ZOO
+from tests.zoo.prepared import simulated, slow_but
+
+BATCHES = torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+
+
+def mlp():
+    """Three layers, the second of which has weights of very different sizes in each row: few bits lose much there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    with torch.no_grad():
+        net[2].weight[:, 0] *= 30
+    return net
+
+
+def assigned(budget, model=None, **options):
+    made = {name: options.pop(name) for name in ("config", "weight_bits", "activation_bits") if name in options}
+    sim = qtk.QuantSim(mlp() if model is None else model, BATCHES[0], **made)
+    return sim, qtk.assign_bits(sim, BATCHES, budget=budget, progress=False, **options)
+
+
+def widths(sim):
+    return {name: quantizer.spec.dtype.bits for name, quantizer in sim.quantizers.items()}
+
+
+def error(sim):
+    """Σ (simulated - float)² / Σ float², by hand."""
+    net = mlp()
+    with torch.no_grad():
+        pairs = [(sim.model(batch), net(batch)) for batch in BATCHES]
+    noise, signal = (sum(each.double().square().sum() for each in of)
+                     for of in ((a - b for a, b in pairs), (b for _, b in pairs)))
+    return (noise / signal).item()
+
+
+@pytest.mark.parametrize("budget", [4.0, 5.0, 6.0, 7.0, 8.0, 16.0])
+def test_mean_width_stays_within_the_budget_and_beats_equal_widths(budget):
+    sim, found = assigned({"weight_bits": budget})
+    elements = {"0.weight": 16 * 32, "2.weight": 32 * 32, "4.weight": 32 * 4}
+    got = widths(sim)
+    assert sum(got[name] * count for name, count in elements.items()) / sum(elements.values()) == pytest.approx(
+        found.cost)
+    assert found.cost <= budget
+    assert {row.name: row.width for row in found.rows} == {name: got[name] for name in elements}
+    assert error(sim) == pytest.approx(found.measured[0].loss, rel=1e-6)
+    assert all(found.measured[0].loss <= row.loss for row in found.measured if row.fits)
+
+
+def test_the_site_that_loses_most_gets_the_bits():
+    sim, found = assigned({"weight_bits": 7.0}, choices=(4, 8))
+    assert found.rows[0].name == "2.weight"
+    assert widths(sim)["2.weight"] == 8
+    assert widths(sim)["0.weight"] == 4
+
+
+@pytest.mark.parametrize("limit", [1_500, 2_500, 4_000])
+@pytest.mark.parametrize("choices", [(4, 8, 16), (3, 8, "float")])
+def test_bytes_are_those_of_the_model(limit, choices):
+    sim, found = assigned({"bytes": limit}, choices=choices)
+    assert footprint(sim.model).quantized_bytes == found.cost <= limit
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.2])
+def test_bit_operations_are_those_of_the_plan(share):
+    limit = share * 64 * 64 * (16 * 32 + 32 * 32 + 32 * 4)
+    sim, found = assigned({"bit_operations": limit})
+    got = widths(sim)
+    products = matrix_products(sim.simulation, lambda: sim.model(BATCHES[0]))
+    assert sum(each.multiplications * got[each.operands[0].name] * got[each.operands[1].name]
+               for each in products) == found.cost <= limit
+
+
+def test_residual_streams_are_found_without_being_told():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        model[0].weight[0] *= 300  # one channel of the stream, which the norms make small again
+        model[0].bias[0] += 300
+        for norm in (model[1].norm, model[2].norm, model[3]):
+            norm.weight[0] /= 100
+    everything = {"version": 1, "defaults": {"activation": {"symmetric": False}}}
+    sim, found = assigned({"bit_operations": 1.3e8}, model=model, config=everything, choices=(8, 16))
+    stream = {name for name in widths(sim) if name in ("0:out", "1.add:out", "2.add:out")}
+    assert {row.name for row in found.rows if row.width == 16} >= stream
+    assert len(stream) == 3
+    assert found.measured[0].loss < min(row.loss for row in found.measured if row.what == "all 8 bits") / 10
+
+
+@pytest.mark.parametrize("config", ["default", "onnxruntime", {"version": 1, "rules": [
+    {"match": {"path": "0"}, "weight": {"bits": 6}}]}])
+@pytest.mark.parametrize("options", [{}, {"weight_bits": 5, "activation_bits": 7}])
+def test_the_saved_config_plans_the_same(config, options, tmp_path):
+    sim, found = assigned({"weight_bits": 7.0}, config=config, choices=(4, 8, "float"), **options)
+    path = tmp_path / "widths.yaml"
+    found.save(path)
+    again = qtk.QuantSim(mlp(), BATCHES[0], config=path)
+    assert widths(again) == widths(sim)
+    again.compute_encodings(BATCHES, progress=False)
+    assert error(again) == pytest.approx(error(sim), rel=1e-6)
+    if isinstance(config, str):
+        assert yaml.safe_load(path.read_text())["extends"] == config
+    with pytest.raises(qtk.QtkError, match="force=True"):
+        found.save(path)
+
+
+def test_settled_sites_stay_as_they_are():
+    sim = qtk.QuantSim(mlp(), BATCHES[0])
+    sim.compute_encodings(BATCHES, progress=False)
+    sim.set_range("1:out", low=0.0, high=2.0)
+    sim.freeze(["1:out", "0.weight"])
+    before = {name: sim.encodings()[name] for name in ("1:out", "0.weight")}
+    found = qtk.assign_bits(sim, BATCHES, budget={"bit_operations": 1e9}, progress=False)
+    assert not {"1:out", "0.weight"} & {row.name for row in found.rows}
+    assert all(sim.encodings()[name].equals(encoding) for name, encoding in before.items())
+
+
+def test_what_is_left_is_a_simulation_like_any_other(tmp_path):
+    sim, _ = assigned({"weight_bits": 6.0})
+    sim.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", mlp(), BATCHES[0])
+    assert torch.equal(again.model(BATCHES[0]), sim.model(BATCHES[0]))
+    sim.compute_encodings(BATCHES, progress=False)
+    qtk.apply_seq_mse(sim, BATCHES, progress=False)
+
+
+def test_a_loss_of_ones_own_decides():
+    targets = torch.randint(0, 4, (64,), generator=torch.Generator().manual_seed(1))
+
+    def loss(output, batch):
+        return nn.functional.cross_entropy(output, targets)
+
+    sim, found = assigned({"weight_bits": 6.0}, loss=loss)
+    with torch.no_grad():
+        expected = sum(loss(sim.model(batch), batch).item() for batch in BATCHES) / len(BATCHES)
+    assert found.measured[0].loss == pytest.approx(expected, rel=1e-5)
+    assert "loss" in str(found)
+
+
+@pytest.mark.parametrize("name", slow_but(ZOO, "residual", "gru", "vit"))
+def test_any_model(name):
+    entry = ZOO[name]
+    sim = simulated(name)
+
+    def forward(model, size):
+        return entry.run(model, size)
+
+    def run():
+        return qtk.assign_bits(sim, [2, 3 if entry.dynamic else 2], budget={"weight_bits": 6.0}, forward=forward,
+                               choices=(4, 8), progress=False)
+
+    if not members(sim.simulation, only_weights=True):
+        with pytest.raises(CalibrationError, match="no site can have a width of its own"):
+            run()
+    else:
+        assert run().cost <= 6.0
+    sim.check()
+
+
+def product_ms(latencies, product, data, other):
+    """A runtime in which a product takes as many ms as its operands have bits."""
+    return float(sum(32 if width == "float" else width for width in (data, other)))
+
+
+def whole_ms(sim):
+    """And the rest of a model 10."""
+    bits, products = widths(sim), matrix_products(sim.simulation, lambda: sim.model(BATCHES[0]))
+    return 10.0 + sum(32.0 if site is None else bits[site.name] for each in products for site in each.operands)
+
+
+@pytest.mark.parametrize("limit", [60.0, 120.0, 150.0])
+def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
+    monkeypatch.setattr(OpLatencies, "ms", product_ms)
+    monkeypatch.setattr(WholeLatency, "ms", lambda self, sim, *, progress: whole_ms(sim))
+    sim, found = assigned({"milliseconds": limit})
+    assert whole_ms(sim) == pytest.approx(found.cost)
+    assert limit - 24 < found.cost <= limit + 1e-9
+    assert "4:out" not in {row.name for row in found.rows}  # which no product reads
+
+
+def test_milliseconds_in_the_runtime():
+    pytest.importorskip("onnxruntime")
+    sim = qtk.QuantSim(mlp(), BATCHES[0], config="onnxruntime")
+    found = qtk.assign_bits(sim, BATCHES, budget={"milliseconds": 1e3}, progress=False)
+    assert found.measured[0].cost < 1e3
+    assert set(widths(sim)) == {"4:out"}  # which no product reads
+    assert error(sim) < 1e-3
+
+
+def test_a_budget_with_room_for_float_has_nothing_to_quantize():
+    with pytest.raises(CalibrationError, match="room for the whole model in float"):
+        assigned({"bytes": 1e9}, choices=(8, "float"), activation_bits=None)
+
+
+@pytest.mark.parametrize(("budget", "message"), [
+    ({}, "one limit"), ({"bytes": 1e6, "weight_bits": 4}, "one limit"), ({"byte": 1e6}, "did you mean 'bytes'"),
+    ({"bytes": 0}, "positive"), ({"bytes": float("nan")}, "positive"), ({"weight_bits": -1}, "positive"),
+])
+def test_budgets_that_are_none(budget, message):
+    with pytest.raises(ConfigError, match=message):
+        assigned(budget)
+
+
+@pytest.mark.parametrize(("choices", "message"), [((8,), "two widths"), ((4, 64), "got 64"), ((4, 1), "got 1")])
+def test_choices_that_are_none(choices, message):
+    with pytest.raises(ConfigError, match=message):
+        assigned({"weight_bits": 6}, choices=choices)
+
+
+def test_too_small_a_budget_says_the_least():
+    with pytest.raises(CalibrationError, match=r"below the least that \[4, 8, 16\] can reach, 4"):
+        assigned({"weight_bits": 3.9})
+
+
+def failing(output, batch):
+    raise RuntimeError("no labels")
+
+
+@pytest.mark.parametrize("options", [{"budget": {"weight_bits": 3.0}}, {"budget": {"bytes": 2e3}, "loss": failing}])
+def test_nothing_has_changed_after_an_error(options):
+    sim = qtk.QuantSim(mlp(), BATCHES[0])
+    sim.compute_encodings(BATCHES, progress=False)
+    plan, output = str(sim.plan), sim.model(BATCHES[0])
+    with pytest.raises((CalibrationError, RuntimeError)):
+        qtk.assign_bits(sim, BATCHES, progress=False, **options)
+    assert str(sim.plan) == plan
+    assert torch.equal(sim.model(BATCHES[0]), output)
+
+
+def test_without_data():
+    with pytest.raises(CalibrationError, match="at least 1 batch"):
+        qtk.assign_bits(qtk.QuantSim(mlp(), BATCHES[0]), [], budget={"weight_bits": 6}, progress=False)

@@ -1,0 +1,109 @@
+"""Latencies of products in ONNX Runtime, and a line that follows what was measured."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.algorithms.frontier import Term
+from qtk.auto import latency
+from qtk.auto.latency import LatencyModel, OpLatencies, WholeLatency
+from qtk.auto.matrix_products import matrix_products
+from qtk.auto.widths import Costs
+from qtk.errors import CalibrationError
+
+
+def products_of(model, x, config="onnxruntime"):
+    sim = qtk.QuantSim(model.eval(), x, config=config)
+    sim.compute_encodings([x], progress=False)
+    return sim, matrix_products(sim.simulation, lambda: sim.model(x))
+
+
+@pytest.fixture
+def _few_turns(monkeypatch):
+    monkeypatch.setattr(latency, "TURNS", 2)
+    monkeypatch.setattr(latency, "WHOLE_TURNS", 2)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The files that were measured, as kinds of nodes with their number."""
+    import onnx
+
+    files = []
+
+    def computing_ms(file, inputs, *, turns):
+        graph = onnx.load(file).graph
+        files.append(([node.op_type for node in graph.node], [tuple(each.shape) for each in inputs]))
+        return float(len(files))
+
+    monkeypatch.setattr(latency, "computing_ms", computing_ms)
+    return files
+
+
+def test_one_measurement_for_each_shape_and_widths(measured):
+    pytest.importorskip("onnxruntime")
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
+    _, products = products_of(nn.Sequential(*layers), torch.randn(3, 8))
+    table = OpLatencies(qtk.QuantSim(layers[0], torch.randn(3, 8), config="onnxruntime").config)
+    first = [table.ms(each, 8, 8) for each in products]
+    assert len(measured) == 2
+    assert first == [1.0, 1.0, 2.0]
+    assert table.ms(products[0], "float", "float") == 3.0
+    assert table.ms(products[1], "float", "float") == 3.0
+    kinds, inputs = measured[2]
+    assert inputs == [(3, 8)]
+    assert kinds.count("DequantizeLinear") == 1  # of the result
+
+
+def test_widths_of_data_and_weight_are_set_apart(measured):
+    pytest.importorskip("onnxruntime")
+    _, (product,) = products_of(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 6, 6))
+    table = OpLatencies(qtk.QuantSim(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 6, 6), config="default").config)
+    for widths in ((8, "float"), ("float", 8), (8, 8)):
+        table.ms(product, *widths)
+    assert [kinds.count("QuantizeLinear") for kinds, _ in measured] == [2, 1, 2]
+    assert [kinds.count("DequantizeLinear") for kinds, _ in measured] == [2, 2, 3]
+
+
+def test_steps_of_a_loop_take_their_time_each(measured):
+    pytest.importorskip("onnxruntime")
+    sim, products = products_of(nn.LSTM(3, 5, batch_first=True), torch.randn(2, 7, 3), "default")
+    inside = next(each for each in products if each.calls == 7)
+    assert OpLatencies(sim.config).ms(inside, 8, 8) == 7.0
+
+
+@pytest.mark.usefixtures("_few_turns")
+def test_the_runtime_takes_some_time():
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 64)
+    sim, (product,) = products_of(nn.Linear(64, 64), x)
+    assert 0 < OpLatencies(sim.config).ms(product, 8, 8) < 1e3
+    assert 0 < WholeLatency(sim.model, x).ms(sim, progress=False) < 1e3
+
+
+def line(slope, rest):
+    costs = Costs(2.0, (Term((0,), np.array([1.0, 5.0])), Term((1,), np.array([3.0, 4.0]))))
+    picks = [(0, 0), (1, 1), (0, 1)]
+    model = LatencyModel(costs)
+    model.fit(picks, [rest + slope * costs.of(each) for each in picks])
+    return model, costs
+
+
+def test_the_line_is_found_and_moved():
+    model, costs = line(slope=0.5, rest=20.0)
+    assert model.costs.of((1, 0)) == pytest.approx(20.0 + 0.5 * costs.of((1, 0)))
+    model.correct((1, 0), 30.0)
+    assert model.costs.of((1, 0)) == pytest.approx(30.0)
+    assert model.costs.of((0, 0)) == pytest.approx(30.0 - 0.5 * 4.0)
+
+
+def test_latencies_that_fall_with_the_sum_are_refused():
+    with pytest.raises(CalibrationError, match="does not follow the widths"):
+        line(slope=-0.5, rest=20.0)
+
+
+def test_islands_have_no_latency_of_their_own():
+    with pytest.raises(CalibrationError, match="captured in parts"):
+        WholeLatency(nn.Linear(2, 2), torch.randn(1, 2))
