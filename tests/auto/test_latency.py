@@ -99,9 +99,10 @@ def test_the_line_is_found_and_moved():
     assert model.costs.of((0, 0)) == pytest.approx(30.0 - 0.5 * 4.0)
 
 
-def test_latencies_that_fall_with_the_sum_are_refused():
-    with pytest.raises(CalibrationError, match="does not follow the widths"):
-        line(slope=-0.5, rest=20.0)
+def test_the_line_is_flat_where_fewer_bits_take_longer():
+    model, costs = line(slope=-0.5, rest=20.0)
+    mean = 20.0 - 0.5 * sum(costs.of(each) for each in ((0, 0), (1, 1), (0, 1))) / 3
+    assert model.costs.of((0, 0)) == model.costs.of((1, 1)) == pytest.approx(mean)
 
 
 def test_islands_have_no_latency_of_their_own():
