@@ -19,6 +19,7 @@ from qtk.auto.widths import (
     FLOAT_BITS,
     Choice,
     Costs,
+    Member,
     bit_operations,
     in_pairs,
     members,
@@ -31,6 +32,7 @@ from qtk.config.schema import QuantConfig
 from qtk.core.dtypes import BITS
 from qtk.errors import CalibrationError, ConfigError
 from qtk.graph.footprint import footprint
+from qtk.graph.insert import drop_sites
 from qtk.planning.selection import leaders
 from qtk.public import public
 from qtk.quantizers.modes import in_mode
@@ -238,6 +240,9 @@ class _Search:
         """Gives the simulation itself a plan, and the encodings that the copy has by it."""
         self._plan_by(config)
         replan_simulation(self._sim, config)
+        masked = self._trial.simulation.masked
+        if found := {site: why for site, why in masked.items() if site in self._sim.plan}:
+            self._sim.simulation = drop_sites(self._sim.simulation, found)
         for name, quantizer in self._sim.quantizers.items():
             encoding = self._trial.quantizers[name].encoding
             if quantizer.encoding is None and encoding is not None:
@@ -272,37 +277,40 @@ class _Search:
         return config
 
     def _estimates(self) -> _Estimates:
-        """Estimates for all members; those that no gradient reaches are dropped, and keep their width."""
+        """Estimates for all members; those that no gradient reaches, or that carry a mask, keep their width."""
         rows: list[dict[str, float]] = []
         sizes: list[list[float]] = []
-        weights, left, quantized = weights_of(self._sim.simulation, self._members), 0.0, dict[str, float]()
+        weights, increases = weights_of(self._sim.simulation, self._members), dict[str, float]()
         for index, width in enumerate(self._choices):
             if width == "float":
                 rows.append({})
                 sizes.append([float(sum(each.numel() * each.element_size() for each in of)) for of in weights])
                 continue
             self._plan([index] * len(self._members))
-            simulation = self._trial.simulation
-            if self._kind in ("bit_operations", "milliseconds"):
-                self._products = matrix_products(
-                    simulation, lambda: run_batch(self._trial.model, self._sim.example_inputs))
-            found = sensitivity(simulation, self._batches, loss=self._loss, top=0, forward=self._forward,
+            found = sensitivity(self._trial.simulation, self._batches, loss=self._loss, top=0, forward=self._forward,
                                 progress=self._progress)
-            quantized = {row.name: row.increase for row in found}
-            rows.append(quantized)
-            sizes.append(quantized_bytes(simulation, self._members))
-            left = footprint(self._trial.model).quantized_bytes - sum(sizes[-1])
+            increases = {row.name: row.increase for row in found}
+            rows.append(increases)
+            sizes.append(quantized_bytes(self._trial.simulation, self._members))
+        if self._kind in ("bit_operations", "milliseconds"):
+            self._products = matrix_products(self._trial.simulation,
+                                             lambda: run_batch(self._trial.model, self._sim.example_inputs))
         losses = [[sum(row.get(site.name, 0.0) for site in member.sites) for row in rows] for member in self._members]
-        multiplied = {site for product in self._products for site in product.operands}
-        known = [index for index, each in enumerate(losses) if not any(map(math.isnan, each)) and (
-            self._kind != "milliseconds" or multiplied & set(self._members[index].sites))]
-        left += sum(sizes[-1][index] for index in range(len(losses)) if index not in known)
+        known = [index for index, member in enumerate(self._members)
+                 if self._can_be_set(member) and not any(map(math.isnan, losses[index]))]
         self._members = [self._members[index] for index in known]
         assigned = {site.name for member in self._members for site in member.sites}
-        others = sum(max(0.0, loss) for name, loss in quantized.items() if name not in assigned)
+        others = sum(max(0.0, loss) for name, loss in increases.items() if name not in assigned)
+        left = footprint(self._sim.model).quantized_bytes - sum(quantized_bytes(self._sim.simulation, self._members))
         return _Estimates([[max(0.0, loss) for loss in losses[index]] for index in known],
                           [[size[index] for size in sizes] for index in known], left,
                           [sum(each.numel() for each in weights[index]) for index in known], others)
+
+    def _can_be_set(self, member: Member) -> bool:
+        """Whether calibration left the member quantized, and latencies depend on it if they are asked for."""
+        multiplied = {site for product in self._products for site in product.operands}
+        return all(site in self._trial.simulation.quantizers for site in member.sites) and (
+            self._kind != "milliseconds" or not multiplied.isdisjoint(member.sites))
 
     def _costs(self, estimates: _Estimates) -> Costs:
         """What an assignment costs in the unit of the budget."""

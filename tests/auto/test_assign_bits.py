@@ -177,6 +177,27 @@ def test_any_model(name):
     sim.check()
 
 
+def test_values_that_carry_a_mask_stay_in_float():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+
+        def forward(self, x, mask):
+            x = self.first(x)
+            return (x @ x.mT + mask).softmax(-1) @ x
+
+    torch.manual_seed(0)
+    mask = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1) > 0, float("-inf"))
+    data = [(batch, mask) for batch in BATCHES]
+    sim = qtk.QuantSim(Scores().eval(), data[0], config={"version": 1})
+    found = qtk.assign_bits(sim, data, budget={"bit_operations": 1e15}, choices=(4, 8), progress=False)
+    masked = {site.name for site in sim.simulation.masked}
+    assert "mask:input" in masked
+    assert not masked & {row.name for row in found.rows}
+    sim.check()
+
+
 def product_ms(latencies, product, data, other):
     """A runtime in which a product takes as many ms as its operands have bits."""
     return float(sum(32 if width == "float" else width for width in (data, other)))
