@@ -1,0 +1,76 @@
+"""``qtk.assign_bits`` under milliseconds in ONNX Runtime, measured again afterwards from the exported file.
+
+The budget lies between the latencies of the model in 8 bits and with all products in float, which are measured first;
+weights are random.
+
+    python benchmarks/models/assign_latency.py [--models vit_tiny_patch16_224 resnet18] [--shares 0.3 0.6] [--turns 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import timm
+import torch
+
+import qtk
+from qtk.auto.bit_assignment import BitAssignment
+from qtk.export.onnx.session import create_session
+from qtk.report.table import Column, Table
+from qtk.workflow.float_outputs import sqnr_db
+from qtk.workflow.latency import median_latencies_ms
+
+
+def searched(name: str, batches: list[torch.Tensor], budget: float) -> tuple[qtk.QuantSim, BitAssignment, float]:
+    """A simulation under the budget, what was found, and the seconds it took."""
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(timm.create_model(name).eval(), batches[0][:1], config="onnxruntime")
+    started = time.perf_counter()
+    found = qtk.assign_bits(sim, batches, budget={"milliseconds": budget}, progress=False)
+    return sim, found, time.perf_counter() - started
+
+
+def again(sims: dict[str, qtk.QuantSim], x: torch.Tensor, turns: int) -> dict[str, float]:
+    """Latencies of files that are exported and opened anew, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for name, sim in sims.items():
+            sim.export(Path(folder) / name, formats=("onnx",))
+            session, _ = create_session(Path(folder) / name / "model.onnx")
+            feed = {session.get_inputs()[0].name: x.numpy()}
+            runs[name] = lambda session=session, feed=feed: session.run(None, feed)
+        return median_latencies_ms(runs, turns=turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["vit_tiny_patch16_224", "resnet18"])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.3, 0.6])
+    parser.add_argument("--turns", type=int, default=60)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in arguments.models:
+        batches = list(torch.randn(4, 2, 3, 224, 224, generator=torch.Generator().manual_seed(0)))
+        _, loose, _ = searched(name, batches, 1e6)
+        ends = {each.what: each.cost for each in loose.measured}
+        low, high = ends["all 8 bits"], ends["all float"]
+        for share in arguments.shares:
+            budget = low + share * (high - low)
+            sim, found, seconds = searched(name, batches, budget)
+            measured = again({"assigned": sim}, batches[0][:1], arguments.turns)["assigned"]
+            floats = sum(row.width == "float" for row in found.rows)
+            rows.append((name, f"{low:.2f}", f"{high:.2f}", f"{budget:.2f}", f"{found.cost:.2f}", f"{measured:.2f}",
+                         f"{sqnr_db(found.measured[0].loss):.1f}", f"{floats} of {len(found.rows)}", f"{seconds:.0f}"))
+    headings = ("model", "8 bits, ms", "float, ms", "budget, ms", "found, ms", "again, ms", "SQNR, dB", "sites in float",
+                "s")
+    print(Table("milliseconds", tuple(Column(each, number=index > 0) for index, each in enumerate(headings)),
+                tuple(rows)).text())
+
+
+if __name__ == "__main__":
+    main()
