@@ -66,8 +66,8 @@ def main() -> None:
             floats = sum(row.width == "float" for row in found.rows)
             rows.append((name, f"{low:.2f}", f"{high:.2f}", f"{budget:.2f}", f"{found.cost:.2f}", f"{measured:.2f}",
                          f"{sqnr_db(found.measured[0].loss):.1f}", f"{floats} of {len(found.rows)}", f"{seconds:.0f}"))
-    headings = ("model", "8 bits, ms", "float, ms", "budget, ms", "found, ms", "again, ms", "SQNR, dB", "sites in float",
-                "s")
+    headings = ("model", "8 bits, ms", "float, ms", "budget, ms", "found, ms", "again, ms", "SQNR, dB",
+                "sites in float", "s")
     print(Table("milliseconds", tuple(Column(each, number=index > 0) for index, each in enumerate(headings)),
                 tuple(rows)).text())
 
