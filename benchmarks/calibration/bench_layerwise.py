@@ -228,7 +228,8 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
     base = seconds[FLOAT]
     return [
         {"model": name, "granularity": granularity, "way": way, "median_s": median(taken),
-         "ratio": median(own / floor for own, floor in zip(taken, base, strict=True)), **dict(zip(("error", "error_unseen"), errors.get(way, ()), strict=False))}
+         "ratio": median(own / floor for own, floor in zip(taken, base, strict=True)),
+         **dict(zip(("error", "error_unseen"), errors.get(way, (None, None)), strict=True))}
         for way, taken in seconds.items()
     ]
 
@@ -300,7 +301,7 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         last = following is None or following["granularity"] != row["granularity"]
-        shown = [f"{row[key]:.6f}" if key in row else "" for key in ("error", "error_unseen")]
+        shown = ["" if row[key] is None else f"{row[key]:.6f}" for key in ("error", "error_unseen")]
         table.add_row(str(row["model"]), str(row["granularity"]), str(row["way"]), f"{row['median_s']:.2f}",
                       f"{row['ratio']:.2f}", *shown, end_section=last)
     Console(width=110).print(table)
