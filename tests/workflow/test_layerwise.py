@@ -62,7 +62,7 @@ def test_the_model_comes_closer_to_float(method, inputs):
 def test_settings_reach_the_method(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "qtk.workflow.layerwise.apply_layerwise", lambda sim, data, methods, **options: seen.extend(methods)
+        "qtk.workflow.layerwise_methods.apply_layerwise", lambda sim, data, methods, **options: seen.extend(methods)
     )
     qtk.apply_seq_mse(None, [], num_candidates=7, refine=True, exact=True, loss="l1")
     qtk.apply_gptq(None, [], damping=0.5, act_order=False)
