@@ -83,6 +83,11 @@ class LayerwiseRun:
             for layer in layers
         }
         required |= dict.fromkeys(replayed)
+        if holdout is not None and holdout.batches is not None and all(
+            each is None or each.holdout is None for each in required.values()
+        ) and not self._finished:
+            warnings.warn(f"groups: the results of {', '.join(type(each).__name__ for each in methods)} are not judged "
+                          "by their squared error alone, so that nothing is held out; leave groups out", stacklevel=4)
         self._walk = walk(model, calls, required, inputs=inputs, offload=offload, holdout=holdout)
 
     def finish(self, *, progress: bool) -> list[LayerResult]:

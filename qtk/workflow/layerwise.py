@@ -70,12 +70,14 @@ def apply_layerwise(
     Another call starts from the float weights again, so that methods can be tried one after the other:
 
     >>> report = qtk.apply_layerwise(sim, batches, "adaround", start="float", progress=False)
-    >>> report.restarted
-    ('0.weight', '2.weight')
+    >>> bool(report.restarted)
+    True
 
     Or it goes on from what the earlier one has left:
 
-    >>> report = qtk.apply_layerwise(sim, batches, "bias_correction", start="present", progress=False)
+    >>> report = qtk.apply_layerwise(sim, batches, "coordinate_descent", start="present", progress=False)
+    >>> [layer.after <= layer.before for layer in report.layers]
+    [True, True]
 
     A run that survives being killed; the same call resumes it, here with nothing left to do:
 
@@ -108,7 +110,8 @@ def apply_layerwise(
         holdout: fraction of the samples that methods do not see and their results are judged by: a layer changes only
             if its error over them falls; also sets the strength of the prior (``qtk.layerwise.candidates``). 0: all
             data are seen, and results always taken.
-        groups: a label for each batch; whole groups are held out then, to judge by another kind of data.
+        groups: a label for each batch; whole groups are held out then, to judge by another kind of data. Bias
+            correction alone, and losses other than the squared error, are not judged: they see all data.
         start: what a layer starts from that an earlier call has changed: ``float``, its float weight, bias and the
             encoding it had then; ``present``, the result of that call. ``None``: ``present`` for bias correction alone,
             else ``float``, with a warning. The float model is that of the originals in either case.
