@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from qtk.errors import CalibrationError
@@ -37,10 +38,29 @@ class Holdout:
         held_out = [int(self.fraction * number + 1e-9) for number in (batch, batch + 1)]  # of so many batches
         return 0 if held_out[1] > held_out[0] else length
 
-    def split(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """The samples that are kept, and those held out. Shape: [samples, ...], each."""
-        kept = self.kept(len(x), batch)
-        return x[:kept], x[kept:]
+    def split(self, x: Tensor, batch: int, samples: int | None = None, axes: int = 1) -> tuple[Tensor, Tensor]:
+        """The samples that are kept, and those held out.
+
+        Args:
+            x: a value of the batch.
+            batch: its index.
+            samples: how many samples the batch has; ``None``: the first axis of ``x`` counts them. They are taken to be
+                along the first axis of this length, else the outer part of the first axis.
+            axes: the first of ``x``, among which that of the samples is searched.
+
+        Shape: as ``x``, but the axis of samples.
+
+        >>> kept, held_out = Holdout(0.5).split(torch.zeros(3, 4, 8), 0, samples=4, axes=2)
+        >>> kept.shape, held_out.shape
+        (torch.Size([3, 2, 8]), torch.Size([3, 2, 8]))
+        """
+        axis, each, count = 0, 1, len(x)
+        if samples and samples in x.shape[:axes]:
+            axis, count = list(x.shape).index(samples), samples
+        elif samples and count % samples == 0:
+            each, count = count // samples, samples
+        kept = each * self.kept(count, batch)
+        return x.narrow(axis, 0, kept), x.narrow(axis, kept, x.shape[axis] - kept)
 
 
 def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
