@@ -63,8 +63,17 @@ class Holdout:
         return x.narrow(axis, 0, kept), x.narrow(axis, kept, x.shape[axis] - kept)
 
 
-def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+def holdout_of(
+    fraction: float, groups: Sequence[Hashable] | None, num_batches: int, every_label: Sequence[Hashable] | None = None
+) -> Holdout | None:
     """The samples to hold out; with ``groups``, one label for each batch, all batches of some of the labels.
+
+    Args:
+        fraction: of the data, or of the labels.
+        groups: the labels of the batches.
+        num_batches: how many there are.
+        every_label: those of the batches of all ranks, in the same order on all, so that all hold out the same;
+            ``None``: ``groups``.
 
     Raises: CalibrationError if ``fraction`` is not in [0, 1), or for labels of which none can be held out.
 
@@ -78,7 +87,7 @@ def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: 
     if not fraction:
         raise CalibrationError("groups say which data to hold out together, and holdout=0 holds out none; "
                                "leave out one of them")
-    labels = list(dict.fromkeys(groups))
+    labels = list(dict.fromkeys(groups if every_label is None else every_label))
     if len(groups) != num_batches or len(labels) < 2:
         raise CalibrationError(f"groups needs a label for each of the {num_batches} calls of the model, of at least 2 "
                                f"kinds; got {len(groups)} labels of {len(labels)} kinds")

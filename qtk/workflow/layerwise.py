@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 
 import torch
-from torch import nn  # noqa: F401  the examples use it
+from torch import distributed, nn  # noqa: F401  the examples use it
 
 from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
-from qtk.layerwise.holdout import holdout_of
+from qtk.layerwise.holdout import Holdout, holdout_of
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod, method
@@ -22,7 +23,7 @@ from qtk.layerwise.run import LayerwiseRun
 from qtk.layerwise.walk import Inputs
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.eval_mode import evaluating
-from qtk.observers.ranks import agree
+from qtk.observers.ranks import agree, exchanged, several_ranks
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
@@ -150,10 +151,10 @@ def apply_layerwise(
             quantizers = list(dict.fromkeys(simulation.quantizers.values()))
             stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
             calls = recorded_calls(simulation.model, quantizers, data, forward, num_batches, valid)
-            held_out = holdout_of(holdout, groups, len(calls))
         except Exception as error:  # the other ranks are waiting
             problem = error
         agree(problem)
+        held_out = _holdout_of_ranks(holdout, groups, len(calls))
         restarted = () if goes_on else tuple(layer.name for layer in layers if layer in rewound)
         warn_of_earlier_results(restarted if start is None else (), gone)
         run = LayerwiseRun(
@@ -169,6 +170,16 @@ def apply_layerwise(
         if keep_originals:
             originals.hand_over()
     return LayerwiseReport(tuple(results), skipped, restarted)
+
+
+def _holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+    """The samples to hold out of this rank's batches: the same groups on all ranks. Raises: on all, as ``holdout_of``."""
+    if not several_ranks():
+        return holdout_of(fraction, groups, num_batches)
+    shares = exchanged((groups, num_batches), None)
+    turns = zip_longest(*(own or () for own, _ in shares), fillvalue=shares)  # the batches of the ranks in turns
+    labels = [label for turn in turns for label in turn if label is not shares]
+    return [holdout_of(fraction, own, count, labels) for own, count in shares][distributed.get_rank()]
 
 
 def _others(simulation: Simulation, layers: Sequence[WeightedLayer]) -> list[WeightedLayer]:

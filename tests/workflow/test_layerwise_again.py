@@ -125,7 +125,7 @@ def test_it_says_so_unless_it_was_asked():
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
     """As if both calls had been one walk: the later layers are what a single walk makes of them."""
-    model, sim, data = problem(MODELS[name], activation_bits=None)
+    _, sim, data = problem(MODELS[name], activation_bits=None)
     _, fresh, _ = problem(MODELS[name], activation_bits=None)
     names = [layer.name for layer in run(fresh, data, ["gptq"], holdout=0.0).layers]
     run(sim, data, ["gptq"], sites=names[:-1], holdout=0.0)
@@ -161,7 +161,7 @@ def test_bias_correction_goes_on_from_rounded_weights(call):
 
 
 def test_coordinate_descent_goes_on_from_gptq_and_never_raises_its_error():
-    model, sim, data = problem(activation_bits=None)
+    _, sim, data = problem(activation_bits=None)
     run(sim, data, "gptq", holdout=0.0)
     report = run(sim, data, "coordinate_descent", start="present", holdout=0.0)
     chain = problem(activation_bits=None)[1]
