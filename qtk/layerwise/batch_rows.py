@@ -113,7 +113,8 @@ class BatchRows:
         if call.valid is not None:
             return call.valid
         leaves = [leaf for leaf in input_leaves(graph.graph, call.args, call.kwargs) if isinstance(leaf, Tensor)]
-        return next((leaf[(..., *[0] * (leaf.ndim - 2))] for leaf in leaves if leaf.ndim > 1 and leaf.numel()), None)
+        first = next((leaf for leaf in leaves if leaf.ndim > 1 and leaf.numel()), None)
+        return None if first is None else first.reshape(*first.shape[:2], -1)[..., 0]
 
 
 def samples_of(call: Call) -> int | None:

@@ -234,10 +234,11 @@ class SecondMoments:
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
         if self.held_out is not None and self.required.holdout is not None:
             if held_out is None:
-                inputs = [x if x is None else self._samples(x) for x in (quantized, float_input)]
-                parts = [(x, x) if x is None else self.required.holdout.split(x, batch) for x in inputs]
-                (quantized, other), (float_input, float_other) = parts
-                held_out = other, float_other
+                split, other = self.required.holdout.split, None
+                quantized, rest = split(self._samples(quantized), batch)
+                if float_input is not None:
+                    float_input, other = split(self._samples(float_input), batch)
+                held_out = rest, other
             self.held_out.observe(*held_out)
         if not quantized.numel():
             return

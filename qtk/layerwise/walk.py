@@ -115,7 +115,7 @@ def walk(
     with nested.listening():
         for batch, call in enumerate(calls):
             with _naming(batch, call):
-                run = lambda call=call: model(*call.args, **call.kwargs)  # type: ignore[misc]  # noqa: E731
+                run = lambda call=call: model(*call.args, **call.kwargs)  # noqa: E731
                 nested.observe(run, batch, samples_of(call))
     for layer in required:
         yield LayerInput(layer, nested.moments.get(layer))

@@ -173,7 +173,7 @@ def apply_layerwise(
 
 
 def _holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
-    """The samples to hold out of this rank's batches: the same groups on all ranks. Raises: on all, as ``holdout_of``."""
+    """The samples to hold out of this rank's batches: the same groups on all. Raises: on all, as ``holdout_of``."""
     if not several_ranks():
         return holdout_of(fraction, groups, num_batches)
     shares = exchanged((groups, num_batches), None)
