@@ -23,7 +23,8 @@ from qtk.workflow.check_target import TargetCheck, check_target
 from qtk.workflow.equalize import equalize_model
 from qtk.workflow.export import EXPORTERS
 from qtk.workflow.fold_batch_norms import fold_batch_norms
-from qtk.workflow.layerwise import apply_adaround, apply_gptq, apply_layerwise, apply_seq_mse, correct_bias
+from qtk.workflow.layerwise import apply_layerwise
+from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
 from qtk.workflow.qat_schedule import QatSchedule
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms

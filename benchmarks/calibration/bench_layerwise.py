@@ -1,7 +1,8 @@
 """Times layer-wise methods in multiples of the float model's forward over the same data, and compares output errors.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
-median over the turns, in seconds of CPU time: run it with one thread. *Direct* forms every output for every candidate,
+median over the turns, in seconds of CPU time: run it with one thread. Errors are those over the calibration data and
+over as much data of the same kind that no method has seen. *Direct* forms every output for every candidate,
 as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE must not be above that of the full
 search over all candidates (*exact*), or no speed is given.
 
@@ -59,12 +60,20 @@ class Mlp(nn.Module):
         return x + self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
 
 
-def mlp_blocks() -> tuple[nn.Module, list[Tensor]]:
-    return nn.Sequential(*(Mlp(512) for _ in range(3))).eval(), [torch.randn(8, 197, 512) for _ in range(4)]
+def mlp_blocks() -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(*(Mlp(512) for _ in range(3))).eval(), (8, 197, 512)
 
 
-def vit() -> tuple[nn.Module, list[Tensor]]:
-    return timm.create_model("vit_small_patch16_224").eval(), [torch.randn(8, 3, 224, 224) for _ in range(4)]
+def vit() -> tuple[nn.Module, tuple[int, ...]]:
+    return timm.create_model("vit_small_patch16_224").eval(), (8, 3, 224, 224)
+
+
+def workload(name: str) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """The model, its calibration data, and as much more of the same kind that no method sees."""
+    torch.manual_seed(0)
+    model, shape = WORKLOADS[name]()
+    data = [torch.randn(shape) for _ in range(8)]
+    return model, data[:4], data[4:]
 
 
 WORKLOADS = {"3 MLP blocks": mlp_blocks, "vit_small": vit}
@@ -191,20 +200,17 @@ WAYS: dict[str, Search] = {
     "coordinate descent": layerwise("coordinate_descent"),
     "SeqMSE + coordinate descent": layerwise("seq_mse", "coordinate_descent"),
     "AdaRound": layerwise("adaround"),
+    "SeqMSE + AdaRound": layerwise("seq_mse", "adaround"),
     "direct": direct,
     **({"AIMET": aimet} if importlib.util.find_spec("aimet_torch") else {}),
 }
 
 
 def measure(name: str, granularity: str, repeats: int, ways: list[str], progress: tqdm) -> list[dict[str, object]]:
-    torch.manual_seed(0)
-    model, batches = WORKLOADS[name]()
-    with torch.no_grad():
-        outputs = [model(batch) for batch in batches]
-    signal = float(sum(output.square().sum() for output in outputs))
+    model, batches, unseen = workload(name)
     tried = [way for way in ways if way != JOINT or granularity != "per_channel"]
     seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in tried}}
-    errors: dict[str, float] = {}
+    errors: dict[str, tuple[float, ...]] = {}
     for _ in range(repeats):
         with torch.no_grad():
             start = time.process_time()
@@ -215,23 +221,32 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
             progress.set_description(f"{name}, {granularity}: {way}")
             simulated = WAYS[way](model, batches, granularity)
             seconds[way].append(WAYS[way].seconds)
-            with torch.no_grad():
-                lost = sum(float((simulated(x) - y).square().sum()) for x, y in zip(batches, outputs, strict=True))
-            errors[way] = lost / signal
+            errors[way] = tuple(error(simulated, model, data) for data in (batches, unseen))
             progress.update()
-    if EXACT in errors and errors.get("SeqMSE", 0.0) > errors[EXACT] * (1 + 1e-3):
+    if EXACT in errors and "SeqMSE" in errors and errors["SeqMSE"][0] > errors[EXACT][0] * (1 + 1e-3):
         raise SystemExit(f"{name}, {granularity}: the error is above that of the full search; no speed is given")
     base = seconds[FLOAT]
     return [
         {"model": name, "granularity": granularity, "way": way, "median_s": median(taken),
-         "ratio": median(own / floor for own, floor in zip(taken, base, strict=True)), "error": errors.get(way)}
+         "ratio": median(own / floor for own, floor in zip(taken, base, strict=True)),
+         **dict(zip(("error", "error_unseen"), errors.get(way, (None, None)), strict=True))}
         for way, taken in seconds.items()
     ]
 
 
+@torch.no_grad()
+def error(simulated: nn.Module, model: nn.Module, batches: list[Tensor]) -> float:
+    """Squared error of the output, in parts of its power."""
+    lost = signal = 0.0
+    for batch in batches:
+        output = model(batch)
+        lost, signal = lost + float((simulated(batch) - output).square().sum()), signal + float(output.square().sum())
+    return lost / signal
+
+
 def print_memory() -> None:
     table = Table(title="peak memory of a process, MiB")
-    ways = (FLOAT, "SeqMSE", "SeqMSE, one path (symqt)", "GPTQ", "coordinate descent")
+    ways = (FLOAT, "SeqMSE", "SeqMSE, one path (symqt)", "GPTQ", "SeqMSE + GPTQ", "coordinate descent", "AdaRound")
     for heading in ("model", "granularity", *ways):
         table.add_column(heading, justify="left" if heading in ("model", "granularity") else "right")
     for name in WORKLOADS:
@@ -246,8 +261,7 @@ def print_memory() -> None:
 
 
 def print_peak(name: str, granularity: str, way: str) -> None:
-    torch.manual_seed(0)
-    model, batches = WORKLOADS[name]()
+    model, batches, _ = workload(name)
     if way == FLOAT:
         sim_of(model, batches, granularity)
         with torch.no_grad():
@@ -283,13 +297,13 @@ def main() -> None:
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
                "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
-    for heading in ("model", "granularity", "way", "median CPU s", "× fp32", "error / signal"):
+    for heading in ("model", "granularity", "way", "median CPU s", "× fp32", "error / signal", "unseen data"):
         table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         last = following is None or following["granularity"] != row["granularity"]
-        error = "" if row["error"] is None else f"{row['error']:.6f}"
+        shown = ["" if row[key] is None else f"{row[key]:.6f}" for key in ("error", "error_unseen")]
         table.add_row(str(row["model"]), str(row["granularity"]), str(row["way"]), f"{row['median_s']:.2f}",
-                      f"{row['ratio']:.2f}", error, end_section=last)
+                      f"{row['ratio']:.2f}", *shown, end_section=last)
     Console(width=110).print(table)
     if arguments.csv:
         write_csv(arguments.csv, setting, rows)

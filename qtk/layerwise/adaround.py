@@ -92,7 +92,9 @@ class AdaRound:
             return None
         rows, input_error = (sample.to(state.dtype)[:, None] for sample in state.moments.sample)
         weight = state.to_gemm(state.float_weight)[:, None]
-        unrounded_output = rows @ weight.mT
-        if state.bias is not None:
-            unrounded_output = unrounded_output + state.bias.to(state.dtype).reshape(len(rows), 1, 1, -1)
-        return ActivationError(rows, unrounded_output + input_error @ weight.mT, unrounded_output, state.activation)
+        product = rows @ weight.mT
+        float_output, unrounded_output = (
+            product if bias is None else product + bias.to(state.dtype).reshape(len(rows), 1, 1, -1)
+            for bias in (state.float_bias, state.bias)
+        )
+        return ActivationError(rows, float_output + input_error @ weight.mT, unrounded_output, state.activation)

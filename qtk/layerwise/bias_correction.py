@@ -39,7 +39,10 @@ class BiasCorrection:
             exact.to_gemm(state.float_weight), exact.to_gemm(state.simulated_weight()), state.moments.mean,
             state.moments.mean_difference,
         )
-        before, now = (state.current_error(),) * 2 if state.loss is None else state.loss
-        gain = state.moments.rows * float(shift.square().sum())  # rows · (mean error)², which the shift removes
-        bias = (state.bias + shift.to(state.bias.device)).to(state.bias.dtype)
+        assert state.float_bias is not None
+        present = (state.bias - state.float_bias).to(shift).reshape(shift.shape)
+        rows, earlier = state.moments.rows, float((present * (present - 2 * shift)).sum())
+        before, now = (state.current_error() + rows * earlier,) * 2 if state.loss is None else state.loss
+        gain = rows * (float(shift.square().sum()) + earlier)  # rows · (mean error)², which the shift removes
+        bias = (state.float_bias + shift.to(state.bias.device).reshape(state.bias.shape)).to(state.bias.dtype)
         return replace(state, bias=bias, loss=(before, now - gain))

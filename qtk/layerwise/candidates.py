@@ -111,9 +111,10 @@ class _Judge:
     def error(self, state: LayerState) -> float:
         change = self._weight - state.to_gemm(state.simulated_weight())
         error = float(self._error.of(in_blocks(change, self._error.blocks)).sum(dtype=torch.float64))
-        if state.bias is None or state.bias is self._start.bias or self._start.bias is None:
+        float_bias = self._start.float_bias
+        if state.bias is None or float_bias is None or state.bias is float_bias:
             return error
-        moments, shift = self._moments, (state.bias - self._start.bias).to(torch.float64).reshape(change.shape[:2])
+        moments, shift = self._moments, (state.bias - float_bias).to(torch.float64).reshape(change.shape[:2])
         mean = (change.to(torch.float64) @ moments.mean[..., None])[..., 0]
         if moments.mean_difference is not None:
             mean = mean + (self._weight.to(torch.float64) @ moments.mean_difference[..., None])[..., 0]

@@ -7,7 +7,6 @@ ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,10 +22,10 @@ from qtk.atomic import remove_unfinished, write_file
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.graph.arithmetic import arithmetic_digest
+from qtk.layerwise.digest import digest
 from qtk.layerwise.layer_update import LayerUpdate
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import pytree
 
 FORMAT, VERSION = "qtk.layerwise", 3
 RUN_FILE = "run.json"
@@ -58,8 +57,8 @@ class Checkpoint:
         self._files = {name: f"{index:04d}.safetensors" for index, name in enumerate(layers)}
         run: dict[str, object] = {
             "format": FORMAT, "version": VERSION, "torch": torch.__version__, **settings, "layers": list(layers),
-            "model": arithmetic_digest(model), "quantizers": _digest(_quantizers(model)),
-            "weights and encodings": _digest(model.state_dict().values()), "data": _digest(calls),
+            "model": arithmetic_digest(model), "quantizers": digest(_quantizers(model)),
+            "weights and encodings": digest(model.state_dict().values()), "data": digest(calls),
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,7 @@ class Checkpoint:
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
         metadata = {"layer": layer.name, "winner": update.winner, **numbers}
         try:
-            write_file(path, to_bytes(contents, metadata={**metadata, "digest": _digest([metadata, contents])}))
+            write_file(path, to_bytes(contents, metadata={**metadata, "digest": digest([metadata, contents])}))
         except OSError as error:
             raise CalibrationError(f"cannot write {path}: {error.strerror or error}; the layers before it are "
                                    "saved, and the same call goes on from there") from error
@@ -106,7 +105,7 @@ class Checkpoint:
         if numbers.get("layer") != layer.name or "scale" not in tensors or not numbers.keys() >= {"winner", *NUMBERS}:
             raise CalibrationError(f"{path} does not hold {layer.name}; delete it to do that layer again")
         metadata = {name: numbers[name] for name in ("layer", "winner", *NUMBERS)}
-        if numbers.get("digest") != _digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
+        if numbers.get("digest") != digest([metadata, {name: tensors[name] for name in TENSORS if name in tensors}]):
             raise CalibrationError(f"{path} is damaged; delete it to do {layer.name} again")
         before, after, *held_out = (float.fromhex(numbers[name]) for name in NUMBERS)
         encoding = Encoding(layer.quantizer.spec, tensors["scale"], tensors.get("zero_point"))
@@ -132,16 +131,3 @@ def _quantizers(model: nn.Module) -> list[str]:
         f"{path} {module.site} {module.spec!r} {module.mode}"
         for path, module in model.named_modules() if isinstance(module, Quantizer)
     ]
-
-
-def _digest(values: Iterable[object]) -> str:
-    """Digest of all leaves of pytrees; that of a tensor includes dtype and shape."""
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in pytree.tree_leaves(list(values)):
-        if isinstance(leaf, Tensor):
-            plain = leaf.detach().cpu().contiguous()
-            digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-            digest.update(plain.flatten().view(torch.uint8).numpy().data if plain.numel() else b"")
-        else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()

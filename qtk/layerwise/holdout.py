@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from qtk.errors import CalibrationError
@@ -37,14 +38,42 @@ class Holdout:
         held_out = [int(self.fraction * number + 1e-9) for number in (batch, batch + 1)]  # of so many batches
         return 0 if held_out[1] > held_out[0] else length
 
-    def split(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """The samples that are kept, and those held out. Shape: [samples, ...], each."""
-        kept = self.kept(len(x), batch)
-        return x[:kept], x[kept:]
+    def split(self, x: Tensor, batch: int, samples: int | None = None, axes: int = 1) -> tuple[Tensor, Tensor]:
+        """The samples that are kept, and those held out.
+
+        Args:
+            x: a value of the batch.
+            batch: its index.
+            samples: how many samples the batch has; ``None``: the first axis of ``x`` counts them. They are taken to be
+                along the first axis of this length, else the outer part of the first axis.
+            axes: the first of ``x``, among which that of the samples is searched.
+
+        Shape: as ``x``, but the axis of samples.
+
+        >>> kept, held_out = Holdout(0.5).split(torch.zeros(3, 4, 8), 0, samples=4, axes=2)
+        >>> kept.shape, held_out.shape
+        (torch.Size([3, 2, 8]), torch.Size([3, 2, 8]))
+        """
+        axis, each, count = 0, 1, len(x)
+        if samples and samples in x.shape[:axes]:
+            axis, count = list(x.shape).index(samples), samples
+        elif samples and count % samples == 0:
+            each, count = count // samples, samples
+        kept = each * self.kept(count, batch)
+        return x.narrow(axis, 0, kept), x.narrow(axis, kept, x.shape[axis] - kept)
 
 
-def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+def holdout_of(
+    fraction: float, groups: Sequence[Hashable] | None, num_batches: int, every_label: Sequence[Hashable] | None = None
+) -> Holdout | None:
     """The samples to hold out; with ``groups``, one label for each batch, all batches of some of the labels.
+
+    Args:
+        fraction: of the data, or of the labels.
+        groups: the labels of the batches.
+        num_batches: how many there are.
+        every_label: those of the batches of all ranks, in the same order on all, so that all hold out the same;
+            ``None``: ``groups``.
 
     Raises: CalibrationError if ``fraction`` is not in [0, 1), or for labels of which none can be held out.
 
@@ -58,7 +87,7 @@ def holdout_of(fraction: float, groups: Sequence[Hashable] | None, num_batches: 
     if not fraction:
         raise CalibrationError("groups say which data to hold out together, and holdout=0 holds out none; "
                                "leave out one of them")
-    labels = list(dict.fromkeys(groups))
+    labels = list(dict.fromkeys(groups if every_label is None else every_label))
     if len(groups) != num_batches or len(labels) < 2:
         raise CalibrationError(f"groups needs a label for each of the {num_batches} calls of the model, of at least 2 "
                                f"kinds; got {len(groups)} labels of {len(labels)} kinds")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.originals import frozen_before
 from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.planning.selection import leaders
 
@@ -36,7 +37,7 @@ def select_layers(
 
 
 def _reason_to_skip(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) -> str | None:
-    if layer.quantizer.frozen and any(method.searches_scale for method in methods):
+    if any(method.searches_scale for method in methods) and frozen_before(layer):
         return "its encoding is frozen; sim.unfreeze(name) first"
     if layer.quantizer.learns_range:
         return "its range is being learned; run sim.fix_ranges() first"

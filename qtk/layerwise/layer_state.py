@@ -31,6 +31,7 @@ class LayerState:
         weight: the weight so far, before its quantizer.
         encoding: of the weight, so far.
         bias: so far; ``None`` where the layer has none.
+        float_bias: that of the float model.
         moments: statistics of the layer's input.
         error: of the output, as a function of the change of the weight.
         activation: the function that alone reads the output, if there is one.
@@ -44,6 +45,7 @@ class LayerState:
     weight: Tensor
     encoding: Encoding
     bias: Tensor | None
+    float_bias: Tensor | None
     moments: SecondMoments
     error: OutputError
     activation: Callable[[Tensor], Tensor] | None = None
@@ -56,15 +58,15 @@ class LayerState:
         encoding = layer.quantizer.encoding
         if encoding is None:
             raise CalibrationError(f"{layer.name} has no encoding to start from; run sim.compute_encodings(data)")
-        weight = layer.weight.detach()
+        weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         matrix = weight_to_gemm(weight.to(dtype), layer.geometry)
         if moments.required.gram:
             gram, linear = moments.gram_as(dtype), moments.linear(matrix)
         else:  # no method needs the error
             gram, linear = matrix.new_zeros(len(matrix), matrix.shape[2], 1, 1), None
         return cls(
-            layer.name, layer.geometry, weight, weight, encoding, None if layer.bias is None else layer.bias.detach(),
-            moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])),
+            layer.name, layer.geometry, weight, weight, encoding, bias, bias, moments,
+            OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])),
             layer.activation, dtype,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from qtk.errors import CalibrationError
 from qtk.layerwise.candidates import choose
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
+from qtk.layerwise.originals import PresentValues
 from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 
@@ -62,20 +63,35 @@ class LayerUpdate:
             layer.bias.copy_(self.bias)
 
 
-def compute_update(layer: WeightedLayer, methods: Sequence[LayerwiseMethod], moments: SecondMoments) -> LayerUpdate:
+def compute_update(
+    layer: WeightedLayer, methods: Sequence[LayerwiseMethod], moments: SecondMoments,
+    present: PresentValues | None = None,
+) -> LayerUpdate:
     """The update of a layer by all methods in order, on the CPU; the layer itself does not change.
+
+    Args:
+        layer: with its float weight.
+        methods: applied in order.
+        moments: statistics of its input.
+        present: what to start from in place of the float values.
 
     Raises: CalibrationError, naming the layer, if a method fails.
     """
     try:
         with torch.no_grad():
-            start = LayerState.of(layer, moments)
+            float_state = LayerState.of(layer, moments)
+            start = float_state
+            if present is not None:
+                start = replace(
+                    start, weight=start.weight if present.weight is None else present.weight,
+                    bias=start.bias if present.bias is None else present.bias, encoding=present.encoding,
+                )
             winner = choose(start, methods)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
     state = winner.state
     return LayerUpdate(
-        state.encoding.to(CPU), None if state.weight is start.weight else state.weight.to(CPU),
-        None if state.bias is start.bias or state.bias is None else state.bias.to(CPU), winner.before, winner.after,
-        winner.held_out, winner.name,
+        state.encoding.to(CPU), None if state.weight is float_state.weight else state.weight.to(CPU),
+        None if state.bias is float_state.bias or state.bias is None else state.bias.to(CPU),
+        winner.before, winner.after, winner.held_out, winner.name,
     )

@@ -52,15 +52,25 @@ class NestedLayers:
             yield
 
     @torch.no_grad()
-    def observe(self, call: Callable[[], object], batch: int = 0) -> None:
-        """Runs one batch and adds the inputs of the layers to their statistics."""
+    def observe(self, call: Callable[[], object], batch: int = 0, samples: int | None = None) -> None:
+        """Runs one batch, of so many samples, and adds the inputs of the layers to their statistics."""
         self._inputs = {}
         with in_mode(() if self._quantized else quantizers_in(self._module), Mode.BYPASS):
             call()
         for layer, inputs in self._inputs.items():
             moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, self._required[layer]))
-            for x in _joined(layer, inputs):
-                moments.observe(x, batch=batch)
+            holdout = moments.required.holdout
+            if holdout is None:
+                for x in _joined(layer, inputs):
+                    moments.observe(x)
+                continue
+            kernel = len(layer.geometry.kernel)
+            parts = [
+                holdout.split(x if x.ndim > kernel + 1 else x[None], batch, samples, axes=1 if kernel else x.ndim - 1)
+                for x in inputs
+            ]
+            for kept, held_out in zip(*(_joined(layer, list(each)) for each in zip(*parts, strict=True)), strict=True):
+                moments.observe(kept, held_out=(held_out, None))
 
     def _collect(self, x: Tensor, weight: Tensor) -> None:
         layer = self._layer_of.get(id(weight))

@@ -73,11 +73,22 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class LayerwiseReport:
-    """Every layer in the order of the walk, and the weights left as they are, each with the reason; printable."""
+    """The result of a layer-wise run; printable.
+
+    Args:
+        layers: every layer in the order of the walk.
+        skipped: the weights left as they are, each with the reason.
+        restarted: the layers that an earlier run had changed, and that started from their float weights again.
+    """
 
     layers: tuple[LayerResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    restarted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [str(result) for result in self.layers]
-        return "\n".join([*lines, *(f"{name}  left as it is: {reason}" for name, reason in self.skipped.items())])
+        lines += [f"{name}  left as it is: {reason}" for name, reason in self.skipped.items()]
+        if self.restarted:
+            lines.append(f"{len(self.restarted)} layers started from their float weights, in place of the result of an "
+                         "earlier call")
+        return "\n".join(lines)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from qtk.capture.calls import Call
 from qtk.layerwise.checkpoint import Checkpoint
+from qtk.layerwise.digest import digest
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.interrupts import uninterrupted
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
@@ -39,8 +40,10 @@ class LayerwiseRun:
         inputs: see ``qtk.layerwise.walk.Inputs``.
         offload: where values are kept between layers.
         checkpoint_dir: where finished layers are saved, and looked for.
-        originals: keeps what is overwritten.
+        originals: keeps what is overwritten, and the results of earlier runs.
         holdout: the samples that results are judged by.
+        replayed: other layers, which get the results of an earlier run again once the walk has reached them.
+        present: whether layers start from the results of an earlier run, if there are any.
 
     Raises: CalibrationError if the directory belongs to another run.
     """
@@ -48,12 +51,15 @@ class LayerwiseRun:
     def __init__(
         self, model: nn.Module, methods: Sequence[LayerwiseMethod], layers: Sequence[WeightedLayer],
         calls: Sequence[Call], *, inputs: Inputs, offload: Offload, checkpoint_dir: str | os.PathLike[str] | None,
-        originals: Originals, holdout: Holdout | None = None,
+        originals: Originals, holdout: Holdout | None = None, replayed: Sequence[WeightedLayer] = (),
+        present: bool = False,
     ) -> None:
         self._methods = methods
         self._layers = layers
         self._device = device_of(model)
         self._originals = originals
+        self._replayed = frozenset(replayed)
+        self._present = present
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
         self._checkpoint: Checkpoint | None = None
@@ -62,13 +68,26 @@ class LayerwiseRun:
             names, settings = [layer.name for layer in layers], {
                 "methods": repr(list(methods)), "inputs": inputs, "holdout": repr(holdout),
             }
+            earlier = [
+                (layer.name, values.weight, values.bias, values.encoding.scale, values.encoding.zero_point)
+                for layer in (*(layers if present else ()), *replayed)
+                if (values := originals.present(layer)) is not None
+            ]
+            if earlier:
+                settings["results of an earlier run"] = digest(earlier)
             data = [(call.args, call.kwargs, call.valid) for call in calls]
             self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
-        required = {
+        required: dict[WeightedLayer, RequiredStatistics | None] = {
             layer: None if layer.name in self._finished else _required_statistics(layer, methods, holdout)
             for layer in layers
         }
+        required |= dict.fromkeys(replayed)
+        if holdout is not None and holdout.batches is not None and all(
+            each is None or each.holdout is None for each in required.values()
+        ) and not self._finished:
+            warnings.warn(f"groups: the results of {', '.join(type(each).__name__ for each in methods)} are not judged "
+                          "by their squared error alone, so that nothing is held out; leave groups out", stacklevel=4)
         self._walk = walk(model, calls, required, inputs=inputs, offload=offload, holdout=holdout)
 
     def finish(self, *, progress: bool) -> list[LayerResult]:
@@ -76,15 +95,22 @@ class LayerwiseRun:
         updates: dict[str, tuple[LayerInput, LayerUpdate]] = {}
         with tqdm(total=len(self._layers), desc="layers", unit="layer", disable=not progress) as bar:
             while (layer_input := self._next()) is not None:
+                if layer_input.layer in self._replayed:
+                    with uninterrupted():
+                        self._originals.restore(layer_input.layer)
+                    continue
                 update = self._update(layer_input)
                 if update is not None:
                     layer = layer_input.layer
                     with uninterrupted():
                         self._originals.keep(*update.written(layer))
                         update.write(layer)
+                        self._originals.wrote(*update.written(layer))
                     updates[layer.name] = replace(layer_input, moments=None), replace(update, weight=None, bias=None)
                     ratio = update.after / update.before if update.before > 0 else 0.0
                     bar.set_postfix_str(layer.name + (f", loss x {ratio:.2f}" if ratio > 0 else ""))
+                elif self._present:
+                    self._originals.restore(layer_input.layer)
                 bar.update()
         if self._short_of_data:
             warnings.warn(
@@ -125,7 +151,8 @@ class LayerwiseRun:
             self._without_holdout.append(layer.name)
 
         def compute() -> LayerUpdate:
-            update = compute_update(layer, self._methods, moments)
+            present = self._originals.present(layer) if self._present else None
+            update = compute_update(layer, self._methods, moments, present)
             if checkpoint is not None:
                 checkpoint.save(layer, update)
             return update

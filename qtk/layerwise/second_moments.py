@@ -212,24 +212,36 @@ class SecondMoments:
         return "linear" in self._sums or "linear" in self._products
 
     @torch.no_grad()
-    def observe(self, quantized: Tensor, float_input: Tensor | None = None, batch: int = 0) -> None:
+    def observe(
+        self, quantized: Tensor, float_input: Tensor | None = None, batch: int = 0, *,
+        held_out: tuple[Tensor, Tensor | None] | None = None,
+    ) -> None:
         """Adds one batch of X̂, and of X where it differs, with its index.
+
+        Args:
+            quantized: X̂.
+            float_input: X, ``None`` where it is X̂.
+            batch: the index.
+            held_out: X̂ and X of what is held out of this batch; ``None``: a part of the others, whose first axis counts
+                the samples.
 
         Raises: CalibrationError if it holds NaN or ±inf; nothing has changed then.
         """
-        if not quantized.numel():
+        if not quantized.numel() and held_out is None:
             return
-        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (quantized, float_input) if x is not None):
+        given = (quantized, float_input, *(held_out or ()))
+        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in given if x is not None):
             raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
         if self.held_out is not None and self.required.holdout is not None:
-            quantized, held_out = self.required.holdout.split(self._samples(quantized), batch)
-            if float_input is None:
-                self.held_out.observe(held_out)
-            else:
-                float_input, held_out_float = self.required.holdout.split(self._samples(float_input), batch)
-                self.held_out.observe(held_out, held_out_float)
-            if not quantized.numel():
-                return
+            if held_out is None:
+                split, other = self.required.holdout.split, None
+                quantized, rest = split(self._samples(quantized), batch)
+                if float_input is not None:
+                    float_input, other = split(self._samples(float_input), batch)
+                held_out = rest, other
+            self.held_out.observe(*held_out)
+        if not quantized.numel():
+            return
         pieces = self._pieces(quantized)
         float_pieces = [None] * len(pieces) if float_input is None else self._pieces(float_input)
         for piece, float_piece in zip(pieces, float_pieces, strict=True):

@@ -23,13 +23,13 @@ from torch import Tensor, fx
 from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
 from qtk.capture.prepared_model import PreparedGraph
-from qtk.capture.token_inputs import TokenInputs
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import called_module
+from qtk.layerwise.batch_rows import BatchRows, samples_of
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.live_values import LiveValues, Offload, Values
 from qtk.layerwise.nested_layers import NestedLayers
@@ -37,7 +37,6 @@ from qtk.layerwise.path_evaluator import PathEvaluator
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
-from qtk.numerics.token_layout import TokenLayout
 from qtk.public import NOT_OURS, raised_by_us
 
 Inputs: TypeAlias = Literal["asym", "symfp", "symqt"]
@@ -116,7 +115,8 @@ def walk(
     with nested.listening():
         for batch, call in enumerate(calls):
             with _naming(batch, call):
-                nested.observe(lambda call=call: model(*call.args, **call.kwargs), batch)  # type: ignore[misc]
+                run = lambda call=call: model(*call.args, **call.kwargs)  # noqa: E731
+                nested.observe(run, batch, samples_of(call))
     for layer in required:
         yield LayerInput(layer, nested.moments.get(layer))
 
@@ -155,10 +155,7 @@ class _GraphWalk:
         self._graph = graph.graph
         self._holdout = holdout
         self._calls = calls
-        inputs = TokenInputs()
-        self._tokens = [
-            None if call.valid is None else inputs.followed(graph, call.args, call.kwargs, call.valid) for call in calls
-        ]
+        self._rows = BatchRows(graph, calls, holdout)
         self._required = required
         self._paths = PathEvaluator(graph, quantized)
         self._live = LiveValues(offload)
@@ -171,7 +168,6 @@ class _GraphWalk:
         self._readers: Counter[_Input] = Counter()
         self._moments: dict[_Input, SecondMoments] = {}
         self._outputs: dict[fx.Node, LayerInput] = {}
-        self._misfits: set[fx.Node] = set()  # values whose tokens are followed, but not in every batch
         for layer, users in self._uses.items():
             for node in users:
                 if nested_graphs(node):
@@ -206,7 +202,7 @@ class _GraphWalk:
                 for batch, call in enumerate(self._calls):
                     with _naming(batch, call):
                         self._advance(batch, begin, begin + 1)
-            _warn_of_all_rows("in some batches the lengths do not fit", self._readers_of(self._misfits))
+            _warn_of_all_rows("in some batches the lengths do not fit", self._readers_of(self._rows.misfits))
         finally:
             self._live.close()
 
@@ -232,11 +228,11 @@ class _GraphWalk:
     def _run(self, node: fx.Node, values: Values, batch: int) -> None:
         self._paths.run(node, values)
         if node in self._outputs and node not in self._nested and len(self._paths.quantized) > 1:
-            is_pointwise = self._outputs[node].layer.geometry.is_pointwise
-            outputs = [self._rows(node, value, batch) if is_pointwise else value for value in values[node]]
-            self._outputs[node].output.add(*outputs)
-            if self._holdout is not None and outputs[0].ndim > 1:
-                held_out = (self._holdout.split(value, batch)[1] for value in outputs)
+            geometry, (first, last) = self._outputs[node].layer.geometry, (values[node][0], values[node][-1])
+            select = self._rows.rows if geometry.is_pointwise else (lambda node, value, batch: value)
+            self._outputs[node].output.add(select(node, first, batch), select(node, last, batch))
+            if self._holdout is not None and first.ndim > 1:
+                held_out = (self._rows.split(node, value, batch, geometry)[1] for value in (first, last))
                 self._outputs[node].held_out_output.add(*held_out)
 
     def _observe(self, node: fx.Node, values: Values, batch: int) -> None:
@@ -249,34 +245,26 @@ class _GraphWalk:
                 )
             both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
             first, last = both if both[0] is not both[1] else (None, both[1])
-            if layer_input.geometry.is_pointwise:
-                last = self._rows(layer_input.value, last, batch)
-                first = None if first is None else self._rows(layer_input.value, first, batch)
+            held_out: tuple[Tensor, Tensor | None] | None = None
+            if layer_input.required.holdout is not None:
+                last, held_out_last = self._rows.split(layer_input.value, last, batch, layer_input.geometry)
+                first, held_out_first = (None, None) if first is None else (
+                    self._rows.split(layer_input.value, first, batch, layer_input.geometry))
+                held_out = held_out_last, held_out_first
+            elif layer_input.geometry.is_pointwise:
+                last = self._rows.rows(layer_input.value, last, batch)
+                first = None if first is None else self._rows.rows(layer_input.value, first, batch)
             try:
-                moments.observe(last, first, batch)
+                moments.observe(last, first, batch, held_out=held_out)
             except CalibrationError as error:
                 raise CalibrationError(f"{self._reader_of(layer_input).name}: {error}") from None
         if node in self._nested:
             with self._nested[node].listening():
-                self._nested[node].observe(lambda: self._paths.evaluate(node, values, 0), batch)
-
-    def _rows(self, node: fx.Node, value: Tensor, batch: int) -> Tensor:
-        """The rows of a value whose tokens count; all where they cannot be followed."""
-        valid, tokens = self._calls[batch].valid, self._tokens[batch]
-        if valid is None or (tokens is not None and not isinstance(tokens[node], TokenLayout)):
-            return value
-        layout = None if tokens is None else tokens[node]
-        rows = layout.rows(value, valid.to(value.device)) if isinstance(layout, TokenLayout) else None
-        if rows is None:
-            self._misfits.add(node)
-        return value if rows is None else rows
+                self._nested[node].observe(
+                    lambda: self._paths.evaluate(node, values, 0), batch, samples_of(self._calls[batch]))
 
     def _warn_of_unfollowed(self) -> None:
-        masks = [call.valid for call in self._calls if call.valid is not None]
-        tokens = next((each for each in self._tokens if each is not None), None)
-        if masks and tokens is None:
-            raise CalibrationError(f"valid: no input of the model begins with its axes [samples, tokens] "
-                                   f"{tuple(masks[0].shape)}; leave valid out, or give it the axes of an input")
+        tokens = self._rows.followed
         if tokens is None:
             return
         unfollowed = []

@@ -119,14 +119,9 @@ class TokenLayout:
 
         Returns: ``None`` if the lengths of ``value`` do not fit.
         """
-        counted = {Count.SAMPLES: valid.shape[0], Count.TOKENS: valid.shape[1], Count.KEYS: valid.shape[1]}
-        lengths: list[list[int]] = []
-        for factors, length in zip(self.axes, value.shape, strict=True):
-            known = [counted.get(factor.count, factor.length if factor.fixed else -1) for factor in factors]
-            unknown, product = known.count(-1), math.prod(each for each in known if each != -1)
-            if unknown > 1 or product == 0 or length % product or (not unknown and product != length):
-                return None
-            lengths.append([length // product if each == -1 else each for each in known])
+        lengths = self._lengths_of(value, valid.shape[0], valid.shape[1])
+        if lengths is None:
+            return None
         flat = [(factor, axis) for axis, factors in enumerate(self.axes) for factor in factors]
         place = {factor.count: index for index, (factor, _) in enumerate(flat) if not factor.is_other}
         atoms = [length for each in lengths for length in each]
@@ -139,6 +134,45 @@ class TokenLayout:
         shape = [math.prod(each) for each in others]
         shape[first] *= rows.shape[0]
         return rows.movedim(0, sum(len(each) for each in others[:first])).reshape(shape)
+
+    def samples(self, value: Tensor, begin: int, end: int, *, of: tuple[int, int]) -> Tensor | None:
+        """The samples ``begin`` to ``end`` of ``value``, wherever they are among its axes.
+
+        >>> import torch
+        >>> layout = TokenLayout.of_shape((2, 3, 1)).reshaped((6, 1))
+        >>> layout.samples(torch.arange(6)[:, None], 1, 2, of=(2, 3)).flatten().tolist()
+        [3, 4, 5]
+
+        Args:
+            value: has this layout.
+            begin: the first sample.
+            end: the one after the last.
+            of: how many samples and tokens the batch has.
+
+        Returns: ``None`` if the lengths of ``value`` do not fit, or no axis has samples.
+        """
+        lengths = self._lengths_of(value, *of)
+        counts = [factor.count for factors in self.axes for factor in factors]
+        if lengths is None or Count.SAMPLES not in counts:
+            return None
+        place = counts.index(Count.SAMPLES)
+        chosen = value.reshape([length for each in lengths for length in each]).narrow(place, begin, end - begin)
+        axis = next(axis for axis, factors in enumerate(self.axes) if Count.SAMPLES in [each.count for each in factors])
+        shape = [math.prod(each) for each in lengths]
+        shape[axis] = shape[axis] // of[0] * (end - begin)
+        return chosen.reshape(shape)
+
+    def _lengths_of(self, value: Tensor, samples: int, tokens: int) -> list[list[int]] | None:
+        """The lengths of the factors of every axis of ``value``; ``None`` if they do not fit."""
+        counted = {Count.SAMPLES: samples, Count.TOKENS: tokens, Count.KEYS: tokens}
+        lengths: list[list[int]] = []
+        for factors, length in zip(self.axes, value.shape, strict=True):
+            known = [counted.get(factor.count, factor.length if factor.fixed else -1) for factor in factors]
+            unknown, product = known.count(-1), math.prod(each for each in known if each != -1)
+            if unknown > 1 or product == 0 or length % product or (not unknown and product != length):
+                return None
+            lengths.append([length // product if each == -1 else each for each in known])
+        return lengths
 
     def __str__(self) -> str:
         def text(factor: Factor) -> str:

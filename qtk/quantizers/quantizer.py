@@ -25,6 +25,7 @@ from qtk.ops.statistics import min_max
 from qtk.public import public
 from qtk.quantizers.flags import flags_to_tensors, pop_flags
 from qtk.quantizers.lost_range import LateLook, ends, refuse_lost_range
+from qtk.quantizers.original import Original
 from qtk.quantizers.weight_cache import WeightCache
 from qtk.torch_private import is_exporting, is_traced
 
@@ -41,7 +42,7 @@ SETTLED = ("spec", "site", "cache", "static", "weight_cache", "factors")
 """Attributes of a quantizer that its constructor sets for good."""
 
 ACTING = ("mode", "frozen", "observer", "scale", "zero_point", "scale_factor", "zero_point_shift", "gradient_scale",
-          "held", "momentum", "rewrote_weight", "training", "forward")
+          "held", "momentum", "rewrote_weight", "original", "training", "forward")
 """Those that may be set at any time; libraries wrap ``forward``."""
 
 
@@ -59,9 +60,10 @@ class Quantizer(Tap):
     With a dynamic spec all of them stay ``None``: each tensor is quantized in its own range.
 
     Setting ``frozen`` makes a learned range a fixed one. ``rewrote_weight`` is whether a layer-wise method has changed
-    the parameter that it quantizes. ``momentum`` is the weight of each new tensor in a range that follows its tensors
-    while the model trains; ``None``: it does not. While ``held``, a learned range has gradients of 0. What a schedule
-    sets for a time, ``held`` and the momentum of what is not static, is not in the ``state_dict``.
+    the parameter that it quantizes; ``original`` is what it was before, if kept. ``momentum`` is the weight of each new
+    tensor in a range that follows its tensors while the model trains; ``None``: it does not. While ``held``, a learned
+    range has gradients of 0. What a schedule sets for a time, ``held`` and the momentum of what is not static, is not
+    in the ``state_dict``, nor is ``original``.
 
     Args:
         spec: how to quantize.
@@ -89,6 +91,7 @@ class Quantizer(Tap):
         self.mode = Mode.BYPASS
         self.frozen = False
         self.rewrote_weight = False
+        self.original: Original | None = None
         self.cache = cache
         self.static = static or cache
         self.gradient_scale = GradientScale.LSQ

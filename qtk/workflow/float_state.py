@@ -54,7 +54,7 @@ def load_float_state(simulation: Simulation, state: Mapping[str, Tensor]) -> Non
             tensor.copy_(rewritten[name])
     for quantizer in simulation.quantizers.values():
         quantizer.drop_encoding()
-        quantizer.rewrote_weight = False
+        quantizer.rewrote_weight, quantizer.original = False, None
 
 
 def _findings(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:

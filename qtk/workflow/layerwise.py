@@ -1,33 +1,29 @@
-"""The layer-wise methods as functions on a ``QuantSim``, each in one walk through the model."""
+"""Layer-wise methods on a ``QuantSim``, in one walk through the model."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 
 import torch
-from torch import nn  # noqa: F401  the examples use it
+from torch import distributed, nn  # noqa: F401  the examples use it
 
 from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import HasSimulation, Simulation
-from qtk.layerwise.adaround import AdaRound
-from qtk.layerwise.bias_correction import BiasCorrection
-from qtk.layerwise.gptq import Gptq
-from qtk.layerwise.holdout import holdout_of
+from qtk.layerwise.holdout import Holdout, holdout_of
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.live_values import Offload
 from qtk.layerwise.methods import LayerwiseMethod, method
-from qtk.layerwise.originals import unchanged_on_error
+from qtk.layerwise.originals import Start, unchanged_on_error, warn_of_earlier_results
 from qtk.layerwise.report import LayerwiseReport
 from qtk.layerwise.run import LayerwiseRun
-from qtk.layerwise.seq_mse import SeqMse
 from qtk.layerwise.walk import Inputs
-from qtk.layerwise.weighted_layers import WeightedLayer
+from qtk.layerwise.weighted_layers import WeightedLayer, weighted_layers
 from qtk.nn.eval_mode import evaluating
-from qtk.observers.ranks import agree
+from qtk.observers.ranks import agree, exchanged, several_ranks
 from qtk.public import public
 from qtk.quantizers.modes import caching, in_mode
 from qtk.quantizers.quantizer import Mode
@@ -40,242 +36,12 @@ from qtk.workflow.valid_tokens import Valid
 
 
 @public
-def apply_seq_mse(
-    sim: HasSimulation, data: Data, *,
-    num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None,
-) -> LayerwiseReport:
-    """Sequential MSE: gives every weight the scales with which the output of its layer changes least.
-
-    >>> import qtk
-    >>> _ = torch.manual_seed(0)
-    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
-    >>> report = qtk.apply_seq_mse(sim, batches, progress=False)
-    >>> [layer.after <= layer.before for layer in report.layers]
-    [True, True]
-
-    The encodings are frozen, so that ``compute_encodings`` keeps them:
-
-    >>> sim.compute_encodings(batches, progress=False)
-    >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
-    ['0.weight', '2.weight']
-
-    A finer search of one layer; frozen encodings are searched again only after ``unfreeze``:
-
-    >>> sim.unfreeze("0.weight")
-    >>> report = qtk.apply_seq_mse(sim, batches, num_candidates=50, refine=True, sites="0.*", progress=False)
-    >>> [layer.name for layer in report.layers]
-    ['0.weight']
-
-    Args:
-        sim: a ``QuantSim``; its encodings of weights change.
-        data: as for ``compute_encodings``; a few hundred samples.
-        num_candidates: ranges tried for every scale: ``i / num_candidates`` times the present one.
-        refine: try as many once more, around the best.
-        joint: for weights quantized in blocks, then block-coordinate descent on the error of the whole output.
-        exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
-        loss: ``mse``, ``sqnr`` or ``l1``, see ``qtk.layerwise.seq_mse.SeqMse``.
-        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
-        sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
-        num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
-        progress: show a bar.
-        valid: which tokens count, as for ``compute_encodings``.
-
-    Returns: error and SQNR of every layer's output before and after; printable.
-
-    Raises: as ``apply_layerwise``.
-    """
-    return apply_layerwise(
-        sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], inputs=inputs, sites=sites, forward=forward,
-        num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid,
-    )
-
-
-@public
-def apply_gptq(
-    sim: HasSimulation, data: Data, *,
-    damping: float = 0.01, act_order: bool = True,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None,
-) -> LayerwiseReport:
-    """GPTQ: rounds weights column by column, each error propagated to the remaining columns by the inverse Hessian.
-
-    Frantar et al., arXiv 2210.17323, algorithm 1; the scales stay what they are.
-
-    >>> import qtk
-    >>> _ = torch.manual_seed(0)
-    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
-    >>> report = qtk.apply_gptq(sim, batches, progress=False)
-    >>> [layer.after < layer.before for layer in report.layers]
-    [True, True]
-
-    The new weights lie on the quantization grid, whose encodings are frozen:
-
-    >>> weight = sim.model.get_parameter("0.weight")
-    >>> torch.equal(sim.quantizers["0.weight"](weight), weight), sim.quantizers["0.weight"].frozen
-    (True, True)
-
-    Data of too few samples makes it fit noise, which it warns of; a larger damping helps:
-
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
-    >>> with warnings.catch_warnings():
-    ...     warnings.simplefilter("ignore")
-    ...     report = qtk.apply_gptq(sim, batches[:1, :20], damping=0.1, progress=False)
-
-    Args:
-        sim: a ``QuantSim``; its weights change.
-        data: as for ``compute_encodings``; a few hundred samples, at least twice as many rows as a layer has columns.
-        damping: added to the diagonal of the Hessian, as a multiple of its mean.
-        act_order: round the columns with the largest inputs first.
-        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
-        sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
-        num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
-        progress: show a bar.
-        valid: which tokens count, as for ``compute_encodings``.
-
-    Returns: error and SQNR of every layer's output before and after; printable.
-
-    Raises: as ``apply_layerwise``; CalibrationError if a damped Hessian has no inverse.
-    """
-    return apply_layerwise(
-        sim, data, [Gptq(damping, act_order)], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
-        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid,
-    )
-
-
-@public
-def apply_adaround(
-    sim: HasSimulation, data: Data, *,
-    iterations: int = 100, through_activation: bool = False,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None,
-) -> LayerwiseReport:
-    """AdaRound: learns for every weight whether it is rounded up or down, so that its layer's output changes least.
-
-    Nagel et al., arXiv 2004.10568, equations 21 to 25; the scales stay what they are.
-
-    >>> import qtk
-    >>> _ = torch.manual_seed(0)
-    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
-    >>> report = qtk.apply_adaround(sim, batches, iterations=100, progress=False)
-    >>> [layer.after < layer.before for layer in report.layers]
-    [True, True]
-
-    Minimizing the error after the ReLU that follows ``0``, so that errors of negative outputs do not count:
-
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
-    >>> report = qtk.apply_adaround(sim, batches, iterations=100, through_activation=True, progress=False)
-
-    Float formats have no evenly spaced neighbours to choose from and are left:
-
-    >>> fp8 = {"version": 1, "extends": "default", "rules": [{"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}]}
-    >>> sim = qtk.QuantSim(model, batches[0], config=fp8)
-    >>> print(qtk.apply_adaround(sim, batches, iterations=10, progress=False).skipped["0.weight"])
-    AdaRound needs codes that are integers, not fp8_e4m3
-
-    Args:
-        sim: a ``QuantSim``; its weights change.
-        data: as for ``compute_encodings``; a few hundred samples.
-        iterations: steps of its optimizer.
-        through_activation: where a ReLU, GELU or the like alone reads the output of a layer, minimize the error after
-            it (equation 25), on a sample of rows.
-        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
-        sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
-        num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
-        progress: show a bar.
-        valid: which tokens count, as for ``compute_encodings``.
-
-    Returns: error and SQNR of every layer's output before and after; printable.
-
-    Raises: as ``apply_layerwise``.
-    """
-    return apply_layerwise(
-        sim, data, [AdaRound(iterations, through_activation=through_activation)], inputs=inputs, sites=sites,
-        forward=forward, num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid,
-    )
-
-
-@public
-def correct_bias(
-    sim: HasSimulation, data: Data, *,
-    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
-    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True, valid: Valid | None = None,
-) -> LayerwiseReport:
-    """Bias correction: corrects biases so that every output of a layer has its mean in the float model.
-
-    Nagel et al., arXiv 1906.04721, section 4.2, with measured means.
-
-    >>> import qtk
-    >>> _ = torch.manual_seed(0)
-    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2, activation_bits=None)
-    >>> report = qtk.correct_bias(sim, batches, progress=False)
-    >>> x = batches.flatten(0, 1)
-    >>> torch.allclose(sim.model(x).mean(0), model(x).mean(0), atol=1e-4)
-    True
-
-    A layer without a bias is left:
-
-    >>> model[0].bias = None
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2)
-    >>> qtk.correct_bias(sim, batches, progress=False).skipped
-    {'0.weight': 'it has no bias to correct'}
-
-    After another method, in one call:
-
-    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2)
-    >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse", "bias_correction"], progress=False)
-
-    Args:
-        sim: a ``QuantSim``; its biases change, and the encodings of their weights are frozen.
-        data: as for ``compute_encodings``; a few hundred samples.
-        inputs: the inputs that errors are measured on: ``asym``, ``symqt`` or ``symfp``, see ``apply_layerwise``.
-        sites: weights to improve, by name or glob; ``None``: all.
-        forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
-        num_batches: batches to take of the data; ``None``: all.
-        offload: where values are kept between layers: ``none``, ``cpu`` or ``disk``.
-        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
-        progress: show a bar.
-        valid: which tokens count, as for ``compute_encodings``.
-
-    Returns: error and SQNR of every layer's output before and after; printable.
-
-    Raises: as ``apply_layerwise``.
-    """
-    return apply_layerwise(
-        sim, data, [BiasCorrection()], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
-        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
-        valid=valid,
-    )
-
-
-@public
 def apply_layerwise(
     sim: HasSimulation, data: Data, methods: str | Iterable[str | LayerwiseMethod], *,
     inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
     num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
-    holdout: float = 0.2, groups: Sequence[Hashable] | None = None, progress: bool = True,
-    valid: Valid | None = None,
+    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
+    start: Start | None = None, keep_originals: bool = True,
 ) -> LayerwiseReport:
     """Applies several layer-wise methods in one walk: each layer is finished by all of them before the next.
 
@@ -301,6 +67,18 @@ def apply_layerwise(
     >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
     >>> report = qtk.apply_layerwise(
     ...     sim, pairs, "gptq", forward=lambda model, batch: model(batch[0]), num_batches=2, progress=False)
+
+    Another call starts from the float weights again, so that methods can be tried one after the other:
+
+    >>> report = qtk.apply_layerwise(sim, batches, "adaround", start="float", progress=False)
+    >>> bool(report.restarted)
+    True
+
+    Or it goes on from what the earlier one has left:
+
+    >>> report = qtk.apply_layerwise(sim, batches, "coordinate_descent", start="present", progress=False)
+    >>> [layer.after <= layer.before for layer in report.layers]
+    [True, True]
 
     A run that survives being killed; the same call resumes it, here with nothing left to do:
 
@@ -328,12 +106,19 @@ def apply_layerwise(
             directory.
         checkpoint_dir: where every finished layer is saved; a killed run resumes from there, with the same result bit
             for bit.
+        progress: show a bar.
+        valid: which tokens count, as for ``compute_encodings``: statistics and errors leave the others out.
         holdout: fraction of the samples that methods do not see and their results are judged by: a layer changes only
             if its error over them falls; also sets the strength of the prior (``qtk.layerwise.candidates``). 0: all
             data are seen, and results always taken.
-        groups: a label for each batch; whole groups are held out then, to judge by another kind of data.
-        progress: show a bar.
-        valid: which tokens count, as for ``compute_encodings``: statistics and errors leave the others out.
+        groups: a label for each batch; whole groups are held out then, to judge by another kind of data. Bias
+            correction alone, and losses other than the squared error, are not judged: they see all data.
+        start: what a layer starts from that an earlier call has changed: ``float``, its float weight, bias and the
+            encoding it had then; ``present``, the result of that call. ``None``: ``present`` for bias correction alone,
+            else ``float``, with a warning. The float model is that of the originals in either case.
+        keep_originals: keep the float weights and biases of changed layers for later calls, in host memory, with
+            ``offload="disk"`` in temporary files: as many bytes as the parameters that change, as long as the
+            simulation lives. A copy of the simulation and its pickle have them, ``state_dict`` and ``save`` do not.
 
     Returns: error and SQNR of every layer's output before and after, and the weights that were left, each with the
         reason; printable.
@@ -349,6 +134,7 @@ def apply_layerwise(
         raise CalibrationError("no methods to apply; name at least one, e.g. 'seq_mse'")
     if not hasattr(sim, "simulation"):
         raise CalibrationError(f"layer-wise methods improve a QuantSim, got {type(sim).__name__}; make one of it")
+    goes_on = start == "present" or (start is None and all(each.needs_bias for each in resolved))
     simulation = sim.simulation
     refuse_kept(sim)
     contexts = TRACING, torch.inference_mode(False), caching(simulation.model), evaluating(simulation.model)
@@ -358,36 +144,51 @@ def apply_layerwise(
         problem: Exception | None = None
         try:
             layers, skipped = select_layers(simulation, resolved, sites)
-            originals = stack.enter_context(unchanged_on_error(layers))
+            others = _others(simulation, layers)
+            originals = stack.enter_context(unchanged_on_error([*layers, *others], on_disk=offload == "disk"))
+            rewound, gone = originals.rewind()
             _load_missing_encodings(simulation, layers, progress)
             quantizers = list(dict.fromkeys(simulation.quantizers.values()))
             stack.enter_context(in_mode([q for q in quantizers if not q.ready], Mode.BYPASS))
             calls = recorded_calls(simulation.model, quantizers, data, forward, num_batches, valid)
-            held_out = holdout_of(holdout, groups, len(calls))
         except Exception as error:  # the other ranks are waiting
             problem = error
         agree(problem)
-        _warn_of_earlier_calls(layers)
+        held_out = _holdout_of_ranks(holdout, groups, len(calls))
+        restarted = () if goes_on else tuple(layer.name for layer in layers if layer in rewound)
+        warn_of_earlier_results(restarted if start is None else (), gone)
         run = LayerwiseRun(
             simulation.model, resolved, layers, calls, inputs=inputs, offload=offload, checkpoint_dir=checkpoint_dir,
-            originals=originals, holdout=held_out,
+            originals=originals, holdout=held_out, replayed=[layer for layer in others if layer in rewound],
+            present=goes_on,
         )
         results = run.finish(progress=progress)
         reasons = {result.reason for result in results}
         if None not in reasons:
             raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")
         raise_scales(simulation, {site for site in simulation.plan if site.name in {layer.name for layer in layers}})
-    return LayerwiseReport(tuple(results), skipped)
+        if keep_originals:
+            originals.hand_over()
+    return LayerwiseReport(tuple(results), skipped, restarted)
 
 
-def _warn_of_earlier_calls(layers: Sequence[WeightedLayer]) -> None:
-    """Warns that weights rewritten by an earlier call count as those of the float model."""
-    names = [layer.name for layer in layers if layer.quantizer.rewrote_weight]
-    if names:
-        warnings.warn(
-            f"an earlier call rewrote the weights of {len(names)} layers ({names[0]}, …): they now count as the float "
-            "model; put all methods into one apply_layerwise, on a simulation made anew", stacklevel=3,
-        )
+def _holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:
+    """The samples to hold out of this rank's batches: the same groups on all. Raises: on all, as ``holdout_of``."""
+    if not several_ranks():
+        return holdout_of(fraction, groups, num_batches)
+    shares = exchanged((groups, num_batches), None)
+    turns = zip_longest(*(own or () for own, _ in shares), fillvalue=shares)  # the batches of the ranks in turns
+    labels = [label for turn in turns for label in turn if label is not shares]
+    return [holdout_of(fraction, own, count, labels) for own, count in shares][distributed.get_rank()]
+
+
+def _others(simulation: Simulation, layers: Sequence[WeightedLayer]) -> list[WeightedLayer]:
+    """The layers that are not worked on, if an earlier call has changed any of them."""
+    quantizers = simulation.quantizers.values()
+    if not any(quantizer.original is not None or quantizer.rewrote_weight for quantizer in quantizers):
+        return []
+    names = {layer.name for layer in layers}
+    return [layer for layer in weighted_layers(simulation.model, simulation.plan)[0] if layer.name not in names]
 
 
 def _load_missing_encodings(simulation: Simulation, layers: Sequence[WeightedLayer], progress: bool) -> None:

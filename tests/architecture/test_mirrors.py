@@ -44,6 +44,7 @@ ELSEWHERE = {
     "report/page.py": ("tests/workflow/test_report.py", "sim.report"),
     "report/svg.py": ("tests/workflow/test_report.py", "sim.report"),
     "report/account.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
+    "workflow/layerwise_methods.py": ("tests/workflow/test_layerwise.py", "qtk.apply_gptq"),
     "layerwise/ranks.py": ("tests/observers/test_ranks.py", "qtk.apply_layerwise"),
 }
 """File of qtk, or glob → the test file that covers it, and what that names to run it."""

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 METHODS = ["seq_mse", "gptq", "bias_correction"]
 
 
-def problem(seed=0):
+def problem(seed=0, shape=(32, 16)):
     torch.manual_seed(seed)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU()))).eval()
-    data = [torch.randn(32, 16) for _ in range(3)]
+    data = [torch.randn(shape) for _ in range(3)]
     sim = qtk.QuantSim(model, data[0], weight_bits=4)
     sim.compute_encodings(data, progress=False)
     return sim, data
@@ -34,9 +34,31 @@ def state(sim):
     return {name: value.clone() for name, value in sim.model.state_dict().items()}
 
 
-def main(directory: str) -> None:
+def masked_problem():
+    """Layers of tokens, of which some only fill up."""
+    mask = torch.arange(4) < torch.tensor([4, 2, 3, 1, 4, 4, 2, 3])[:, None]
+    return *problem(shape=(8, 4, 16)), lambda batch: mask
+
+
+HOLDOUTS = {
+    "samples": {"holdout": 0.4}, "groups": {"holdout": 0.4, "groups": ["a", "b", "a"]}, "none": {"holdout": 0.0},
+    "samples of tokens": {"holdout": 0.4}, "second call": {"start": "float"}, "going on": {"start": "present"},
+}
+
+
+def judged(how, **options):
+    """A simulation after a run with held-out data, and its report."""
+    if how == "samples of tokens":
+        sim, data, options["valid"] = masked_problem()
+    else:
+        sim, data = problem()
+    if "start" in HOLDOUTS[how]:
+        qtk.apply_gptq(sim, data, damping=0.1, progress=False)
+    return sim, qtk.apply_layerwise(sim, data, METHODS, progress=False, **HOLDOUTS[how], **options)
+
+
+def main(directory: str, how: str | None = None) -> None:
     """A process that is slow after its second layer, so that it can be killed there."""
-    sim, data = problem()
     real = run.compute_update
 
     def compute_update(layer, *rest):
@@ -46,7 +68,35 @@ def main(directory: str) -> None:
         return real(layer, *rest)
 
     run.compute_update = compute_update
+    if how is not None:
+        judged(how, checkpoint_dir=directory)
+        return
+    sim, data = problem()
     qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=directory, progress=False)
+
+
+@pytest.mark.parametrize("how", [
+    pytest.param(how, marks=[pytest.mark.slow] if how in ("groups", "none", "going on") else []) for how in HOLDOUTS
+])
+def test_killed_and_resumed_with_held_out_data_is_bit_equal(tmp_path, how, monkeypatch):
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, __file__, str(folder), how], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"two\n"
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    whole, expected = judged(how)
+    resumed, report = judged(how, checkpoint_dir=folder)
+    own, other = state(resumed), state(whole)
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert report == expected
+    assert all((layer.held_out is None) == (how == "none") for layer in report.layers)
+    if how != "none" and "start" not in HOLDOUTS[how]:
+        monkeypatch.setitem(HOLDOUTS, how, {**HOLDOUTS[how], "holdout": 0.7})
+        with pytest.raises(CalibrationError, match="another run: not the same holdout"):
+            judged(how, checkpoint_dir=folder)
 
 
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch):
@@ -184,4 +234,4 @@ def test_half_files_of_a_killed_run_are_deleted(tmp_path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -46,6 +46,25 @@ def improved(data: list[torch.Tensor], checkpoint: str | None = None) -> dict[st
     return {name: value.flatten().tolist() for name, value in sim.model.state_dict().items()}
 
 
+GROUPS = ["a", "b", "a", "b", "c", "c"]
+HOLDOUTS = {"samples": {"holdout": 0.4}, "groups": {"holdout": 0.34, "groups": GROUPS}, "none": {"holdout": 0.0}}
+
+
+def judged(data: list[torch.Tensor], how: str, part: slice = slice(None), **options: object) -> dict[str, object]:
+    """State and winners of a chain whose results are judged on held-out data, and of another one after it."""
+    given = dict(HOLDOUTS[how])
+    if "groups" in given:
+        given["groups"] = GROUPS[part]
+    sim = qtk.QuantSim(model(), batches()[0], weight_bits=3, activation_bits=8)
+    sim.compute_encodings(data, progress=False)
+    qtk.apply_gptq(sim, data, progress=False, **given)
+    report = qtk.apply_layerwise(
+        sim, data, ["seq_mse", "coordinate_descent"], start="float", progress=False, **given, **options)
+    state = {name: value.flatten().tolist() for name, value in sim.model.state_dict().items()}
+    held_out = [layer.held_out for layer in report.layers]
+    return {"state": state, "winners": [layer.winner for layer in report.layers], "held out": held_out}
+
+
 def broken_loader(data: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     yield data[0]
     raise OSError("the disk is gone")
@@ -67,6 +86,15 @@ def main(directory: str) -> None:
         found["loader"] = f"{type(error).__name__}: {error}"
     found["improved"] = improved(mine, str(Path(directory, "run")))
     found["resumed"] = improved(mine, str(Path(directory, "run")))
+    part = slice(rank, None, world)
+    for how in HOLDOUTS:
+        found[how] = judged(mine, how, part)
+        folder = str(Path(directory, how))
+        found[f"{how}, resumed"] = [judged(mine, how, part, checkpoint_dir=folder) for _ in range(2)]
+    try:
+        qtk.apply_gptq(qtk.QuantSim(model(), mine[0]), mine, groups=["a", "b", "c"][: 3 - rank], progress=False)
+    except CalibrationError as error:
+        found["labels"] = str(error)
     try:
         improved([torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
     except CalibrationError as error:
@@ -108,6 +136,30 @@ def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
             assert own["improved"][name] == found[0]["improved"][name]
             assert own["resumed"][name] == found[0]["improved"][name]
     assert expected != improved(batches()[::2])
+
+
+@pytest.mark.parametrize("how", HOLDOUTS)
+def test_held_out_data_are_the_same_on_all_ranks_and_in_one_process(found, how):
+    """Whole groups too, though the ranks have the labels in another order: a, a, c and b, b, c."""
+    expected = judged(batches(), how)
+    for own in found:
+        assert own[how] == found[0][how]
+        assert own[how]["winners"] == expected["winners"]
+        assert own[f"{how}, resumed"] == [found[0][how]] * 2
+        for name, numbers in expected["state"].items():
+            torch.testing.assert_close(
+                torch.tensor(own[how]["state"][name], dtype=torch.float64),
+                torch.tensor(numbers, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+        for errors, expected_errors in zip(own[how]["held out"], expected["held out"], strict=True):
+            assert (errors is None) == (how == "none")
+            assert errors is None or errors == pytest.approx(expected_errors, rel=1e-4)
+    if how != "none":
+        assert expected["state"] != judged(batches(), "none")["state"]
+
+
+def test_labels_that_do_not_fit_on_one_rank_are_refused_on_all(found):
+    assert [own["labels"] for own in found] == [found[0]["labels"]] * 2
+    assert "groups needs a label for each of the 3 calls of the model" in found[0]["labels"]
 
 
 def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):

@@ -1,5 +1,6 @@
 """Layer-wise methods as users call them."""
 
+import inspect
 import signal
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_model_comes_closer_to_float(method, inputs):
 def test_settings_reach_the_method(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "qtk.workflow.layerwise.apply_layerwise", lambda sim, data, methods, **options: seen.extend(methods)
+        "qtk.workflow.layerwise_methods.apply_layerwise", lambda sim, data, methods, **options: seen.extend(methods)
     )
     qtk.apply_seq_mse(None, [], num_candidates=7, refine=True, exact=True, loss="l1")
     qtk.apply_gptq(None, [], damping=0.5, act_order=False)
@@ -223,12 +224,58 @@ def test_the_report_of_bias_correction_is_true():
     assert last.sqnr_db > last.sqnr_before_db
 
 
-def test_weights_of_an_earlier_call_and_few_data_are_warned_of():
+def test_few_data_are_warned_of():
     _, sim, data = problem()
     with pytest.warns(UserWarning, match="3 layers saw fewer rows"):
         qtk.apply_gptq(sim, [data[0][:2]], progress=False)
-    with pytest.warns(UserWarning, match="an earlier call rewrote the weights of 3 layers"):
-        qtk.correct_bias(sim, data, progress=False)
+
+
+def test_every_call_has_the_same_options():
+    calls = [qtk.apply_layerwise, qtk.apply_seq_mse, qtk.apply_gptq, qtk.apply_adaround, qtk.correct_bias]
+    options = [
+        {name: (each.default, each.annotation) for name, each in inspect.signature(call).parameters.items()}
+        for call in calls
+    ]
+    common = list(options[0])[3:]
+    assert common[-4:] == ["holdout", "groups", "start", "keep_originals"]
+    for own in options:
+        assert list(own)[-len(common):] == common
+        assert all(own[name] == options[0][name] for name in common)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_reach_the_run(method, monkeypatch):
+    seen = []
+    monkeypatch.setattr("qtk.workflow.layerwise_methods.apply_layerwise", lambda *args, **given: seen.append(given))
+    given = {"inputs": "symqt", "sites": "*", "forward": print, "num_batches": 3, "offload": "cpu",
+             "checkpoint_dir": "run", "progress": False, "valid": "mask", "holdout": 0.5, "groups": [1, 2],
+             "start": "present", "keep_originals": False}
+    METHODS[method](None, [], **given)
+    assert seen == [given]
+    assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "bias_correction"])
+def test_every_method_holds_out_groups(method):
+    """What is held out is not seen: with one group of two held out, the result is that of the other group alone."""
+    _, sim, data = problem()
+    _, other, _ = problem()
+    report = METHODS[method](sim, data, groups=["a", "a", "b", "b"], holdout=0.5, progress=False)
+    changed = [data[0], data[1], *(x * 1.0001 for x in data[2:])]
+    METHODS[method](other, changed, groups=["a", "a", "b", "b"], holdout=0.5, progress=False)
+    (own, _), (expected, _) = state(sim), state(other)
+    first = [name for name in own if name.startswith("conv.")]
+    assert first
+    assert all(torch.equal(own[name], expected[name]) for name in first)
+    assert all(layer.held_out is not None for layer in report.layers)
+    with pytest.raises(CalibrationError, match="groups needs a label for each of the 4 calls"):
+        METHODS[method](problem()[1], data, groups=["a", "b"], progress=False)
+
+
+def test_groups_without_a_judge_are_warned_of():
+    _, sim, data = problem()
+    with pytest.warns(UserWarning, match="groups: the results of BiasCorrection are not judged"):
+        qtk.correct_bias(sim, data, groups=["a", "a", "b", "b"], progress=False)
 
 
 def test_a_loader_of_pairs_without_forward_is_told_what_to_pass():

@@ -1,0 +1,274 @@
+"""Layer-wise methods, one by one, as functions on a ``QuantSim``: each is one of ``qtk.workflow.layerwise``."""
+
+from __future__ import annotations
+
+import os
+import warnings  # noqa: F401  the examples use it
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch  # noqa: F401  the examples use it
+from torch import nn  # noqa: F401  the examples use it
+
+from qtk.graph.simulation import HasSimulation
+from qtk.layerwise.adaround import AdaRound
+from qtk.layerwise.bias_correction import BiasCorrection
+from qtk.layerwise.gptq import Gptq
+from qtk.layerwise.live_values import Offload
+from qtk.layerwise.originals import Start
+from qtk.layerwise.report import LayerwiseReport
+from qtk.layerwise.seq_mse import SeqMse
+from qtk.layerwise.walk import Inputs
+from qtk.public import public
+from qtk.workflow.forward_pass import Data, Forward
+from qtk.workflow.layerwise import apply_layerwise
+from qtk.workflow.valid_tokens import Valid
+
+
+@public
+def apply_seq_mse(
+    sim: HasSimulation, data: Data, *,
+    num_candidates: int = 20, refine: bool = False, joint: bool = False, exact: bool = False, loss: str = "mse",
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
+    start: Start | None = None, keep_originals: bool = True,
+) -> LayerwiseReport:
+    """Sequential MSE: gives every weight the scales with which the output of its layer changes least.
+
+    >>> import qtk
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> report = qtk.apply_seq_mse(sim, batches, progress=False)
+    >>> [layer.after <= layer.before for layer in report.layers]
+    [True, True]
+
+    The encodings are frozen, so that ``compute_encodings`` keeps them:
+
+    >>> sim.compute_encodings(batches, progress=False)
+    >>> [name for name, quantizer in sim.quantizers.items() if quantizer.frozen]
+    ['0.weight', '2.weight']
+
+    A finer search of one layer; frozen encodings are searched again only after ``unfreeze``:
+
+    >>> sim.unfreeze("0.weight")
+    >>> report = qtk.apply_seq_mse(sim, batches, num_candidates=50, refine=True, sites="0.*", progress=False)
+    >>> [layer.name for layer in report.layers]
+    ['0.weight']
+
+    Args:
+        sim: a ``QuantSim``; its encodings of weights change.
+        data: as for ``compute_encodings``; a few hundred samples.
+        num_candidates: ranges tried for every scale: ``i / num_candidates`` times the present one.
+        refine: try as many once more, around the best.
+        joint: for weights quantized in blocks, then block-coordinate descent on the error of the whole output.
+        exact: compute the error of every candidate; otherwise estimates pick those whose errors are computed.
+        loss: ``mse``, ``sqnr`` or ``l1``, see ``qtk.layerwise.seq_mse.SeqMse``.
+        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
+        valid: which tokens count.
+        holdout: fraction of the samples that results are judged by.
+        groups: a label for each batch, to hold out whole groups.
+        start: what a layer starts from that an earlier call has changed.
+        keep_originals: keep the float weights for later calls.
+
+    Returns: error and SQNR of every layer's output before and after; printable.
+
+    Raises: as ``apply_layerwise``.
+    """
+    return apply_layerwise(
+        sim, data, [SeqMse(num_candidates, refine, joint, exact, loss)], inputs=inputs, sites=sites, forward=forward,
+        num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
+    )
+
+
+@public
+def apply_gptq(
+    sim: HasSimulation, data: Data, *,
+    damping: float = 0.01, act_order: bool = True,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
+    start: Start | None = None, keep_originals: bool = True,
+) -> LayerwiseReport:
+    """GPTQ: rounds weights column by column, each error propagated to the remaining columns by the inverse Hessian.
+
+    Frantar et al., arXiv 2210.17323, algorithm 1; the scales stay what they are.
+
+    >>> import qtk
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> report = qtk.apply_gptq(sim, batches, progress=False)
+    >>> [layer.after < layer.before for layer in report.layers]
+    [True, True]
+
+    The new weights lie on the quantization grid, whose encodings are frozen:
+
+    >>> weight = sim.model.get_parameter("0.weight")
+    >>> torch.equal(sim.quantizers["0.weight"](weight), weight), sim.quantizers["0.weight"].frozen
+    (True, True)
+
+    Data of too few samples makes it fit noise, which it warns of; a larger damping helps:
+
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     report = qtk.apply_gptq(sim, batches[:1, :20], damping=0.1, progress=False)
+
+    Args:
+        sim: a ``QuantSim``; its weights change.
+        data: as for ``compute_encodings``; a few hundred samples, at least twice as many rows as a layer has columns.
+        damping: added to the diagonal of the Hessian, as a multiple of its mean.
+        act_order: round the columns with the largest inputs first.
+        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
+        valid: which tokens count.
+        holdout: fraction of the samples that results are judged by.
+        groups: a label for each batch, to hold out whole groups.
+        start: what a layer starts from that an earlier call has changed.
+        keep_originals: keep the float weights for later calls.
+
+    Returns: error and SQNR of every layer's output before and after; printable.
+
+    Raises: as ``apply_layerwise``; CalibrationError if a damped Hessian has no inverse.
+    """
+    return apply_layerwise(
+        sim, data, [Gptq(damping, act_order)], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
+        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
+    )
+
+
+@public
+def apply_adaround(
+    sim: HasSimulation, data: Data, *,
+    iterations: int = 100, through_activation: bool = False,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
+    start: Start | None = None, keep_originals: bool = True,
+) -> LayerwiseReport:
+    """AdaRound: learns for every weight whether it is rounded up or down, so that its layer's output changes least.
+
+    Nagel et al., arXiv 2004.10568, equations 21 to 25; the scales stay what they are.
+
+    >>> import qtk
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> report = qtk.apply_adaround(sim, batches, iterations=100, progress=False)
+    >>> [layer.after < layer.before for layer in report.layers]
+    [True, True]
+
+    Minimizing the error after the ReLU that follows ``0``, so that errors of negative outputs do not count:
+
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=4)
+    >>> report = qtk.apply_adaround(sim, batches, iterations=100, through_activation=True, progress=False)
+
+    Float formats have no evenly spaced neighbours to choose from and are left:
+
+    >>> fp8 = {"version": 1, "extends": "default", "rules": [{"match": {"path": "0"}, "weight": {"dtype": "fp8_e4m3"}}]}
+    >>> sim = qtk.QuantSim(model, batches[0], config=fp8)
+    >>> print(qtk.apply_adaround(sim, batches, iterations=10, progress=False).skipped["0.weight"])
+    AdaRound needs codes that are integers, not fp8_e4m3
+
+    Args:
+        sim: a ``QuantSim``; its weights change.
+        data: as for ``compute_encodings``; a few hundred samples.
+        iterations: steps of its optimizer.
+        through_activation: where a ReLU, GELU or the like alone reads the output of a layer, minimize the error after
+            it (equation 25), on a sample of rows.
+        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
+        valid: which tokens count.
+        holdout: fraction of the samples that results are judged by.
+        groups: a label for each batch, to hold out whole groups.
+        start: what a layer starts from that an earlier call has changed.
+        keep_originals: keep the float weights for later calls.
+
+    Returns: error and SQNR of every layer's output before and after; printable.
+
+    Raises: as ``apply_layerwise``.
+    """
+    return apply_layerwise(
+        sim, data, [AdaRound(iterations, through_activation=through_activation)], inputs=inputs, sites=sites,
+        forward=forward, num_batches=num_batches, offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
+    )
+
+
+@public
+def correct_bias(
+    sim: HasSimulation, data: Data, *,
+    inputs: Inputs = "asym", sites: Iterable[str] | str | None = None, forward: Forward | None = None,
+    num_batches: int | None = None, offload: Offload = "none", checkpoint_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True, valid: Valid | None = None, holdout: float = 0.2, groups: Sequence[Hashable] | None = None,
+    start: Start | None = None, keep_originals: bool = True,
+) -> LayerwiseReport:
+    """Bias correction: corrects biases so that every output of a layer has its mean in the float model.
+
+    Nagel et al., arXiv 1906.04721, section 4.2, with measured means.
+
+    >>> import qtk
+    >>> _ = torch.manual_seed(0)
+    >>> model, batches = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 64, 16)
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2, activation_bits=None)
+    >>> report = qtk.correct_bias(sim, batches, progress=False)
+    >>> x = batches.flatten(0, 1)
+    >>> torch.allclose(sim.model(x).mean(0), model(x).mean(0), atol=1e-4)
+    True
+
+    A layer without a bias is left:
+
+    >>> model[0].bias = None
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2)
+    >>> qtk.correct_bias(sim, batches, progress=False).skipped
+    {'0.weight': 'it has no bias to correct'}
+
+    After another method, in one call:
+
+    >>> sim = qtk.QuantSim(model, batches[0], weight_bits=2)
+    >>> report = qtk.apply_layerwise(sim, batches, ["seq_mse", "bias_correction"], progress=False)
+
+    Args:
+        sim: a ``QuantSim``; its biases change, and the encodings of their weights are frozen.
+        data: as for ``compute_encodings``; a few hundred samples.
+        inputs: the inputs that errors are measured on; this and what follows as for ``apply_layerwise``.
+        sites: weights to improve, by name or glob; ``None``: all.
+        forward: how to run the model on a batch.
+        num_batches: batches to take of the data; ``None``: all.
+        offload: where values are kept between layers.
+        checkpoint_dir: where finished layers are saved; a killed run resumes from there.
+        progress: show a bar.
+        valid: which tokens count.
+        holdout: fraction of the samples that results are judged by.
+        groups: a label for each batch, to hold out whole groups.
+        start: what a layer starts from that an earlier call has changed.
+        keep_originals: keep the float weights for later calls.
+
+    Returns: error and SQNR of every layer's output before and after; printable.
+
+    Raises: as ``apply_layerwise``.
+    """
+    return apply_layerwise(
+        sim, data, [BiasCorrection()], inputs=inputs, sites=sites, forward=forward, num_batches=num_batches,
+        offload=offload, checkpoint_dir=checkpoint_dir, progress=progress,
+        valid=valid, holdout=holdout, groups=groups, start=start, keep_originals=keep_originals,
+    )
