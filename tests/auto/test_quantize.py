@@ -205,6 +205,7 @@ def test_pairs_go_through_forward_everywhere():
 
 
 @pytest.mark.parametrize(("settings", "match"), [
+    ({"data": []}, "at least 2 batches are needed, got 0"),
     ({"data": BATCHES[:1]}, "at least 2 batches are needed, got 1"),
     ({"data": 3}, "must be an iterable of batches"),
     ({"data": itertools.repeat(BATCHES[0])}, "more than 2048 batches"),

@@ -154,14 +154,15 @@ def environment():
 def test_without_arguments_the_digits_keep_their_accuracy(digits):
     models = json.loads((digits[0] / "summary.json").read_text())["models"]
     assert {model: set(settings) for model, settings in models.items()} == {
-        model: {"fp32", "w8a8", "w4a8"} for model in FLOORS
+        model: {"fp32", "w8a8", "w4a8", "auto"} for model in FLOORS
     }
     for model, settings in models.items():
         assert settings["fp32"]["top1"] >= FLOORS[model]
         assert abs(settings["w8a8"]["top1"] - settings["fp32"]["top1"]) <= 0.005
         assert settings["w8a8"]["sqnr_db"] > 30 > settings["w4a8"]["sqnr_db"] > 10
         assert settings["w8a8"]["size_bytes"] > settings["w4a8"]["size_bytes"]
-        for name in ("w8a8", "w4a8"):
+        assert settings["auto"]["top1"] >= settings["fp32"]["top1"] - 0.01
+        for name in ("w8a8", "w4a8", "auto"):
             assert settings[name]["onnxruntime_agreement"] >= 0.995
             assert abs(settings[name]["onnxruntime_top1"] - settings[name]["top1"]) <= 0.005
 
@@ -171,10 +172,10 @@ def test_without_arguments_table_and_files_are_there(digits):
     assert "ONNX Runtime top-1" in printed
     assert f"ONNX Runtime {version('onnxruntime')}, optimizations on" in printed
     for model in FLOORS:
-        for setting in ("w8a8", "w4a8"):
+        for setting in ("w8a8", "w4a8", "auto"):
             assert (folder / model / setting / "model.onnx").is_file()
             assert (folder / model / setting / "encodings.json").is_file()
-    assert (folder / "summary.txt").read_text().count("digits_vit") == 3
+    assert (folder / "summary.txt").read_text().count("digits_vit") == 4
 
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")

@@ -16,7 +16,8 @@ def test_shipped_recipes_are_sound(name):
 def test_the_embedded_recipe_is_what_the_demo_promises():
     recipe = load_recipe(shipped("recipes", "digits"))
     assert [model.name for model in recipe.models] == ["digits_cnn", "digits_vit", "digits_lstm", "digits_gru"]
-    assert [(s.name, s.weight_bits, s.activation_bits) for s in recipe.settings] == [("w8a8", 8, 8), ("w4a8", 4, 8)]
+    assert [(s.name, s.weight_bits, s.activation_bits) for s in recipe.settings] == [
+        ("w8a8", 8, 8), ("w4a8", 4, 8), ("auto", 4, 4)]
     assert recipe.config == "onnxruntime"
     assert all("onnx" in recipe.formats_of(setting) for setting in recipe.settings)
 
