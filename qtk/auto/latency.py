@@ -122,19 +122,19 @@ class LatencyModel:
     """
 
     def __init__(self, products: Costs) -> None:
-        self._products, self._rest, self._slope = products, 0.0, 1.0
+        self._products, self._rest, self._factor = products, 0.0, 1.0
 
     @property
     def costs(self) -> Costs:
         """The latency of the whole model, by choices."""
-        terms = (Term(term.variables, self._slope * term.costs) for term in self._products.terms)
-        return Costs(self._rest + self._slope * self._products.fixed, tuple(terms))
+        terms = (Term(term.variables, self._factor * term.costs) for term in self._products.terms)
+        return Costs(self._rest + self._factor * self._products.fixed, tuple(terms))
 
     def fit(self, picks: Sequence[Sequence[int]], measured: Sequence[float]) -> None:
         """Fits the line to some assignments; it is flat where fewer bits took longer."""
         sums = [self._products.of(each) for each in picks]
-        slope, rest = map(float, np.polyfit(sums, measured, 1))
-        self._slope, self._rest = (slope, rest) if slope > 0 else (0.0, float(np.mean(measured)))
+        factor, rest = map(float, np.polyfit(sums, measured, 1))
+        self._factor, self._rest = (factor, rest) if factor > 0 else (0.0, float(np.mean(measured)))
 
     def correct(self, picks: Sequence[int], measured: float) -> None:
         """Moves the line to where an assignment was measured."""

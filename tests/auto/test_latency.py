@@ -83,16 +83,16 @@ def test_the_runtime_takes_some_time():
     assert 0 < WholeLatency(sim.model, x).ms(sim, progress=False) < 1e3
 
 
-def line(slope, rest):
+def line(factor, rest):
     costs = Costs(2.0, (Term((0,), np.array([1.0, 5.0])), Term((1,), np.array([3.0, 4.0]))))
     picks = [(0, 0), (1, 1), (0, 1)]
     model = LatencyModel(costs)
-    model.fit(picks, [rest + slope * costs.of(each) for each in picks])
+    model.fit(picks, [rest + factor * costs.of(each) for each in picks])
     return model, costs
 
 
 def test_the_line_is_found_and_moved():
-    model, costs = line(slope=0.5, rest=20.0)
+    model, costs = line(factor=0.5, rest=20.0)
     assert model.costs.of((1, 0)) == pytest.approx(20.0 + 0.5 * costs.of((1, 0)))
     model.correct((1, 0), 30.0)
     assert model.costs.of((1, 0)) == pytest.approx(30.0)
@@ -100,7 +100,7 @@ def test_the_line_is_found_and_moved():
 
 
 def test_the_line_is_flat_where_fewer_bits_take_longer():
-    model, costs = line(slope=-0.5, rest=20.0)
+    model, costs = line(factor=-0.5, rest=20.0)
     mean = 20.0 - 0.5 * sum(costs.of(each) for each in ((0, 0), (1, 1), (0, 1))) / 3
     assert model.costs.of((0, 0)) == model.costs.of((1, 1)) == pytest.approx(mean)
 
