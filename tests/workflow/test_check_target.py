@@ -291,3 +291,22 @@ def test_targets_that_extend_another_leave_sites_as_precise_as_it_does():
     assert load_config("qnn_htp_lpbq").precise == load_config("qnn_htp").precise == 16
     assert load_config("onnxruntime").precise == "float"
     assert load_config("default").precise == 16
+
+
+class Residual(nn.Module):
+    """A block whose skip is a layer too, and one whose skip is what the block reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.skip, self.second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        x = (self.first(x) + self.skip(x)).relu()
+        return x + self.second(x)
+
+
+def test_tensorrt_computes_a_convolution_and_the_residual_sum_together():
+    x = torch.randn(1, 3, 6, 6)
+    plan = qtk.QuantSim(Residual().eval(), x, config="tensorrt").plan
+    sites = {site.name for site in plan if site.port}
+    assert sites in ({"x:input", "relu:out", "add_1:out", branch} for branch in ("first:out", "skip:out"))
