@@ -38,7 +38,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredWidths:
     """A whole assignment, measured.
 
     Args:
@@ -76,7 +76,7 @@ class BitAssignment:
     unit: str
     budget: float
     rows: tuple[Assigned, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredWidths, ...]
     frontier: tuple[tuple[float, float], ...]
     config: QuantConfig
     base: QuantConfig

@@ -23,11 +23,20 @@ from qtk.graph.simulation import Simulation
 Choice: TypeAlias = int | Literal["float"]
 """A width in bits, or float."""
 
+UNITS = {"bytes": "bytes of parameters", "weight_bits": "bits a weight, on average", "bit_operations": "bit operations",
+         "milliseconds": "milliseconds in ONNX Runtime"}
+"""What a budget can count → in words."""
+
 FLOAT_BITS = 32
 """Bits of an operand that is not quantized."""
 
 PairCost: TypeAlias = Callable[[MatrixProduct, Choice, Choice], float]
 """The cost of a product by the widths of its data and its other operand."""
+
+
+def bits_of(width: Choice) -> int:
+    """How many bits a value of this width has."""
+    return FLOAT_BITS if width == "float" else width
 
 
 def setting_of(width: Choice) -> Setting:
@@ -135,5 +144,4 @@ def _present(plan: QuantPlan, site: Site | None) -> Choice:
 
 def bit_operations(product: MatrixProduct, data: Choice, other: Choice) -> float:
     """Multiplications x width x width, as the literature counts them (Baskin et al., arXiv 1804.10969)."""
-    bits = [FLOAT_BITS if width == "float" else width for width in (data, other)]
-    return float(product.multiplications * bits[0] * bits[1])
+    return float(product.multiplications * bits_of(data) * bits_of(other))

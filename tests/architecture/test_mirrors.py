@@ -37,6 +37,7 @@ ELSEWHERE = {
     "transforms/weight_rules.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/channel_findings.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
     "transforms/absorbers.py": ("tests/transforms/test_channel_scales.py", "qtk.transforms.channel_scales"),
+    "auto/bit_search.py": ("tests/auto/test_assign_bits.py", "qtk.assign_bits"),
     "auto/choices.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
     "workflow/float_outputs.py": ("tests/auto/test_quantize.py", "qtk.quantize"),
     "auto/ladder.py": ("tests/auto/test_quantize.py", "qtk.quantize"),

@@ -5,13 +5,13 @@ import yaml
 from torch import nn
 
 import qtk
-from qtk.auto.bit_assignment import Assigned, BitAssignment, Measured
+from qtk.auto.bit_assignment import Assigned, BitAssignment, MeasuredWidths
 from qtk.config.load import load_config
 
 
 def made(**options):
     rows = (Assigned("0.weight", ("0.weight", "1.weight"), 8, {4: 0.5, 8: 0.25}),)
-    measured = (Measured("assigned", 6.0, 0.001, 0.01, True), Measured("all 8 bits", 8.0, 0.1, 0.1, False))
+    measured = (MeasuredWidths("assigned", 6.0, 0.001, 0.01, True), MeasuredWidths("all 8 bits", 8.0, 0.1, 0.1, False))
     base = load_config("default")
     return BitAssignment("bits a weight", 7.0, rows, measured, ((4.0, 0.5), (6.0, 0.25)), base, base, **options)
 
