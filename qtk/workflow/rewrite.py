@@ -91,8 +91,6 @@ def replan_simulation(sim: Configurable, config: QuantConfig) -> None:
             remove(model)
             vars(sim).update(config=config)
             plan = sim.plan_of(model)
-            staying = set(_staying(before.plan, plan, set()))
-            refuse_fixed(before, [site for site in before.quantizers if site not in staying])
             simulation = _inserted(model, plan, before, set())
     except BaseException:
         vars(sim).update(config=config_before)
@@ -101,8 +99,12 @@ def replan_simulation(sim: Configurable, config: QuantConfig) -> None:
 
 
 def _inserted(model: PreparedModel, plan: QuantPlan, before: Simulation, changed: set[Site]) -> Simulation:
-    """The simulation of another plan, with the quantizers that serve the same sites in the same way as before."""
+    """The simulation of another plan, with the quantizers that serve the same sites in the same way as before.
+
+    Raises: CalibrationError if another one is fixed.
+    """
     kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
+    refuse_fixed(before, [site for site in before.quantizers if site not in kept])
     simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked, before.target)
     if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
         simulation = drop_sites(simulation, still_masked)

@@ -75,7 +75,8 @@ def test_an_input_keeps_its_own_name_and_the_site_reads_it_through_identity():
 ])
 def test_codes_narrower_than_their_type_are_clipped_to_the_reals_of_the_bounds(choice, clips):
     graph = lowered(activation=lambda site, value: choice(site, value) if site == "relu:out" else None)
-    assert [kind for kind in kinds(graph) if kind in ("Clip", "Max", "Min")] == clips
+    found = [node.op_type for node in graph if node.op_type in ("Clip", "Max", "Min") and len(node.inputs) > 1]
+    assert found == clips  # Max of one input keeps float weights in float
 
 
 def test_other_floats_are_cast_before_and_back_after():
