@@ -71,6 +71,7 @@ def _record(each: TargetCheck) -> dict[str, object]:
     return {
         "path": str(each.path), "target": each.runtime.target, "tensors": each.tensors,
         "unchecked": [rule.name for rule in each.unchecked],
+        "partly_checked": {rule.name: list(fields) for rule, fields in each.partly_checked},
         "violations": [
             {"place": found.place, "found": found.found, "rule": found.rule.name, "says": found.rule.says,
              "source": found.source.url, "version": found.source.version, "fix": found.rule.fix}

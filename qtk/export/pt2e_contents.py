@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qtk.core.dtypes import DTYPES, INT32
+from qtk.core.dtypes import BITS, DTYPES, INT32
 from qtk.errors import ExportError, first_line
 from qtk.export.quantized_file import OUTPUT, QUANTIZE, FileOp, FileTensor, QuantizedFile, TensorRole
 from qtk.graph.op_row import Role
@@ -136,9 +136,13 @@ def _dtype(given: dict[str, Any]) -> str:
     low, high = given["quant_min"], given["quant_max"]
     if given.get("dtype") is torch.int32:
         return INT32.name
-    signed = getattr(given.get("dtype"), "is_signed", low < 0)
-    bits = next(bits for bits in (2, 4, 8, 16) if _holds(f"{'' if signed else 'u'}int{bits}", low, high))
-    return f"{'' if signed else 'u'}int{bits}"
+    prefix = "int" if getattr(given.get("dtype"), "is_signed", low < 0) else "uint"
+    names = (f"{prefix}{bits}" for bits in BITS)
+    fitting = next((name for name in names if _holds(name, low, high)), None)
+    if fitting is None:
+        raise ExportError(f"a tensor has codes from {low} to {high}, which no {prefix} of {BITS.start} to "
+                          f"{BITS.stop - 1} bits holds; give its quantizer the limits of one of these")
+    return fitting
 
 
 def _holds(name: str, low: int, high: int) -> bool:

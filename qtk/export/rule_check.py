@@ -50,8 +50,19 @@ def is_checked(rule: RuntimeRule, file_format: FileFormat) -> bool:
         case OpsetRule():
             return file_format == "onnx"
         case TensorRule() if not rule.op:
-            return file_format != "encodings" or rule.limits != {"codes"}
+            return rule.limits != unchecked_fields(rule, file_format)
     return file_format != "encodings"
+
+
+def unchecked_fields(rule: RuntimeRule, file_format: FileFormat) -> set[str]:
+    """The fields of a rule on tensors that are about what files of a format do not hold: codes, in encodings.
+
+    >>> from qtk.config.load import load_config
+    >>> weights = next(rule for rule in load_config("xnnpack").runtime.rules if rule.name == "weights")
+    >>> unchecked_fields(weights, "encodings"), unchecked_fields(weights, "pt2e")
+    ({'codes'}, set())
+    """
+    return rule.limits & {"codes"} if isinstance(rule, TensorRule) and file_format == "encodings" else set()
 
 
 def _broken(rule: RuntimeRule, file: QuantizedFile) -> Iterator[tuple[str, str]]:

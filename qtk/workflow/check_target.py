@@ -18,7 +18,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import ConfigError, EncodingError, ExportError
 from qtk.export import encodings_json, pt2e_contents
 from qtk.export.quantized_file import FileTensor, QuantizedFile, TensorRole
-from qtk.export.rule_check import Violation, is_checked, violations
+from qtk.export.rule_check import Violation, is_checked, unchecked_fields, violations
 from qtk.public import public
 
 SUFFIXES: dict[str, FileFormat] = {".onnx": "onnx", ".pt2": "pt2e", ".json": "encodings"}
@@ -40,6 +40,7 @@ class TargetCheck:
         tensors: how many quantized tensors the file has.
         violations: what breaks a rule.
         unchecked: rules about what files of this format do not say.
+        partly_checked: rules that were checked but for some of their fields, each with the names of these fields.
     """
 
     path: Path
@@ -47,15 +48,15 @@ class TargetCheck:
     tensors: int
     violations: tuple[Violation, ...]
     unchecked: tuple[RuntimeRule, ...] = ()
+    partly_checked: tuple[tuple[RuntimeRule, tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.path}: {self.runtime.target} ({self.runtime.name}), {self.tensors} quantized tensors, "
         rules = len(self.runtime.rules)
-        if self.unchecked:
-            names = ", ".join(rule.name for rule in self.unchecked)
-            head += f"{rules - len(self.unchecked)} of {rules} rules ({self.path.name} does not say: {names}): "
-        else:
-            head += f"{rules} rules: "
+        silent = [rule.name for rule in self.unchecked]
+        silent += [f"{' and '.join(fields)} of {rule.name}" for rule, fields in self.partly_checked]
+        head += f"{rules - len(self.unchecked)} of {rules} rules" if self.unchecked else f"{rules} rules"
+        head += f" ({self.path.name} does not say: {', '.join(silent)}): " if silent else ": "
         if not self.violations:
             return head + "all kept"
         lines, seen = [], Counter[str]()
@@ -119,7 +120,9 @@ def _check(path: Path, file: QuantizedFile, runtime: Runtime) -> TargetCheck:
         raise ExportError(f"{path} is in the format {file.format!r}, and {runtime.target} ({runtime.name}) takes "
                           f"{' or '.join(runtime.formats)}; export formats={runtime.formats!r}")
     unchecked = tuple(rule for rule in runtime.rules if not is_checked(rule, file.format))
-    return TargetCheck(path, runtime, len(file.tensors), tuple(violations(file, runtime)), unchecked)
+    partly = tuple((rule, tuple(sorted(fields))) for rule in runtime.rules
+                   if rule not in unchecked and (fields := unchecked_fields(rule, file.format)))
+    return TargetCheck(path, runtime, len(file.tensors), tuple(violations(file, runtime)), unchecked, partly)
 
 
 def _runtime(

@@ -31,10 +31,13 @@ def exported(tmp_path, config):
     return sim, read_contents(tmp_path / "out" / "model.pt2")
 
 
-INT4 = {"version": 1, "extends": "xnnpack", "rules": [{"match": {"op": "linear"}, "weight": {"dtype": "int4"}}]}
+def weights_of(bits):
+    rule = {"match": {"op": "linear"}, "weight": {"dtype": f"int{bits}"}}
+    return {"version": 1, "extends": "xnnpack", "rules": [rule]}
 
 
-@pytest.mark.parametrize("config", ["xnnpack", "x86_inductor", "onnxruntime", "weight_only_int4", INT4])
+@pytest.mark.parametrize("config", ["xnnpack", "x86_inductor", "onnxruntime", "weight_only_int4",
+                                    *map(weights_of, (2, 3, 4, 5, 7))])
 def test_tensors_are_those_of_the_simulation(config, tmp_path):
     sim, file = exported(tmp_path, config)
     read = {each.name: each for each in file.tensors}
@@ -111,3 +114,36 @@ def test_codes_in_float8_are_no_integers(given, name, tmp_path):
     torch.export.save(torch.export.export(Float8(), (torch.randn(2, 8),)), tmp_path / "m.pt2")
     found = {each.role: (each.dtype, each.codes) for each in read_contents(tmp_path / "m.pt2").tensors}
     assert found == {"activations": (name, None), "weights": (name, None)}
+
+
+def rounded(path, low, high, given):
+    """Saves a program that rounds its input to codes of a type, from ``low`` to ``high``."""
+    load_decomposed_ops()
+    ops, numbers = torch.ops.quantized_decomposed, (0.5, 0, low, high, given)
+
+    class Rounded(nn.Module):
+        def forward(self, x):
+            return ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *numbers), *numbers)
+
+    torch.export.save(torch.export.export(Rounded(), (torch.randn(2, 8),)), path)
+
+
+@pytest.mark.parametrize(("low", "high", "given", "name"), [
+    (-4, 3, torch.int8, "int3"), (-3, 3, torch.int8, "int3"), (-1, 1, torch.int8, "int2"), (-7, 7, torch.int8, "int4"),
+    (-127, 127, torch.int8, "int8"), (0, 127, torch.uint8, "uint7"), (0, 255, torch.uint8, "uint8"),
+    (0, 7, torch.int8, "int4"), (-2048, 2047, torch.int16, "int12"), (-32768, 32767, torch.int16, "int16"),
+])
+def test_the_limits_of_codes_tell_their_width(low, high, given, name, tmp_path):
+    rounded(tmp_path / "m.pt2", low, high, given)
+    assert [each.dtype for each in read_contents(tmp_path / "m.pt2").tensors] == [name]
+
+
+def test_limits_that_no_format_holds_are_an_error(tmp_path):
+    rounded(tmp_path / "m.pt2", 0, 255, torch.uint8)
+    program = torch.export.load(tmp_path / "m.pt2")
+    (node,) = program.graph.find_nodes(op="call_function",
+                                       target=torch.ops.quantized_decomposed.dequantize_per_tensor.default)
+    node.args = (*node.args[:3], -1, *node.args[4:])
+    torch.export.save(program, tmp_path / "odd.pt2")
+    with pytest.raises(ExportError, match="codes from -1 to 255, which no uint of 2 to 16 bits holds"):
+        read_contents(tmp_path / "odd.pt2")

@@ -260,6 +260,49 @@ def test_a_parameter_with_one_scale_at_an_edge_is_judged_by_its_role(tmp_path):
         assert {name for name, _ in broken(path)} == rules
 
 
+def test_a_rule_of_which_encodings_say_a_part_is_named_with_what_is_left(tmp_path):
+    torch.manual_seed(0)
+    rule = {"check": "tensors", "of": "weights", "source": "doc", "says": "weights are int8", "fix": "let them be"}
+    codes = {"codes": [-127, 127]}
+    rules = [{**rule, "name": "whole", "dtype": "int8"}, {**rule, "name": "part", "dtype": "int8", **codes},
+             {**rule, "name": "nothing", **codes}]
+    own = {"version": 1, "extends": "default", "runtime": {
+        "target": "mine", "name": "Mine", "formats": ["encodings", "onnx"], "rules": rules,
+        "sources": {"doc": {"url": "https://example.org/doc", "version": "7"}}}}
+    folder = exported(tmp_path / "out", own, formats=["encodings_json", "onnx"])
+    (check,) = check_target(folder / "encodings.json", own)
+    assert [(each.name, fields) for each, fields in check.partly_checked] == [("part", ("codes",))]
+    assert str(check).endswith("2 of 3 rules (encodings.json does not say: nothing, codes of part): all kept")
+    (check,) = check_target(folder / "model.onnx", own)
+    assert check.partly_checked == ()
+    assert {each.rule.name for each in check.violations} == {"part", "nothing"}  # codes of -128, which ONNX holds
+    assert ", 3 rules: " in str(check)
+
+
+@pytest.mark.parametrize(("bits", "found"), [(2, "int2"), (3, "int3"), (4, None), (5, "int5"), (8, None)])
+def test_weights_of_any_width_are_judged_by_it_in_programs_as_in_encodings(bits, found, tmp_path):
+    rule = {"match": {"op": "linear"}, "weight": {"dtype": f"int{bits}"}}
+    folder = exported(tmp_path / "out", {"version": 1, "extends": "coreml", "rules": [rule]},
+                      formats=["pt2e", "encodings_json"])
+    target = {"version": 1, "extends": "coreml", "runtime": {
+        "target": "mine", "name": "Mine", "formats": ["pt2e", "encodings"],
+        "sources": {"doc": {"url": "https://example.org/doc", "version": "7"}},
+        "rules": [{"name": "weights", "check": "tensors", "of": "weights", "dtype": ["int8", "int4"],
+                   "source": "doc", "says": "weights are int8 or int4", "fix": "weight: {dtype: int4}"}]}}
+    for name in ("model.pt2", "encodings.json"):
+        (check,) = check_target(folder / name, target)
+        assert [(each.place, each.found) for each in check.violations] == [("fc.weight", found)] * (found is not None)
+
+
+def test_inductor_takes_inputs_in_seven_bits_of_uint8(tmp_path):
+    """As torchao's quantizer writes them with reduce_range; no other width, and none in XNNPACK."""
+    paths = {bits: exported(tmp_path / str(bits), {"version": 1, "extends": "x86_inductor", "defaults": {
+        "activation": {"dtype": f"uint{bits}", "symmetric": False}}}, formats="pt2e") / "model.pt2" for bits in (6, 7)}
+    assert broken(paths[7]) == set()
+    assert {name for name, _ in broken(paths[6])} == {"activations"}
+    assert "activations" in {name for name, _ in broken(paths[7], "xnnpack")}
+
+
 def test_exported_encodings_say_what_their_parameters_are(tmp_path):
     path = exported(tmp_path / "out", "qnn_htp", formats="encodings_json") / "encodings.json"
     assert json.loads(path.read_text())["parameters"] == {
