@@ -29,7 +29,6 @@ from qtk.core.encoding import Encoding
 from qtk.core.spec import QuantSpec
 from qtk.errors import EncodingError, QtkError
 from qtk.export.quantized_file import TensorRole
-from qtk.registry import did_you_mean
 
 FORMAT = "qtk.encodings"
 VERSION = 1
@@ -122,11 +121,6 @@ def parse(data: Mapping[str, object], source: str) -> StoredEncodings:
                                        and all(role in PARAMETER_ROLES for role in parameters.values())):
         raise EncodingError(f"{source}: parameters holds {parameters!r:.120}, expected an object of roles: "
                             f"{', '.join(PARAMETER_ROLES)}")
-    for site in parameters or ():
-        if site not in encodings and site not in dynamic:
-            hint = did_you_mean(str(site), map(str, (*encodings, *dynamic)))
-            raise EncodingError(f"{source}: parameters names {site}, of which the file has no encoding; "
-                                f"{f'{hint} ' if hint else ''}give it one, or take the name out of parameters")
     return StoredEncodings(
         {site: _encoding(site, record) for site, record in encodings.items()},
         {site: _spec(site, record) for site, record in dynamic.items()}, masked, parameters,

@@ -20,6 +20,7 @@ from qtk.export import encodings_json, pt2e_contents
 from qtk.export.quantized_file import FileTensor, QuantizedFile, TensorRole
 from qtk.export.rule_check import Violation, is_checked, unchecked_fields, violations
 from qtk.public import public
+from qtk.registry import did_you_mean
 
 SUFFIXES: dict[str, FileFormat] = {".onnx": "onnx", ".pt2": "pt2e", ".json": "encodings"}
 
@@ -165,6 +166,11 @@ def _read_encodings(path: Path) -> QuantizedFile:
         target = encodings_json.read_target(path)
     except EncodingError as error:
         raise ExportError(f"{path}: {error}") from error
+    for name in stored.parameters or ():  # a mistyped name would leave its weight to be judged as an activation
+        if name not in stored.encodings and name not in stored.dynamic:
+            hint = did_you_mean(name, (*stored.encodings, *stored.dynamic))
+            raise ExportError(f"{path}: parameters names {name}, of which the file has no encoding; "
+                              f"{f'{hint} ' if hint else ''}give it one, or take the name out of parameters")
     tensors = [
         _site(name, each.spec, _role(name, each.spec, stored.parameters),
               zero=each.zero_point is None or not bool(each.zero_point.any()))

@@ -157,6 +157,18 @@ def test_a_file_for_another_runtime_breaks_its_rules(config, formats, target, ru
     assert place in {where for name, where in broken(path, target) if name == rule}
 
 
+def test_a_role_of_what_has_no_encoding_is_refused(tmp_path):
+    """A mistyped name would leave its weight to be judged as an activation."""
+    spec = QuantSpec(dtype("int8"), symmetric=True)
+    encodings = {"fc.weight": Encoding(spec, torch.tensor([0.5]))}
+    path = tmp_path / "encodings.json"
+    encodings_json.export(encodings, path, parameters={"fc.wieght": "weights"})
+    with pytest.raises(ExportError, match=r"parameters names fc\.wieght, .*no encoding; did you mean 'fc\.weight'\?"):
+        check_target(path, "qnn_htp")
+    encodings_json.export(encodings, path, parameters={"out.weight": "weights"}, dynamic={"out.weight": spec})
+    check_target(path, "qnn_htp")
+
+
 def test_a_target_may_be_a_file_of_ones_own(tmp_path):
     path = exported(tmp_path / "out", "onnxruntime") / "model.onnx"
     assert broken(path, {"version": 1, "extends": "openvino"})
