@@ -33,7 +33,7 @@ from turns import commit, write_csv
 import qtk
 
 MODELS = ("vit_small_patch16_224", "resnet50")
-SCHEMES = ("min_max", "moving_average", "percentile", "mse", "entropy", "tf_enhanced")
+SCHEMES = ("min_max", "moving_average", "percentile", "mse", "activation_mse", "entropy", "tf_enhanced")
 ORIGINAL = "original fp32 forward"
 BATCH_SIZE = 8
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from qtk.auto.choices import Choices
 
-SCHEMES = ("mse", "tf_enhanced")
-"""Ranges that leave outliers out, searched in one pass over the data."""
+SCHEMES = ("mse", "tf_enhanced", "activation_mse")
+"""Ranges that leave outliers out, searched in one pass over the data, the last with gradients."""
 
 TRANSFORMS = ("equalize", "smooth_quant")
 
@@ -31,8 +31,9 @@ def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> 
 
     >>> best = Choices("min_max")
     >>> [step for step, _ in ladder(lambda: best, lambda: "abcdefgh")]  # doctest: +NORMALIZE_WHITESPACE
-    ['ranges by mse', 'ranges by tf_enhanced', 'equalize', 'smooth_quant', 'bias_correction', 'gptq + bias_correction',
-     'seq_mse + gptq + coordinate_descent + bias_correction', 'the worst site precise', 'the 2 worst sites precise']
+    ['ranges by mse', 'ranges by tf_enhanced', 'ranges by activation_mse', 'equalize', 'smooth_quant', 'bias_correction',
+     'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction', 'the worst site precise',
+     'the 2 worst sites precise']
     """
     for scheme in SCHEMES:
         if scheme != best().scheme:

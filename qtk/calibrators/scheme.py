@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from qtk.calibrators.activation_mse import ActivationMse
 from qtk.calibrators.entropy import Entropy
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.moving_average import MovingAverage
@@ -39,6 +40,7 @@ SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
 SCHEMES.add("moving_average", MovingAverage())
 SCHEMES.add("percentile", Percentile())
 SCHEMES.add("mse", Mse())
+SCHEMES.add("activation_mse", ActivationMse())
 SCHEMES.add("entropy", Entropy())
 SCHEMES.add("tf_enhanced", TfEnhanced(), aliases=("post_training_tf_enhanced",))
 

@@ -73,7 +73,7 @@ def least_error(
         if isinstance(spec.dtype, FloatDtype):
             return choose_range(samples.low, samples.high, spec)
         scales, zero_points = propose(samples.low, samples.high, spec)
-        best = _Errors(samples, spec, norm, clipped).least(scales, zero_points)
+        best = SampleErrors(samples, spec, norm, clipped).least(scales, zero_points)
         return scales.gather(0, best)[0], None if zero_points is None else zero_points.gather(0, best)[0]
 
     return choose_all(observers, specs, choose)
@@ -110,13 +110,13 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
 
 
 @dataclass(frozen=True, slots=True)
-class _Errors:
-    """Errors of candidates, summed over samples, for one spec and norm."""
+class SampleErrors:
+    """Errors of candidates, summed over samples, for one spec and norm; ``clipped`` weighs those of clipped values."""
 
     samples: WeightedSamples
     spec: QuantSpec
-    norm: float
-    clipped: float
+    norm: float = 2.0
+    clipped: float = 1.0
 
     def least(self, scales: Tensor, zero_points: Tensor | None) -> Tensor:
         """The first candidate of least error in float64. Shape: [1, scales].

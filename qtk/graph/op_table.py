@@ -28,6 +28,7 @@ from qtk.graph.op_axes import (
     unexpanded_axis,
 )
 from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
+from qtk.graph.schema import aten_name
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.batch_norm import batch_norm
@@ -255,6 +256,13 @@ def row_of(node: fx.Node) -> OpRow | None:
     if name == "group_norm" and node.args[1] == 1:
         return ONE_GROUP_NORM
     return ROWS.get(f"{name}.{schema.overload_name}") or ROWS.get(name)
+
+
+def is_product(function: object) -> bool:
+    """Whether an op, such as ``torch.ops.aten.linear.default``, is a matrix product or a convolution."""
+    name = aten_name(function)
+    row = None if name is None else ROWS.get(name)
+    return row is not None and row.product is not None
 
 
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))

@@ -11,12 +11,12 @@ from torch import Tensor
 class WeightedSamples:
     """The sampled distribution of every scale, over which calibrators search.
 
-    Each of ``values`` represents ``counts`` elements, which differ from it by at most ``reach`` (half a bin) and are in
-    [low, high].
+    Each of ``values`` represents ``counts`` elements, or elements of that weight together, which differ from it by at
+    most ``reach`` (half a bin) and are in [low, high].
 
-    Shape: ``values``, of a floating dtype, and ``counts`` int64 [scales, samples]; ``counts`` is ``None`` where each
-    value is one element; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw nothing. Middles of
-    bins ascend.
+    Shape: ``values``, of a floating dtype, and ``counts`` int64 (weights: float64) [scales, samples]; ``counts`` is
+    ``None`` where each value is one element; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw
+    nothing. Middles of bins ascend.
     """
 
     values: Tensor

@@ -27,10 +27,12 @@ from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE
 from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
+from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
+from qtk.workflow.local_gradients import LocalGradients
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 
@@ -219,14 +221,21 @@ def _observing(
     simulation: Simulation, observers: Mapping[Site, Observer], tokens: ValidTokens | None = None
 ) -> Iterator[None]:
     """While the body runs, the model computes in float and ``observers`` see the values at their sites."""
-    watched = {site: simulation.quantizers[site] for site in observers}
+    tokens = tokens or ValidTokens(simulation.model, None)
+    watched = {simulation.quantizers[site]: observer for site, observer in observers.items()}
+    gradients = LocalGradients(
+        {quantizer: each for quantizer, each in watched.items() if isinstance(each, WeightedHistogram)}, tokens
+    )
     try:
-        for site, quantizer in watched.items():
-            quantizer.observer = observers[site] if tokens is None else tokens.observer(observers[site], quantizer)
-        with in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(watched.values(), Mode.OBSERVE):
+        for quantizer, observer in watched.items():
+            quantizer.observer = gradients.observers.get(quantizer) or tokens.observer(observer, quantizer)
+        with (
+            in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(watched, Mode.OBSERVE),
+            gradients.listening(simulation.model),
+        ):
             yield
     finally:
-        for quantizer in watched.values():
+        for quantizer in watched:
             quantizer.observer = None
 
 

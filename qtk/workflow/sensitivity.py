@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
+from qtk.numerics.random_signs import random_signs
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
@@ -189,7 +190,7 @@ class _Estimates:
         self.totals.batches += 1
         self.totals.signal += sum(float(leaf[leaf.isfinite()].double().square().sum()) for leaf in reference)
         self.gradients.count_samples(leaves)
-        signs = [self._signs(leaf) * leaf.isfinite() for leaf in leaves]  # masked scores are -inf in float too
+        signs = [random_signs(leaf, self.probes) * leaf.isfinite() for leaf in leaves]  # masked scores are -inf
         if self.user_loss is None:
             errors = self.gradients.products(leaves, signs)
             self.pairs.append((errors, {each: (2 * samples, 2 * rest) for each, (samples, rest) in errors.items()}))
@@ -218,10 +219,6 @@ class _Estimates:
             if along.requires_grad:  # of a loss that is not linear
                 curved = torch.autograd.grad(along, leaves, retain_graph=True, allow_unused=True)
         return loss, _filled(curved, leaves)
-
-    def _signs(self, like: Tensor) -> Tensor:
-        bits = torch.randint(0, 2, like.shape, generator=self.probes)
-        return (2 * bits - 1).to(like)
 
     def row(self, name: str, members: dict[Site, Quantizer]) -> Sensitivity:
         quantizers = list(members.values())

@@ -76,6 +76,7 @@ def main(directory: str) -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     mine = batches()[rank::world]
     found: dict[str, object] = {scheme: encodings(scheme, mine) for scheme in SCHEMES}
+    found["activation_mse"] = encodings("activation_mse", mine)
     try:
         encodings("min_max", [torch.full_like(mine[0], torch.nan)] if rank == 1 else mine)
     except CalibrationError as error:
@@ -124,6 +125,11 @@ def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
     assert found[0][scheme] == expected
     assert found[1][scheme] == expected
     assert found[0][scheme] != json.loads(json.dumps(encodings(scheme, batches()[::2])))
+
+
+def test_all_ranks_get_the_same_ranges_by_gradients(found):
+    """Random signs are drawn batch by batch, so that one process finds others by chance."""
+    assert found[0]["activation_mse"] == found[1]["activation_mse"]
 
 
 def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
