@@ -29,23 +29,46 @@ def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     return low.to(torch.float32, copy=True).reshape(-1), high.to(torch.float32, copy=True).reshape(-1)
 
 
-def histogram(
-    x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int], weights: Tensor | None = None
-) -> Tensor:
-    """How many elements of each scale lie in each of ``bins`` bins whose width is a power of two; or their weights.
+def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """How many elements of each scale lie in each of ``bins`` bins whose width is a power of two.
 
     ``x`` is in bin ``floor(x / 2^exponent) - first``, which float32 computes exactly; what is in no bin, and NaN, is
     not counted. Bins that start at an even multiple of the width form, with the next, a bin of twice the width.
 
-    Shape: ``x`` any, ``weights`` the same; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126:
-    [scales]; result int64 [scales, bins], with weights float64.
+    Shape: ``x`` any; ``first`` float32, whole numbers, and ``exponent`` int32, -126 to 126: [scales]; result int64
+    [scales, bins].
+
+    >>> histogram(torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, ())
+    tensor([[2, 1]])
+    """
+    scales = first.numel()
+    place = _places(x, first, exponent, bins, block_size)
+    return torch.bincount(place, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+
+
+def histogram_of_squares(
+    x: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> Tensor:
+    """The sum of the squares of ``factors`` over the elements of ``x`` in each bin; bins as those of ``histogram``.
+
+    Squares that are not finite count 0.
+
+    Shape: ``x`` any, ``factors`` the same; ``first``, ``exponent`` as for ``histogram``; result float64 [scales, bins].
 
     >>> x, first, exponent = torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-    >>> histogram(x, first, exponent, 2, ())
-    tensor([[2, 1]])
-    >>> histogram(x, first, exponent, 2, (), torch.tensor([0.5, 1.0, 2.0, 3.0]))
-    tensor([[1.5000, 2.0000]], dtype=torch.float64)
+    >>> histogram_of_squares(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), first, exponent, 2, ())
+    tensor([[5., 9.]], dtype=torch.float64)
     """
+    scales = first.numel()
+    place = _places(x, first, exponent, bins, block_size)
+    squares = factors.detach().to(torch.float32).to(torch.float64).square()
+    squares = squares.where(squares.isfinite(), 0.0).reshape(split_shape(x.shape, block_size)[0]).reshape(-1)
+    sums = torch.bincount(place, squares, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+    return sums.to(torch.float64)  # those of nothing are whole numbers
+
+
+def _places(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:
+    """The place of each element in the flattened [scales, bins], behind the last if it is in no bin. Shape: flat."""
     scales = first.numel()
     split, inside = split_shape(x.shape, block_size)
     lined = [1 if axis in inside else length for axis, length in enumerate(split)]
@@ -56,9 +79,7 @@ def histogram(
     is_counted = (slot >= 0) & (slot < bins)
     scale_index = torch.arange(scales, device=x.device).reshape(lined)
     flat_bin = scale_index * bins + slot.where(is_counted, 0.0).long()
-    flat_bin = torch.where(is_counted, flat_bin, scales * bins).reshape(-1)
-    flat_weights = None if weights is None else weights.detach().to(torch.float64).reshape(-1)
-    return torch.bincount(flat_bin, flat_weights, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+    return torch.where(is_counted, flat_bin, scales * bins).reshape(-1)
 
 
 def count_scales(shape: Sequence[int], block_size: Sequence[int]) -> int:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtk.numerics.statistics import histogram
 from qtk.observers.histogram import Histogram
 from qtk.observers.weighted_samples import WeightedSamples
+from qtk.ops.statistics import histogram_of_squares
 
 UNIFORM = 0.05
 """Share of the weights that is spread evenly: an error counts even where no gradient was seen, as beyond the reach of a
@@ -17,15 +17,15 @@ saturated function, for a derivative says nothing of a step as long as the range
 
 
 class WeightedHistogram(Histogram):
-    """A ``Histogram`` that sums a weight for each value, beside the counts.
+    """A ``Histogram`` that sums a weight for each value, the square of a factor, beside the counts.
 
     >>> from qtk.core.granularity import PerTensor
     >>> observer = WeightedHistogram(PerTensor(), bins=2)
     >>> x = torch.tensor([0.0, 1.0, 1.5, 3.0])
     >>> observer.observe(x)
-    >>> observer.weigh(x, torch.tensor([4.0, 1.0, 2.0, 1.0]))
+    >>> observer.weigh(x, torch.tensor([2.0, 1.0, 3.0, 1.0]))
     >>> observer.weights
-    tensor([[4., 3., 0., 1.]], dtype=torch.float64)
+    tensor([[ 4., 10.,  0.,  1.]], dtype=torch.float64)
     """
 
     _weights: Tensor | None = None  # float64, as the counts
@@ -36,18 +36,17 @@ class WeightedHistogram(Histogram):
         return self._weights
 
     @torch.no_grad()
-    def weigh(self, x: Tensor, weights: Tensor) -> None:
-        """Adds the weights of the elements of a tensor that has been observed.
+    def weigh(self, x: Tensor, factors: Tensor) -> None:
+        """Adds the squares of ``factors`` to the weights of the elements of a tensor that has been observed.
 
-        Weights that are NaN or infinite, as of a derivative where there is none, count 0.
+        Squares that are not finite, as of a derivative where there is none, count 0.
 
-        Shape: ``x`` any, ``weights`` the same.
+        Shape: ``x`` any, ``factors`` the same.
         """
         if self._first is None or self._exponent is None or self._weights is None:
             return
-        finite = weights.detach().to(torch.float64).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         block_size = self.granularity.block_size(x.ndim)
-        self._weights += histogram(x, self._first, self._exponent, 2 * self.bins, block_size, finite)
+        self._weights += histogram_of_squares(x, factors, self._first, self._exponent, 2 * self.bins, block_size)
 
     def merge(self, other: Histogram) -> None:
         """Adds the statistics of ``other``. Raises: CalibrationError if granularity, bins or growth differ."""

@@ -1,6 +1,6 @@
-"""``qtk::min_max`` and ``qtk::histogram``: one pass over a tensor each; formulas in ``qtk.numerics.statistics``.
+"""``qtk::min_max``, ``qtk::histogram`` and ``qtk::histogram_of_squares``: one pass over a tensor each.
 
-``block_size`` as in ``qtk.ops.fake_quantize``. They carry no gradient.
+Formulas in ``qtk.numerics.statistics``; ``block_size`` as in ``qtk.ops.fake_quantize``. They carry no gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ if load_native() is not None:
     torch.library.define("qtk::min_max", "(Tensor input, int[] block_size, int scales) -> (Tensor, Tensor)")
     torch.library.define(
         "qtk::histogram", "(Tensor input, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor"
+    )
+    torch.library.define(
+        "qtk::histogram_of_squares",
+        "(Tensor input, Tensor factors, Tensor first, Tensor exponent, int bins, int[] block_size) -> Tensor",
     )
 
 
@@ -57,6 +61,16 @@ def _histogram_fake(input: Tensor, first: Tensor, exponent: Tensor, bins: int, b
 
 
 torch.library.register_fake("qtk::histogram", _histogram_fake)
+torch.library.impl("qtk::histogram_of_squares", "CompositeExplicitAutograd", statistics.histogram_of_squares)
+
+
+def _histogram_of_squares_fake(
+    input: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> Tensor:
+    return first.new_empty((first.numel(), bins), dtype=torch.float64)
+
+
+torch.library.register_fake("qtk::histogram_of_squares", _histogram_of_squares_fake)
 
 
 def min_max(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -86,3 +100,20 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     """
     counts: Tensor = torch.ops.qtk.histogram.default(x, first, exponent, bins, block_size)
     return counts
+
+
+def histogram_of_squares(
+    x: Tensor, factors: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]
+) -> Tensor:
+    """The sum of the squares of ``factors`` over the elements of ``x`` in each bin; bins as those of ``histogram``.
+
+    Squares that are not finite count 0.
+
+    Shape: ``x`` any, ``factors`` the same; ``first``, ``exponent`` as for ``histogram``; result float64 [scales, bins].
+
+    >>> x, first, exponent = torch.tensor([0.0, 0.9, 1.0, 2.0]), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    >>> histogram_of_squares(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), first, exponent, 2, ())
+    tensor([[5., 9.]], dtype=torch.float64)
+    """
+    sums: Tensor = torch.ops.qtk.histogram_of_squares.default(x, factors, first, exponent, bins, block_size)
+    return sums

@@ -136,7 +136,7 @@ class _OfValidRows:
         observer, rows = self._observer, self._rows
 
         def weigh(x: Tensor, gradient: Tensor) -> None:
-            observer.weigh(rows(x), rows(gradient).to(torch.float64).square())
+            observer.weigh(rows(x), rows(gradient))
 
         return weigh
 

@@ -21,7 +21,7 @@ def weighted(x, weights, steps=STEPS):
     scheme = ActivationMse(steps=steps, bins=1024)
     observer = scheme.observer(PerTensor())
     observer.observe(x)
-    observer.weigh(x, weights)
+    observer.weigh(x, weights.sqrt())
     return scheme, observer
 
 

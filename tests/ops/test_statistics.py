@@ -151,3 +151,46 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.qtk.min_max.default, (x, [1, -1], 6))
     grid = torch.zeros(6), torch.zeros(6, dtype=torch.int32)
     torch.library.opcheck(torch.ops.qtk.histogram.default, (x, *grid, 5, [1, -1]))
+    torch.library.opcheck(torch.ops.qtk.histogram_of_squares.default, (x, x, *grid, 5, [1, -1]))
+
+
+@pytest.mark.pairwise(
+    case=[*CASES, "channel_of_nothing"], layout=conformance.LAYOUTS, kind=conformance.KINDS, bins=[1, 7, 512],
+    backend=["op", "reference"],
+)
+def test_every_sum_of_squares(case, layout, kind, bins, backend):
+    shape, block_size = conformance.SHAPES[case]
+    generator = torch.Generator().manual_seed(0)
+    x, factors = (torch.randn(shape, generator=generator).to(kind) for _ in "ab")
+    scales = max(len(per_scale(x, block_size)), 1) if x.numel() else shape[1]
+    exponent = torch.randint(-9, -5, (scales,), generator=generator, dtype=torch.int32)
+    first = torch.randint(-300, 0, (scales,), generator=generator).float()
+    x = torch.where(x.abs() > 1, (x * 64).round() / 64, x)  # many on edges
+    given = conformance.LAYOUTS[layout](x), factors, first, exponent
+    found = BACKENDS[backend].histogram_of_squares(*given, bins, block_size)
+    assert (found.dtype, found.shape) == (torch.float64, (scales, bins))
+    if not x.numel():
+        assert not found.any()
+        return
+    pairs = zip(per_scale(x, block_size), per_scale(factors, block_size), strict=True)
+    for (own, weight), sums, start, power in zip(pairs, found, first, exponent, strict=True):
+        slot = (own / 2.0 ** int(power)).floor() - int(start)  # in float64
+        counted = (slot >= 0) & (slot < bins)
+        expected = torch.bincount(slot[counted].long(), weight[counted].square(), minlength=bins).double()
+        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("backend", ["op", "reference"])
+def test_squares_that_are_not_finite_count_nothing(backend):
+    x, factors = torch.zeros(4), torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0])
+    sums = BACKENDS[backend].histogram_of_squares(x, factors, torch.zeros(1), torch.zeros(1, dtype=torch.int32), 2, [])
+    assert sums.tolist() == [[4.0, 0.0]]
+
+
+def test_sums_of_squares_do_not_depend_on_which_thread_was_first():
+    generator = torch.Generator().manual_seed(0)
+    x, factors = (torch.randn(5_000_000, generator=generator) for _ in "ab")
+    grid = torch.tensor([-512.0]), torch.tensor([-6], dtype=torch.int32)
+    found = [statistics.histogram_of_squares(x, factors, *grid, 1024, []) for _ in range(5)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert float(found[0].sum()) == pytest.approx(float(factors.double().square().sum()), rel=1e-9)

@@ -23,9 +23,9 @@ def elements_of(model, x, site, *, run=None, valid=None):
     tokens, seen = ValidTokens(sim.model, valid), []
 
     class Recording(WeightedHistogram):
-        def weigh(self, values, weights):
-            seen.append((values.clone(), weights.clone()))
-            super().weigh(values, weights)
+        def weigh(self, values, factors):
+            seen.append((values.clone(), factors.double().square()))
+            super().weigh(values, factors)
 
     observer = Recording(PerTensor())
     gradients = LocalGradients({quantizer: observer}, tokens)
