@@ -32,8 +32,8 @@ def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> 
     >>> best = Choices("min_max")
     >>> [step for step, _ in ladder(lambda: best, lambda: "abcdefgh")]  # doctest: +NORMALIZE_WHITESPACE
     ['ranges by mse', 'ranges by tf_enhanced', 'ranges by activation_mse', 'equalize', 'smooth_quant',
-     'bias_correction', 'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction', 'the worst site precise',
-     'the 2 worst sites precise']
+     'bias_correction', 'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction',
+     'the worst site precise', 'the 2 worst sites precise']
     """
     for scheme in SCHEMES:
         if scheme != best().scheme:

@@ -3,13 +3,14 @@
 With a prior, methods see the Gram matrix ``H + prior · mean(diag H) I``: as if that part of the data were noise of
 equal power in all columns. The stronger it is, the less they rely on what only these data have. The prior is at least
 the shrinkage of Chen et al., arXiv 0907.4698, equation 23 (OAS, Ledoit and Wolf's for normal data); stronger ones are
-tried as long as the error on held-out data falls. If no prior lowers it, each method is tried alone; if that gains
-nothing either, the layer stays as it is.
+tried as long as the error on held-out data falls, on some of the outputs where these are found one by one. If no prior
+lowers it, each method is tried alone; if that gains nothing either, the layer stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,10 @@ PRIORS = 0.0, 0.01, 0.03, 0.1, 0.3
 """Strengths of the prior that are tried, above the least one."""
 STRONGEST = 1e3
 """Upper bound of the prior, beyond which it alone decides."""
+REHEARSED = 8
+"""One of so many outputs is enough to choose the prior by, since each is found by itself."""
+FEWEST = 64
+"""Outputs by which the prior is chosen, if there are as many."""
 NONE = "none"
 """The winner where no method lowers the held-out error."""
 
@@ -61,14 +66,14 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     judge, own = _Judge(start, held_out), _Judge(start, moments)
     least = judge.error(start)
     best, gain, name = start, 0.0, NONE
-    for prior in PRIORS:
-        if prior and bool((floor >= prior).all()):
-            continue
-        state = _applied(_with_prior(start, floor.clamp(min=prior)), methods)
-        if (own_gain := least - judge.error(state)) > gain:
-            best, gain, name = state, own_gain, f"{_name(methods)}, prior {prior or 'least'}"
-        elif gain > 0:
-            break
+    priors: Sequence[float] = PRIORS
+    every = min(REHEARSED, len(start.weight) // FEWEST)
+    some = slice(None, None, every)
+    if every > 1 and (rehearsed := start.of_outputs(some)) is not None:
+        found = _better(rehearsed, judge.of_outputs(some, rehearsed), methods, floor, PRIORS)
+        priors = [prior for prior, _, _ in found][-1:]
+    for prior, best, gain in _better(start, judge, methods, floor, priors):  # noqa: B007  the last is the best
+        name = f"{_name(methods)}, prior {prior or 'least'}"
     if best is start and len(methods) > 1:
         for method in methods:
             state = _applied(_with_prior(start, floor.clamp(min=PRIORS[-1])), [method])
@@ -77,6 +82,22 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
     errors = least, least - gain
     before, after = (own.error(state) + error for state, error in zip((start, best), errors, strict=True))
     return Winner(best, name, before, after, errors)
+
+
+def _better(
+    start: LayerState, judge: _Judge, methods: Sequence[LayerwiseMethod], floor: Tensor, priors: Sequence[float]
+) -> Iterator[tuple[float, LayerState, float]]:
+    """Prior, result and gain, each better than the one before, as long as the held-out error falls."""
+    least, gain = judge.error(start), 0.0
+    for prior in priors:
+        if prior and bool((floor >= prior).all()):
+            continue
+        state = _applied(_with_prior(start, floor.clamp(min=prior)), methods)
+        if (own_gain := least - judge.error(state)) > gain:
+            gain = own_gain
+            yield prior, state, gain
+        elif gain > 0:
+            return
 
 
 def shrinkage(gram: Tensor, rows: int) -> Tensor:
@@ -107,6 +128,13 @@ class _Judge:
         self._weight = start.to_gemm(start.float_weight)
         gram, linear = moments.gram_as(start.dtype), moments.linear(self._weight)
         self._error = OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1]))
+
+    def of_outputs(self, outputs: slice, start: LayerState) -> _Judge:
+        """The judge of some outputs alone, of which ``start`` is the state."""
+        judge = copy(self)
+        judge._start, judge._weight = start, self._weight[:, outputs]
+        judge._error = self._error.select(slice(None), outputs)
+        return judge
 
     def error(self, state: LayerState) -> float:
         change = self._weight - state.to_gemm(state.simulated_weight())

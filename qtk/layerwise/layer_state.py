@@ -110,6 +110,24 @@ class LayerState:
         change = self.to_gemm(self.float_weight) - self.to_gemm(self.simulated_weight())
         return float(self.error.of(in_blocks(change, self.error.blocks)).sum(dtype=torch.float64))
 
+    def of_outputs(self, outputs: slice) -> LayerState | None:
+        """The layer with some of its outputs alone; ``None`` where these are not rows of the weight, each with scales.
+
+        The moments stay those of the whole layer.
+        """
+        scale, zero_point = self.encoding.scale, self.encoding.zero_point
+        is_row = self.geometry.groups == 1 and not self.geometry.transposed and len(scale) == len(self.weight)
+        if not is_row or scale.ndim == 0 or self.encoding.spec.scale_format is not None:
+            return None
+        encoding = Encoding(self.encoding.spec, scale[outputs], None if zero_point is None else zero_point[outputs])
+        float_weight = self.float_weight[outputs]
+        bias, float_bias = (None if each is None else each[outputs] for each in (self.bias, self.float_bias))
+        return replace(
+            self, float_weight=float_weight, weight=self.weight[outputs] if self.is_rounded else float_weight,
+            encoding=encoding, bias=float_bias if self.bias is self.float_bias else bias, float_bias=float_bias,
+            error=self.error.select(slice(None), outputs), loss=None,
+        )
+
     def updated(
         self, *, weight: Tensor | None = None, encoding: Encoding | None = None, loss: tuple[float, float] | None = None
     ) -> LayerState:

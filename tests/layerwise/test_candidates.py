@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from qtk.layerwise import candidates
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.candidates import choose, shrinkage
 from qtk.layerwise.coordinate_descent import CoordinateDescent
@@ -139,3 +140,67 @@ def test_without_held_out_rows_the_methods_are_taken_unjudged():
     layer.start.moments.held_out = None
     winner = choose(layer.start, [Gptq()])
     assert (winner.name, winner.held_out) == ("Gptq", None)
+
+
+class Wide:
+    """A layer of many outputs whose first rows of data are unlike the held-out ones."""
+
+    def __init__(self, outputs, spec=CHANNEL):
+        generator = torch.Generator().manual_seed(0)
+        module = nn.Linear(WIDTH, outputs)
+        with torch.no_grad():
+            module.weight.copy_(torch.randn(outputs, WIDTH, generator=generator))
+        x = torch.randn(KEPT, 1, generator=generator) * torch.randn(WIDTH, generator=generator)
+        x = torch.cat([x + 0.02 * torch.randn(KEPT, WIDTH, generator=generator),
+                       torch.randn(ROWS - KEPT, WIDTH, generator=generator)])
+        layer = layer_of(module, x, spec)
+        moments = SecondMoments(layer.geometry, RequiredStatistics(dtype=torch.float64, holdout=LAST_FIFTH))
+        moments.observe(x + 0.1 * torch.randn(ROWS, WIDTH, generator=generator), x)
+        self.start = LayerState.of(layer, moments, torch.float64)
+
+
+@dataclass(frozen=True)
+class Counted(Gptq):
+    """GPTQ that notes how many outputs it was given."""
+
+    def apply(self, state):
+        runs.append(len(state.weight))
+        return super().apply(state)
+
+
+runs: list[int] = []
+
+
+def test_the_prior_is_chosen_by_some_outputs_and_the_methods_run_once_for_all():
+    layer = Wide(1024)
+    runs.clear()
+    winner = choose(layer.start, [Counted(), BiasCorrection()])
+    assert runs[-1] == 1024
+    assert set(runs[:-1]) == {128}
+    assert len(runs) > 2
+    every = Wide(1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "REHEARSED", 1)
+        expected = choose(every.start, [Counted(), BiasCorrection()])
+    assert winner.name == expected.name
+    assert torch.equal(winner.state.weight, expected.state.weight)
+    assert winner.held_out == pytest.approx(expected.held_out, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", [Gptq(), CoordinateDescent(), SeqMse()], ids=["gptq", "descent", "seq_mse"])
+def test_some_outputs_alone_are_found_as_among_all(method):
+    start, some = Wide(96).start, slice(None, None, 3)
+    whole, part = method.apply(start), method.apply(start.of_outputs(some))
+    torch.testing.assert_close(part.simulated_weight(), whole.simulated_weight()[some], rtol=1e-6, atol=1e-6)
+    assert torch.equal(part.encoding.scale, whole.encoding.scale[some])
+
+
+def test_outputs_that_share_a_scale_are_not_taken_apart():
+    start = Wide(512, {"symmetric": True, "granularity": "per_tensor"}).start
+    assert start.of_outputs(slice(None, None, 8)) is None
+
+
+def test_layers_of_few_outputs_are_not_rehearsed():
+    runs.clear()
+    choose(Wide(127).start, [Counted()])
+    assert set(runs) == {127}
