@@ -17,7 +17,7 @@ from torch import Tensor
 from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import candidate_errors as reference
 
 
@@ -51,7 +51,7 @@ def errors_kernel(
         sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
     last = splits == 1
     if splits > 1:
-        all = count.to(tl.int64) * tl.num_programs(1)
+        all = tl.num_programs(1).to(tl.int64) * count  # count may be the constant 1
         tl.store(parts_at + (program % splits) * all + candidate + index, sums, mask=exists)
         ticket_at = tickets_at + tl.program_id(1) * (tl.num_programs(0) // splits) + group
         last = draws_last_ticket(ticket_at, splits)
@@ -90,6 +90,6 @@ def candidate_errors(
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
             float(clipped), errors, parts, tickets(x.device, tiling.groups * candidates), count, *arguments(tiling),
             splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
-            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
+            PARTS=tiling.parts(splits), **shape(tiling),
         )
     return errors

@@ -21,7 +21,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_range
@@ -295,7 +295,7 @@ def backward(
             tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None,
             RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=TILE // tiling.scales_a_tile, **grid.constants(), **shape(tiling),
+            PARTS=tiling.parts(splits), **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import statistics
 
 MOST_BINS = 4096
@@ -117,7 +117,7 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     with on_device_of(x):
         min_max_kernel[(tiling.groups * splits,)](
             x, low, high, parts, tickets(x.device, tiling.groups), scales, *arguments(tiling), splits,
-            PARTS=TILE // tiling.scales_a_tile, **shape(tiling),
+            PARTS=tiling.parts(splits), **shape(tiling),
         )
     return low, high
 

@@ -60,6 +60,10 @@ class Tiling:
         wanted = min(self.turns, max(1, programs // self.groups))
         return -(-self.turns // -(-self.turns // wanted))  # no program is without a turn
 
+    def parts(self, splits: int) -> int:
+        """How many partial sums a program adds at a time, a power of two: few registers where there are few."""
+        return min(TILE // self.scales_a_tile, _power_of_two(splits))
+
 
 def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:
     """The tiling of a dense tensor; ``None`` if its blocks do not have this form.
