@@ -9,10 +9,11 @@ from qtk.observers import extremes, histogram
 from qtk.observers.histogram import Histogram
 from qtk.observers.min_max import MinMax
 from qtk.observers.moving_average import MovingAverage
+from qtk.observers.weighted_histogram import WeightedHistogram
 
 OBSERVERS = {
     "min_max": MinMax, "moving_average": MovingAverage, "histogram": lambda g: Histogram(g, bins=16),
-    "limited": lambda g: Histogram(g, bins=16, growth=1.0),
+    "limited": lambda g: Histogram(g, bins=16, growth=1.0), "weighted": lambda g: WeightedHistogram(g, bins=16),
 }
 GRANULARITIES = [PerTensor(), PerChannel(0), PerBlock((1, 2))]
 
@@ -42,11 +43,14 @@ def seen(make, granularity, data):
     observer = make(granularity)
     for batch in data:
         observer.observe(batch)
+        if isinstance(observer, WeightedHistogram):
+            observer.weigh(batch, torch.ones_like(batch))
     return observer
 
 
 def state(observer):
-    found = [observer.minimum, observer.maximum, getattr(observer, "counts", None), getattr(observer, "edges", None)]
+    names = "minimum", "maximum", "counts", "edges", "weights"
+    found = [getattr(observer, name, None) for name in names]
     return [None if value is None else value.nan_to_num(nan=12345.0).tolist() for value in found]
 
 
