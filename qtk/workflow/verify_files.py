@@ -59,6 +59,8 @@ def verify_files(
     require_onnxruntime()
     check_runtime(runtime)
     given = Path(directory)
+    if not given.exists():
+        raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
     files = [given] if given.is_file() else sorted(given.glob("*.onnx"))
     if not files:
         raise ExportError(f"{directory} holds no .onnx file to verify; export with formats=('onnx',)")
