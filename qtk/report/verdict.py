@@ -186,8 +186,9 @@ class Verdict:
         for run in self.runs:
             first = run.first_departure
             if first is not None:
+                steps = _steps(first.max_steps)
                 lines.append(f"{run.way}: the first tensor to depart is {first.name}: {_share(first.differing)} of its "
-                             f"values, by at most {_steps(first.max_steps)} step{'s' * (first.max_steps != 1)}")
+                             f"values, by at most {steps} step{'s' * (steps != '1')}")
         unseen = max(run.unseen_sites for run in self.runs)
         if unseen:
             lines.append(f"{unseen} sites inside loops are compared by what comes out of the loops")
