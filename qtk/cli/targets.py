@@ -21,7 +21,7 @@ def list_targets(console: Console) -> None:
     for name in shipped_names("targets"):
         runtime = load_config(name).runtime
         if runtime is None:
-            rows.append((name, "none in particular: what compilers have in common", "", ""))
+            rows.append((name, "none in particular: what compilers have in common", "all", ""))
         else:
             says = "\n".join([*(f"{rule.name}: {rule.says}" for rule in runtime.rules),
                               *(f"not checked: {each.says}" for each in runtime.unchecked)])

@@ -121,7 +121,7 @@ def _slower(run: Run) -> list[Finding]:
     latency, reference = run.latency_ms, run.float_latency_ms
     if run.way == EXACT or latency is None or reference is None or latency < reference:
         return []
-    floats = [] if run.nodes is None else [node.op for node in run.nodes.weighted_floats]
+    floats = [] if run.nodes is None else list(dict.fromkeys(node.op for node in run.nodes.weighted_floats))
     remedy = f"of its products, {', '.join(floats[:3])} {'is' if len(floats) == 1 else 'are'} in float" if floats else (
         "all its products are in integers; the model may be too small to gain")
     return [Finding(Level.YELLOW, f"{run.runtime}: {latency:.3g} ms, {latency / reference:.2f} × float", remedy)]

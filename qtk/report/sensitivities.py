@@ -64,7 +64,8 @@ class Sensitivities(list[Sensitivity]):
              "" if math.isnan(row.recovery) else f"{-row.recovery:+.2e}",
              "exact" if row.exact else "no gradient" if math.isnan(row.increase) else "estimate") for row in self
         )
-        return Table(f"loss {self.float_loss:.4g} in float, {self.loss:.4g} quantized", columns, rows)
+        quantized = "not measured" if math.isnan(self.loss) else f"{self.loss:.4g}"
+        return Table(f"loss {self.float_loss:.4g} in float, {quantized} quantized", columns, rows)
 
     def __str__(self) -> str:
         return self.table().text()

@@ -31,7 +31,7 @@ class Table:
         rows: one text per column.
         sections: indices of rows with a line above them.
 
-    >>> print(Table("sizes", (Column("name"), Column("bytes", number=True)), (("a", "1,000"), ("b", "20"))).text())
+    >>> print(Table("sizes", (Column("name"), Column("bytes", number=True)), (("a", "1,000"), ("b", "20"))))
     sizes
      name │ bytes
     ──────┼───────
@@ -72,6 +72,9 @@ class Table:
         file = io.StringIO()
         Console(file=file, width=max(FILE_WIDTH, self._width()), color_system=None, legacy_windows=False).print(table)
         return "\n".join([self.title, *(line.rstrip() for line in file.getvalue().splitlines())])
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _fill(self, table: RichTable) -> None:
         from rich.text import Text

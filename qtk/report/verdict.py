@@ -186,8 +186,9 @@ class Verdict:
         for run in self.runs:
             first = run.first_departure
             if first is not None:
-                lines.append(f"{run.way}: the first tensor to depart is {first.name}: {first.differing:.2%} of its "
-                             f"values, by at most {_steps(first.max_steps)} steps")
+                steps = _steps(first.max_steps)
+                lines.append(f"{run.way}: the first tensor to depart is {first.name}: {_share(first.differing)} of its "
+                             f"values, by at most {steps} step{'s' * (steps != '1')}")
         unseen = max(run.unseen_sites for run in self.runs)
         if unseen:
             lines.append(f"{unseen} sites inside loops are compared by what comes out of the loops")
@@ -237,7 +238,9 @@ def _differences(title: str, by_way: dict[str, tuple[Difference, ...]]) -> Table
 
 
 def _share(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2%}"
+    if value is None:
+        return NOTHING
+    return "<0.01%" if 0 < value < 0.00005 else f"{value:.2%}"
 
 
 def _steps(value: float | None) -> str:

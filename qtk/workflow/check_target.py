@@ -145,6 +145,8 @@ def _runtime(
 
 
 def _read(path: Path) -> QuantizedFile:
+    if not path.exists():
+        raise ExportError(f"{path} does not exist; name a file or a directory that sim.export wrote")
     match SUFFIXES.get(path.suffix):
         case "onnx":
             try:

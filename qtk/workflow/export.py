@@ -235,7 +235,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
-            f"{names[0]}{others} are multiplied with floats, which ONNX Runtime by default rounds to 8 bits in blocks; "
+            f"products of floats with {names[0]}{others}: ONNX Runtime by default rounds these to 8 bits in blocks; "
             f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
 

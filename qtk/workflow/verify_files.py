@@ -59,9 +59,13 @@ def verify_files(
     require_onnxruntime()
     check_runtime(runtime)
     given = Path(directory)
+    if not given.exists():
+        raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
     files = [given] if given.is_file() else sorted(given.glob("*.onnx"))
     if not files:
-        raise ExportError(f"{directory} holds no .onnx file to verify; export with formats=('onnx',)")
+        inside = sorted({file.parent.relative_to(given).as_posix() for file in given.glob("**/*.onnx")})
+        remedy = f"name one of {', '.join(inside)} in it" if inside else "export with formats=('onnx',)"
+        raise ExportError(f"{directory} holds no .onnx file to verify; {remedy}")
     if data is not None and files[1:]:
         raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
     return [_verify(file, data, runtime, float_export, turns, progress=progress) for file in files]

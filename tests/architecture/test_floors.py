@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (  # lowest first; an import goes down, or
     ("auto",),
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 HEIGHT = {package: height for height, floor in enumerate(FLOORS) for package in floor}
 MAX_LINES = 400

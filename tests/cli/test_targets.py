@@ -58,8 +58,14 @@ def test_mistakes_are_one_clean_message(exported, tmp_path):
     result = invoke("--check", exported, "--target", "tensort")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "did you mean 'tensorrt'" in result.stderr
+    assert "absent.onnx does not exist" in invoke("--check", tmp_path / "absent.onnx").stderr
     assert "go with --check" in invoke("--json").stderr
     model = onnx.load(exported / "model.onnx")
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "plain.onnx")
     assert "does not say which target it is for" in invoke("--check", tmp_path / "plain.onnx").stderr
+
+
+def test_a_target_without_a_runtime_takes_all_formats():
+    (row,) = (line for line in invoke().stdout.splitlines() if line.startswith(" default "))
+    assert row.rstrip().endswith(" all")

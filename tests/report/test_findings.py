@@ -94,3 +94,9 @@ def test_slower_than_float_names_the_products_in_float():
     assert "1.50 × float" in finding.cause
     assert "head is in float" in finding.remedy
     assert judged(replace(slow, latency_ms=1.0)) == ()
+
+
+def test_an_op_of_several_products_in_float_is_named_once():
+    nodes = RuntimeNodes({}, tuple(FloatNode("MatMul", "attention", "excluded", weighted=True) for _ in range(2)))
+    (finding,) = judged(run(ON, latency_ms=2.0, float_latency_ms=1.0, nodes=nodes))
+    assert finding.remedy == "of its products, attention is in float"

@@ -31,3 +31,8 @@ def test_brackets_are_text_not_markup():
 
 def test_a_table_without_rows_is_its_heading():
     assert "bytes" in Table("t", COLUMNS, ()).text()
+
+
+def test_printing_a_table_prints_its_text():
+    table = Table("t", COLUMNS, (("a", "1"),))
+    assert str(table) == f"{table}" == table.text()

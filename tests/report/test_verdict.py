@@ -49,3 +49,10 @@ def test_it_is_json():
     assert record["format"] == "qtk.verdict"
     assert record["runs"][2]["refusal"] == "shared weight"
     assert record["findings"][1] == {"level": "red", "cause": "wrong", "remedy": "export again"}
+
+
+def test_a_few_values_that_differ_are_not_printed_as_none():
+    sites = (Difference("a:out", 100_000, 0.00002, 0.0, 0.2, 0.99999, 80.0),)
+    text = str(Verdict(Path("model.onnx"), "the simulation", (Run(OFF, "off", TOTAL, sites=sites),), (), 1000))
+    assert "a:out: <0.01% of its values, by at most 1 step\n" in text + "\n"
+    assert "│    <0.01% │    0.00% │" in text

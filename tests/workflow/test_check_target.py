@@ -193,6 +193,7 @@ def test_a_file_in_a_format_that_the_runtime_does_not_take_is_an_error(tmp_path)
     folder = exported(tmp_path / "out", "xnnpack", formats=["onnx", "encodings_json"])
     with pytest.raises(ExportError, match=r"xnnpack \(.*\) takes pt2e; export formats=\('pt2e',\)"):
         check_target(folder)
+    (tmp_path / "model.bin").touch()
     with pytest.raises(ExportError, match="files to check end in"):
         check_target(tmp_path / "model.bin")
     with pytest.raises(ExportError, match=r"holds no .onnx"):

@@ -82,6 +82,10 @@ def open_disk():
 def test_bad_input(written, tmp_path):
     with pytest.raises(ExportError, match=r"holds no \.onnx file"):
         verify_files(tmp_path)
+    with pytest.raises(ExportError, match=r"absent does not exist; give what sim\.export"):
+        verify_files(tmp_path / "absent")
+    with pytest.raises(ExportError, match=r"holds no \.onnx file.*; name one of onnxruntime, onnxruntime_vnni"):
+        verify_files(written)
     with pytest.raises(ExportError, match="a batch has 2 tensors"):
         verified(written / "onnxruntime", [(INPUTS, INPUTS)])
     with pytest.raises(CalibrationError, match="batch 0 of the data cannot be read: OSError: disk"):

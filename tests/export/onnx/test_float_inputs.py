@@ -36,7 +36,7 @@ def test_the_export_names_the_setting_that_keeps_the_numbers(tmp_path):
     x, model = torch.randn(4, 64), nn.Linear(64, 8).eval()
     sim = qtk.QuantSim(model, x, activation_bits=None)
     sim.compute_encodings(None)
-    with pytest.warns(UserWarning, match=r"weight are .* with session\.qdq_matmulnbits_accuracy_level=1"):
+    with pytest.warns(UserWarning, match=r"floats with \S*weight: .* with session\.qdq_matmulnbits_accuracy_level=1"):
         sim.export(tmp_path / "out", formats=("onnx",))
     with torch.no_grad():
         expected = sim.model(x).numpy()
