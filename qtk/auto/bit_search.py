@@ -148,11 +148,13 @@ class BitSearch:
         latency.fit(list(tried), list(tried.values()))
         for _ in range(ROUNDS):
             best = frontier(estimates.losses, latency.costs.terms)
+            if best.within(limit - latency.costs.fixed) is None and min(tried.values()) <= limit:
+                break  # what was measured decides
             picks = self._within(limit, best, latency.costs)
             if picks in tried:
                 break
             tried[picks] = self._latency(picks, whole)
-            latency.correct(picks, tried[picks])
+            latency.correct(tried, limit)
         return latency.costs, best, tried
 
     def _latency(self, picks: Sequence[int], whole: WholeLatency) -> float:

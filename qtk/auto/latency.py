@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,20 @@ class LatencyModel:
         factor, rest = map(float, np.polyfit(sums, measured, 1))
         self._factor, self._rest = (factor, rest) if factor > 0 else (0.0, float(np.mean(measured)))
 
-    def correct(self, picks: Sequence[int], measured: float) -> None:
-        """Moves the line to where an assignment was measured."""
-        self._rest += measured - self.costs.of(picks)
+    def correct(self, tried: Mapping[tuple[int, ...], float], limit: float) -> None:
+        """Fits the line to the two measured assignments next to a limit, one on either side of it.
+
+        Widths that are mixed are converted, which takes time that no product has; so the line is right near the limit
+        alone. Without such a pair it is moved to where the last assignment was measured.
+        """
+        below, above = ([each for each, ms in tried.items() if (ms <= limit) is fits] for fits in (True, False))
+        if below and above:
+            ends = max(below, key=self._products.of), min(above, key=self._products.of)
+            if self._products.of(ends[0]) < self._products.of(ends[1]):
+                self.fit(ends, [tried[each] for each in ends])
+                return
+        last = list(tried)[-1]
+        self._rest += tried[last] - self.costs.of(last)
 
 
 class _Op(nn.Module):

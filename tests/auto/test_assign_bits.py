@@ -219,6 +219,22 @@ def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
     assert "4:out" not in {row.name for row in found.rows}  # which no product reads
 
 
+@pytest.mark.parametrize("limit", [70.0, 100.0, 130.0, 180.0])
+@pytest.mark.parametrize("mixed_ms", [20.0, 60.0])
+def test_widths_that_cost_more_together_than_alone_still_meet_the_budget(limit, mixed_ms, monkeypatch):
+    """Conversions between widths take time that no product has; what was measured within the budget is not lost."""
+    def mixed(sim):
+        products = matrix_products(sim.simulation, lambda: sim.model(BATCHES[0]))
+        some_in_float = {site is None for each in products for site in each.operands} == {True, False}
+        return whole_ms(sim) + mixed_ms * some_in_float
+
+    monkeypatch.setattr(OpLatencies, "ms", product_ms)
+    monkeypatch.setattr(WholeLatency, "ms", lambda self, sim, *, progress: mixed(sim))
+    sim, found = assigned({"milliseconds": limit}, choices=(8, "float"))
+    assert found.cost == pytest.approx(mixed(sim))
+    assert found.cost <= limit
+
+
 def test_milliseconds_in_the_runtime():
     pytest.importorskip("onnxruntime")
     sim = qtk.QuantSim(mlp(), BATCHES[0], config="onnxruntime")

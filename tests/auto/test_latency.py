@@ -94,9 +94,17 @@ def line(factor, rest):
 def test_the_line_is_found_and_moved():
     model, costs = line(factor=0.5, rest=20.0)
     assert model.costs.of((1, 0)) == pytest.approx(20.0 + 0.5 * costs.of((1, 0)))
-    model.correct((1, 0), 30.0)
+    model.correct({(1, 0): 30.0}, limit=20.0)
     assert model.costs.of((1, 0)) == pytest.approx(30.0)
     assert model.costs.of((0, 0)) == pytest.approx(30.0 - 0.5 * 4.0)
+
+
+def test_near_a_limit_the_line_is_that_of_the_assignments_next_to_it():
+    model, _ = line(factor=0.5, rest=20.0)
+    tried = {(0, 0): 23.0, (1, 1): 25.5, (1, 0): 30.0}  # the last costs more than its products say
+    model.correct(tried, limit=24.0)
+    assert model.costs.of((0, 0)) == pytest.approx(23.0)
+    assert model.costs.of((1, 0)) == pytest.approx(30.0)
 
 
 def test_the_line_is_flat_where_fewer_bits_take_longer():
