@@ -45,7 +45,7 @@ from qtk.workflow.valid_tokens import Valid
 
 T = TypeVar("T")
 
-ROUNDS = 4
+ROUNDS = 6
 """Assignments that are measured in the runtime before the best of them is taken."""
 
 
@@ -144,7 +144,8 @@ class BitSearch:
         latency = LatencyModel(in_pairs(products, self._members, self._choices, self._sim.plan, known.ms))
         half, count = len(self._members) // 2, len(self._members)
         ends = (*equal, (0,) * half + (len(self._choices) - 1,) * (count - half))  # should one of the equal be missing
-        tried = {each: self._latency(each, whole) for each in ends[:max(2, len(equal))]}
+        ratios = {each: self._ratio(each, whole) for each in ends[:max(2, len(equal))]}
+        tried = {each: ratio * whole.first_ms for each, ratio in ratios.items()}
         latency.fit(list(tried), list(tried.values()))
         for _ in range(ROUNDS):
             best = frontier(estimates.losses, latency.costs.terms)
@@ -153,13 +154,14 @@ class BitSearch:
             picks = self._within(limit, best, latency.costs)
             if picks in tried:
                 break
-            tried[picks] = self._latency(picks, whole)
+            ratios[picks] = self._ratio(picks, whole)
+            tried = {each: ratio * whole.first_ms for each, ratio in ratios.items()}
             latency.correct(tried, limit)
         return latency.costs, best, tried
 
-    def _latency(self, picks: Sequence[int], whole: WholeLatency) -> float:
+    def _ratio(self, picks: Sequence[int], whole: WholeLatency) -> float:
         self._plan(picks)
-        return whole.ms(self._trial, progress=self._progress)
+        return whole.ratio(self._trial, progress=self._progress)
 
     def apply(self, config: QuantConfig) -> None:
         """Gives the simulation itself a plan, and the encodings that the copy has by it."""

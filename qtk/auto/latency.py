@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -83,6 +85,9 @@ class WholeLatency:
         model: a prepared model.
         example_inputs: what it runs on.
 
+    Attributes:
+        first_ms: the least of the medians of the first one, which is measured with each other.
+
     Raises: CalibrationError for a model of islands, which is not one file.
     """
 
@@ -93,20 +98,24 @@ class WholeLatency:
         leaves = input_leaves(model.graph, *split_inputs(example_inputs))
         self._arrays = [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, Tensor)]
         self._first: Callable[[], object] | None = None
-        self._first_ms = 0.0
+        self.first_ms = math.inf
 
-    def ms(self, sim: QuantSim, *, progress: bool) -> float:
-        """The median time of one run. Raises: ExportError if onnxruntime is missing, or the export fails."""
+    def ratio(self, sim: QuantSim, *, progress: bool) -> float:
+        """The median time of one run as a multiple of the first simulation's.
+
+        The file is opened twice, since each opening lays out memory anew; the slower one counts.
+
+        Raises: ExportError if onnxruntime is missing, or the export fails.
+        """
         with tempfile.TemporaryDirectory(prefix="qtk-") as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sim.export(Path(folder) / "sim", formats=("onnx",))
-            run = self._runner(Path(folder) / "sim" / "model.onnx")
+            runs = {name: self._runner(Path(folder) / "sim" / "model.onnx") for name in ("once", "again")}
         if self._first is None:
-            self._first = run
-            self._first_ms = median_latencies_ms({"sim": run}, turns=WHOLE_TURNS, progress=progress)["sim"]
-            return self._first_ms
-        both = median_latencies_ms({"first": self._first, "sim": run}, turns=WHOLE_TURNS, progress=progress)
-        return both["sim"] / both["first"] * self._first_ms
+            self._first = runs.pop("once")
+        found = median_latencies_ms({"first": self._first, **runs}, turns=WHOLE_TURNS, progress=progress)
+        self.first_ms = min(self.first_ms, found["first"])
+        return max(found[each] for each in runs) / found["first"] if len(runs) == 2 else 1.0
 
     def _runner(self, file: Path) -> Callable[[], object]:
         session, _ = create_session(file)
@@ -140,13 +149,17 @@ class LatencyModel:
         """Fits the line to the two measured assignments next to a limit, one on either side of it.
 
         Widths that are mixed are converted, which takes time that no product has; so the line is right near the limit
-        alone. Without such a pair it is moved to where the last assignment was measured.
+        alone. Where the limit was exceeded three times in a row or more, the distance of the other end is halved each time
+        (the Illinois rule; Dowell and Jarratt, BIT 11, 1971). Without such a pair the line is moved to where the last
+        assignment was measured.
         """
         below, above = ([each for each, ms in tried.items() if (ms <= limit) is fits] for fits in (True, False))
         if below and above:
             ends = max(below, key=self._products.of), min(above, key=self._products.of)
             if self._products.of(ends[0]) < self._products.of(ends[1]):
-                self.fit(ends, [tried[each] for each in ends])
+                missed = len(list(itertools.takewhile(lambda ms: ms > limit, reversed(tried.values()))))
+                nearer = limit - (limit - tried[ends[0]]) / 2 ** max(0, missed - 2)
+                self.fit(ends, [nearer, tried[ends[1]]])
                 return
         last = list(tried)[-1]
         self._rest += tried[last] - self.costs.of(last)

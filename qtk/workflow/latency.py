@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 
 from tqdm import tqdm
 
+WARM_UP_S = 1.0
+"""For so long a processor that was idle gets faster: its clock rises, and pages and thread pools are new."""
+
 
 def median_latencies_ms(
     runners: Mapping[str, Callable[[], object]], *, turns: int, progress: bool = False
@@ -22,16 +25,27 @@ def median_latencies_ms(
 
     Args:
         runners: name → a function that runs once.
-        turns: how often each runs; one more before, which does not count, warms up.
+        turns: how often each runs; before, turns that do not count warm up, one at least and a second of them.
         progress: show a bar, if it takes longer than seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     order, shuffle = list(runners.items()), random.Random(0).shuffle
-    for turn in tqdm(range(turns + 1), desc="measuring latency", unit="turn", delay=2, disable=not progress):
+    until = time.perf_counter() + WARM_UP_S
+    _take_turn(order)
+    while time.perf_counter() < until:
+        _take_turn(order)
+    for _ in tqdm(range(turns), desc="measuring latency", unit="turn", delay=2, disable=not progress):
         shuffle(order)
-        for name, run in order:
-            started = time.perf_counter()
-            run()
-            if turn:
-                times[name].append(time.perf_counter() - started)
+        for name, seconds in _take_turn(order).items():
+            times[name].append(seconds)
     return {name: statistics.median(each) * 1000 for name, each in times.items()}
+
+
+def _take_turn(order: list[tuple[str, Callable[[], object]]]) -> dict[str, float]:
+    """The seconds that each took."""
+    seconds = {}
+    for name, run in order:
+        started = time.perf_counter()
+        run()
+        seconds[name] = time.perf_counter() - started
+    return seconds
