@@ -149,15 +149,15 @@ class LatencyModel:
         """Fits the line to the two measured assignments next to a limit, one on either side of it.
 
         Widths that are mixed are converted, which takes time that no product has; so the line is right near the limit
-        alone. Where the limit was exceeded three times in a row or more, the distance of the other end is halved each time
-        (the Illinois rule; Dowell and Jarratt, BIT 11, 1971). Without such a pair the line is moved to where the last
-        assignment was measured.
+        alone. Where the limit was exceeded three times in a row or more, the distance of the other end is halved each
+        time (the Illinois rule; Dowell and Jarratt, BIT 11, 1971). Without such a pair the line is moved to where the
+        last assignment was measured.
         """
         below, above = ([each for each, ms in tried.items() if (ms <= limit) is fits] for fits in (True, False))
         if below and above:
             ends = max(below, key=self._products.of), min(above, key=self._products.of)
             if self._products.of(ends[0]) < self._products.of(ends[1]):
-                missed = len(list(itertools.takewhile(lambda ms: ms > limit, reversed(tried.values()))))
+                missed = len(list(itertools.takewhile(lambda ms: ms > limit, reversed(list(tried.values())))))
                 nearer = limit - (limit - tried[ends[0]]) / 2 ** max(0, missed - 2)
                 self.fit(ends, [nearer, tried[ends[1]]])
                 return
