@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qtk.algorithms.cholesky import cholesky
 from qtk.algorithms.weight_grid import WeightGrid
 from qtk.errors import CalibrationError
 
@@ -54,19 +55,19 @@ def gptq(
         solved = torch.linalg.solve_triangular(factor.mT, ordered.permute(1, 2, 0), upper=True, left=False)
         target += (solved / diagonal[:, None]).permute(2, 0, 1)
     propagation = (factor / diagonal[:, None]).mT.contiguous()  # L_ji / L_ii in row i
-    rounded = torch.empty_like(change)
-    grids = grid.by_column(*index).unbind()
+    grids, targets, changes_of = grid.by_column(*index).unbind(), target.unbind(), change.unbind()
+    found: list[Tensor] = []  # from the last column to the first
     for end in range(len(change), 0, -columns_at_once):
         begin = max(0, end - columns_at_once)
-        changes = change[begin:end].transpose(0, 1)
+        changes, rows = change[begin:end].transpose(0, 1), propagation[:, begin:end, None, begin:end].unbind(1)
         for column in range(end - 1, begin - 1, -1):
-            weights = propagation[:, column, None, column + 1 : end]
-            unrounded = torch.baddbmm(target[column, :, None], weights, changes[:, column + 1 - begin :])[:, 0]
-            rounded[column] = grids[column].nearest(unrounded)
-            change[column] -= rounded[column]
+            later = slice(column + 1 - begin, None)
+            targets[column][:, None].baddbmm_(rows[column - begin][..., later], changes[:, later])
+            found.append(grids[column].nearest(targets[column]))
+            changes_of[column].sub_(found[-1])
         target[:begin].transpose(0, 1).baddbmm_(propagation[:, :begin, begin:end], changes)
-    result = torch.empty_like(rounded)
-    result[index] = rounded
+    result = torch.empty_like(change)
+    result[index] = torch.stack(found[::-1])
     return result.permute(1, 2, 0).contiguous()
 
 
@@ -87,10 +88,9 @@ def _factor(hessian: Tensor, damping: float) -> Tensor:
     damped = hessian.clone()
     added = torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
     damped.diagonal(dim1=-2, dim2=-1).add_(added)
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(damped)
+    factor, failed = cholesky(damped)
     if bool(failed.any()) and damped.dtype != torch.float64:
-        factor, failed = torch.linalg.cholesky_ex(damped.to(torch.float64))
+        factor, failed = cholesky(damped.to(torch.float64))
     if bool(failed.any()):
         raise CalibrationError(f"the inputs of this layer are too alike for a damping of {damping}: its Hessian has no "
                                "inverse; use more data or a larger damping")

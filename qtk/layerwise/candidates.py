@@ -61,18 +61,19 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         return Winner(state, _name(methods), before, after, None)
     floor = shrinkage(start.error.gram, moments.rows)
     if held_out is None or not held_out.rows:
-        state, own = _applied(_with_prior(start, floor), methods), _Judge(start, moments)
+        state, own = _applied(_with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
-    judge, own = _Judge(start, held_out), _Judge(start, moments)
+    judge, own = _Judge.of(start, held_out), _Judge(start, moments, start.error)
     least = judge.error(start)
     best, gain, name = start, 0.0, NONE
     priors: Sequence[float] = PRIORS
     every = min(REHEARSED, len(start.weight) // FEWEST)
     some = slice(None, None, every)
     if every > 1 and (rehearsed := start.of_outputs(some)) is not None:
-        found = _better(rehearsed, judge.of_outputs(some, rehearsed), methods, floor, PRIORS)
+        few = judge.of_outputs(some, rehearsed)
+        found = _better(rehearsed, few, few.error(rehearsed), methods, floor, PRIORS)
         priors = [prior for prior, _, _ in found][-1:]
-    for prior, best, gain in _better(start, judge, methods, floor, priors):  # noqa: B007  the last is the best
+    for prior, best, gain in _better(start, judge, least, methods, floor, priors):  # noqa: B007  the last is best
         name = f"{_name(methods)}, prior {prior or 'least'}"
     if best is start and len(methods) > 1:
         for method in methods:
@@ -85,10 +86,11 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
 
 
 def _better(
-    start: LayerState, judge: _Judge, methods: Sequence[LayerwiseMethod], floor: Tensor, priors: Sequence[float]
+    start: LayerState, judge: _Judge, least: float, methods: Sequence[LayerwiseMethod], floor: Tensor,
+    priors: Sequence[float],
 ) -> Iterator[tuple[float, LayerState, float]]:
-    """Prior, result and gain, each better than the one before, as long as the held-out error falls."""
-    least, gain = judge.error(start), 0.0
+    """Prior, result and gain over ``least``, each better than the one before, as long as the held-out error falls."""
+    gain = 0.0
     for prior in priors:
         if prior and bool((floor >= prior).all()):
             continue
@@ -122,12 +124,17 @@ def shrinkage(gram: Tensor, rows: int) -> Tensor:
 class _Judge:
     """Squared error of a layer's output over some data, without its constant."""
 
-    def __init__(self, start: LayerState, moments: SecondMoments) -> None:
+    def __init__(self, start: LayerState, moments: SecondMoments, error: OutputError) -> None:
         self._start = start
         self._moments = moments
         self._weight = start.to_gemm(start.float_weight)
-        gram, linear = moments.gram_as(start.dtype), moments.linear(self._weight)
-        self._error = OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1]))
+        self._error = error
+
+    @classmethod
+    def of(cls, start: LayerState, moments: SecondMoments) -> _Judge:
+        """By other data than those of ``start``."""
+        gram, linear = moments.gram_as(start.dtype), moments.linear(start.to_gemm(start.float_weight))
+        return cls(start, moments, OutputError(gram, None if linear is None else in_blocks(linear, gram.shape[1])))
 
     def of_outputs(self, outputs: slice, start: LayerState) -> _Judge:
         """The judge of some outputs alone, of which ``start`` is the state."""

@@ -36,7 +36,8 @@ class LayerState:
         error: of the output, as a function of the change of the weight.
         activation: the function that alone reads the output, if there is one.
         dtype: in which methods compute.
-        loss: the output's error before the first and after the last method, without its constant; ``None`` if unknown.
+        loss: the output's error before and after the methods, without its constant; ``None`` where the last method does
+            not know it.
     """
 
     name: str
@@ -131,20 +132,19 @@ class LayerState:
     def updated(
         self, *, weight: Tensor | None = None, encoding: Encoding | None = None, loss: tuple[float, float] | None = None
     ) -> LayerState:
-        """The state with another weight or encoding, and the resulting loss.
+        """The state with another weight or encoding.
 
         Args:
             weight: in GEMM layout.
             encoding: of the weight.
-            loss: the error of the output before and after the update, if it is known already.
+            loss: the error of the output before and after the update, if it is known.
         """
-        changed = replace(
-            self, weight=self.weight if weight is None else self.from_gemm(weight), encoding=encoding or self.encoding
+        if loss is not None and self.loss is not None:
+            loss = self.loss[0], loss[1]
+        return replace(
+            self, weight=self.weight if weight is None else self.from_gemm(weight), encoding=encoding or self.encoding,
+            loss=loss,
         )
-        before, after = loss or (None, changed.current_error())
-        if self.loss is not None:
-            before = self.loss[0]
-        return replace(changed, loss=(self.current_error() if before is None else before, after))
 
 
 def expand_scales(values: Tensor, shape: Sequence[int], spec: QuantSpec, geometry: Geometry) -> Tensor:

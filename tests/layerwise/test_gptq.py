@@ -27,7 +27,7 @@ def test_weights_make_up_for_the_difference_of_the_inputs(name, setting):
     assert own < plain
     before = given.lost(given.problem.simulated_weight())
     assert own < before
-    assert found.loss[0] - found.loss[1] == pytest.approx(before - own, rel=1e-5)
+    assert given.problem.current_error() - found.current_error() == pytest.approx(before - own, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,0 +1,44 @@
+"""Cholesky factors of large matrices on the CPU, where LAPACK's column-major results cost as much as the factors.
+
+Left-looking by panels of columns (Golub and Van Loan, Matrix Computations, section 4.2.9): the flops are those of
+matrix products, and the results row-major.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PANEL = 256
+"""Columns that are factored together."""
+
+
+def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """L, lower triangular, with ``L Lᵀ`` = ``matrix``, and where there is none.
+
+    >>> factor, failed = cholesky(torch.tensor([[[4.0, 2.0], [2.0, 5.0]]]))
+    >>> factor, failed.tolist()
+    (tensor([[[2., 0.],
+             [1., 2.]]]), [False])
+
+    Args:
+        matrix: symmetric; its upper triangle is not read.
+
+    Shape: ``matrix`` and first result [groups, columns, columns]; second, bool, [groups].
+    """
+    columns = matrix.shape[-1]
+    if columns <= PANEL or matrix.device.type != "cpu":
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        return factor, info != 0
+    factor = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+    failed = torch.zeros(len(matrix), dtype=torch.bool)
+    for begin in range(0, columns, PANEL):
+        end = min(begin + PANEL, columns)
+        known = factor[:, begin:, :begin]
+        panel = torch.baddbmm(matrix[:, begin:, begin:end], known, known[:, : end - begin].mT, alpha=-1)
+        corner, info = torch.linalg.cholesky_ex(panel[:, : end - begin])
+        failed |= info != 0
+        factor[:, begin:end, begin:end] = corner
+        factor[:, end:, begin:end] = torch.linalg.solve_triangular(corner.mT, panel[:, end - begin :], upper=True,
+                                                                   left=False)
+    return factor, failed
