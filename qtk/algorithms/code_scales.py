@@ -5,6 +5,7 @@ For codes c, all with one scale s, the error of ``ŵ = s c`` is a parabola in s 
     s + c·g / cᵀ H c        g = linear + H d, d = w - ŵ
 
 summed over the outputs that share the scale. Blocks of columns with scales of their own follow one after the other.
+Where a scale is that of a whole row, ``H c = (H w - (g - linear)) / s``, in which H w is the same for all codes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from qtk.algorithms.output_error import OutputError
 
 
 def code_scales(
-    weight: Tensor, codes: Tensor, scales: Tensor, scale_index: Tensor, error: OutputError, *, block: int
+    weight: Tensor, codes: Tensor, scales: Tensor, scale_index: Tensor, error: OutputError, *, block: int,
+    half_gradient: Tensor | None = None, product: Tensor | None = None,
 ) -> Tensor:
     """The scales of given codes with which the error of the output is least; none becomes 0 or less.
 
@@ -27,25 +29,33 @@ def code_scales(
         scale_index: index of the scale of every weight.
         error: of the layer's output, with the Gram matrix of all columns.
         block: number of consecutive columns that share a scale.
+        half_gradient: of the present weights, if it is known; changed in place to that of the result.
+        product: of the float weights with the Gram matrix, if it is known.
 
-    Shape: ``weight``, ``codes`` and ``scale_index`` [groups, outputs, columns]; ``scales`` and result [scales].
+    Shape: ``weight``, ``codes``, ``scale_index``, ``half_gradient`` and ``product`` [groups, outputs, columns];
+    ``scales`` and result [scales].
 
     >>> weight, codes, x = torch.tensor([[[1.0, 2.2]]]), torch.tensor([[[1.0, 2.0]]]), torch.eye(2)
     >>> code_scales(weight, codes, torch.ones(1), torch.zeros(1, 1, 2).long(), OutputError(x[None, None]), block=2)
     tensor([1.0800])
     """
     gram, found = error.gram[:, 0], scales.to(weight.dtype, copy=True)
-    half_gradient = error.half_gradient((weight - codes * found[scale_index])[:, None])[:, 0]
+    if half_gradient is None:
+        half_gradient = error.half_gradient((weight - codes * found[scale_index])[:, None])[:, 0]
     for begin in range(0, weight.shape[2], block):
         columns = slice(begin, begin + block)
         index, code = scale_index[..., begin].flatten(), codes[..., columns]
-        product = code @ gram[:, columns]
+        if product is not None and block == weight.shape[2]:
+            term = half_gradient if error.linear is None else half_gradient - error.linear[:, 0]
+            moving = (product - term) / found[scale_index[..., :1]]
+        else:
+            moving = code @ gram[:, columns]
         gain, curvature = (
             torch.zeros_like(found).index_add_(0, index, (code * factor).sum(-1).flatten())
-            for factor in (half_gradient[..., columns], product[..., columns])
+            for factor in (half_gradient[..., columns], moving[..., columns])
         )
         moved = (found + torch.where(curvature > 0, gain / curvature, 0.0)).to(scales.dtype).to(found.dtype)
         moved = torch.where((moved > 0) & moved.isfinite() & (curvature > 0), moved, found)
-        half_gradient -= product * (moved - found)[index].reshape(*code.shape[:2], 1)
+        half_gradient -= moving * (moved - found)[index].reshape(*code.shape[:2], 1)
         found = moved
     return found.to(scales.dtype)

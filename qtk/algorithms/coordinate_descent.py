@@ -21,7 +21,8 @@ MARGIN = 1e-3
 
 
 def coordinate_descent(
-    weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, *, passes: int = 10, columns_at_once: int = 128
+    weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, *, passes: int = 10,
+    columns_at_once: int = 128, half_gradient: Tensor | None = None,
 ) -> Tensor:
     """The weights, each on its grid; no pass raises the error of an output.
 
@@ -33,9 +34,13 @@ def coordinate_descent(
         passes: over all columns, at most; an output is settled after a pass that gains nothing.
         columns_at_once: columns whose changes are propagated to the rest together; does not change the result.
 
-    Shape: ``weight``, ``start``, ``grid`` and result [groups, outputs, columns].
+        half_gradient: of ``start``, if it is known; changed in place to that of the result.
+
+    Shape: ``weight``, ``start``, ``grid``, ``half_gradient`` and result [groups, outputs, columns].
     """
-    descent = _Descent.begin(weight, start.to(weight.dtype), grid, error)
+    if half_gradient is None:
+        half_gradient = error.half_gradient((weight - start)[:, None])[:, 0]
+    descent = _Descent.begin(weight, start.to(weight.dtype), grid, error, half_gradient)
     best, outputs = start.clone(), torch.arange(weight.shape[1], device=weight.device)
     for _ in range(passes):
         before = descent.error()
@@ -47,7 +52,8 @@ def coordinate_descent(
         if bool(settled.any()):
             going_on = (~settled).nonzero().flatten()
             descent, outputs, is_lower = descent.of_outputs(going_on), outputs[going_on], is_lower[:, going_on]
-        best[:, outputs] = torch.where(is_lower[..., None], descent.rounded.permute(1, 2, 0), best[:, outputs])
+        for kept, found in ((best, descent.rounded), (half_gradient, descent.half_gradient)):
+            kept[:, outputs] = torch.where(is_lower[..., None], found.permute(1, 2, 0), kept[:, outputs])
     return best
 
 
@@ -68,19 +74,14 @@ class _Descent:
     half_gradient: Tensor
 
     @classmethod
-    def begin(cls, weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError) -> _Descent:
+    def begin(
+        cls, weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, half_gradient: Tensor
+    ) -> _Descent:
         diagonal = error.gram[:, 0].diagonal(dim1=-2, dim2=-1)
         step = torch.where(diagonal > 0, (1 - MARGIN) / diagonal, 0.0).mT[..., None]
-        linear, rounded, change, half_gradient = (
-            None if values is None else values.permute(2, 0, 1).contiguous() for values in (
-                None if error.linear is None else error.linear[:, 0], start, weight - start,
-                error.half_gradient((weight - start)[:, None])[:, 0],
-            )
-        )
-        assert rounded is not None
-        assert change is not None
-        assert half_gradient is not None
-        return cls(error.gram[:, 0], step, grid.by_column(), linear, rounded, change, half_gradient)
+        linear = None if error.linear is None else _by_column(error.linear[:, 0])
+        return cls(error.gram[:, 0], step, grid.by_column(), linear, *map(_by_column, (start, weight - start,
+                                                                                     half_gradient)))
 
     def error(self) -> Tensor:
         """Of each output, without its constant. Shape: [groups, outputs]."""
@@ -114,3 +115,8 @@ class _Descent:
             self, grid=self.grid[:, :, outputs], linear=None if self.linear is None else self.linear[..., outputs],
             rounded=rounded, change=change, half_gradient=half_gradient,
         )
+
+
+def _by_column(values: Tensor) -> Tensor:
+    """A copy. Shape: [groups, outputs, columns]; result [columns, groups, outputs]."""
+    return values.permute(2, 0, 1).clone(memory_format=torch.contiguous_format)

@@ -63,19 +63,32 @@ class CoordinateDescent:
         start = state if state.is_rounded else Gptq().apply(state)
         weight, encoding = state.to_gemm(state.float_weight), start.encoding
         rounded = state.to_gemm(start.simulated_weight())
+        half_gradient, product = state.error.half_gradient((weight - rounded)[:, None])[:, 0], None
+        if self.scales:
+            product = weight @ state.error.gram[:, 0]
         for _ in range(self.passes):
             present, present_encoding = rounded, encoding
             if self.scales:
-                encoding, rounded = _rescaled(start, encoding, rounded)
+                encoding, rounded = _rescaled(start, encoding, rounded, half_gradient, product)
             grid = replace(start, encoding=encoding).grid()
-            rounded = coordinate_descent(weight, rounded, grid, state.error, passes=1)
+            rounded = coordinate_descent(weight, rounded, grid, state.error, passes=1, half_gradient=half_gradient)
             if torch.equal(rounded, present) and encoding.equals(present_encoding):
                 break
         return start.updated(weight=rounded, encoding=encoding)
 
 
-def _rescaled(state: LayerState, encoding: Encoding, rounded: Tensor) -> tuple[Encoding, Tensor]:
-    """The encoding with the best scales for the present codes, and the weights of these codes."""
+def _rescaled(
+    state: LayerState, encoding: Encoding, rounded: Tensor, half_gradient: Tensor, product: Tensor | None
+) -> tuple[Encoding, Tensor]:
+    """The encoding with the best scales for the present codes, and the weights of these codes.
+
+    Args:
+        state: of the layer.
+        encoding: the present one.
+        rounded: the present weights.
+        half_gradient: of the present weights; becomes that of the result.
+        product: of the float weights with the Gram matrix.
+    """
     scale_index = state.scale_index()
     block = columns_per_scale(scale_index)
     if encoding.spec.scale_format is not None or block is None:
@@ -84,7 +97,8 @@ def _rescaled(state: LayerState, encoding: Encoding, rounded: Tensor) -> tuple[E
     if not isinstance(encoding.spec.dtype, FloatDtype):
         codes = codes.round()
     scales = code_scales(
-        state.to_gemm(state.float_weight), codes, encoding.scale.flatten(), scale_index, state.error, block=block
+        state.to_gemm(state.float_weight), codes, encoding.scale.flatten(), scale_index, state.error, block=block,
+        half_gradient=half_gradient, product=product,
     )
     changed = replace(encoding, scale=scales.reshape(encoding.scale.shape))
     grid = replace(state, encoding=changed).grid()

@@ -70,3 +70,24 @@ def test_codes_that_are_all_zero_or_want_a_negative_scale_keep_theirs():
     assert found.dtype == torch.float32
     assert found[0] == found[5] == present[0]
     assert bool((found[1:5] != present[1:5]).all())
+
+
+@pytest.mark.parametrize("shared", ["output", "tensor", "block"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_is_known_before_is_known_after(shared, linear):
+    weight, _, _, error = layer(linear=linear)
+    block = 4 if shared == "block" else WIDTH
+    index = torch.zeros_like(weight, dtype=torch.int64) + torch.arange(WIDTH // block).repeat_interleave(block)
+    if shared != "tensor":
+        index = index + WIDTH // block * torch.arange(GROUPS * OUTPUTS).reshape(GROUPS, OUTPUTS, 1)
+    scales, codes = torch.rand(int(index.max()) + 1).double() + 0.3, (weight / 0.4).round()
+
+    def half_gradient(scales):
+        return error.half_gradient((weight - codes * scales[index])[:, None])[:, 0]
+
+    known = half_gradient(scales)
+    found = code_scales(weight, codes, scales, index, error, block=block, half_gradient=known,
+                        product=weight @ error.gram[:, 0])
+    torch.testing.assert_close(found, code_scales(weight, codes, scales, index, error, block=block))
+    assert not torch.allclose(found, scales)
+    torch.testing.assert_close(known, half_gradient(found))

@@ -101,3 +101,29 @@ def test_inputs_never_seen_leave_their_weights():
     found = layer.run(start)
     assert torch.equal(found[..., 3], start[..., 3])
     assert not torch.equal(found, start)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 50])
+@pytest.mark.parametrize("linear", [False, True])
+def test_the_half_gradient_that_is_given_follows(linear, passes):
+    layer = Layer(linear=linear)
+    start = layer.gptq()
+
+    def half_gradient(rounded):
+        return layer.error.half_gradient((layer.weight - rounded)[:, None])[:, 0]
+
+    known = half_gradient(start)
+    found = layer.run(start, passes=passes, half_gradient=known)
+    assert torch.equal(found, layer.run(start, passes=passes))
+    assert not torch.equal(found, start)
+    torch.testing.assert_close(known, half_gradient(found))
+
+
+def test_a_single_output_leaves_its_arguments_as_they_were():
+    layer, one = Layer(groups=1, linear=True), slice(0, 1)
+    grid, error = layer.grid[:, one], layer.error.select(slice(None), one)
+    start = grid.nearest(layer.weight[:, one])
+    kept = start.clone()
+    found = coordinate_descent(layer.weight[:, one], start, grid, error, passes=50)
+    assert not torch.equal(found, kept)
+    assert torch.equal(start, kept)
