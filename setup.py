@@ -17,7 +17,7 @@ COMPILE_ARGS = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-f
 
 
 # The number goes up when Python and C++ must change together; qtk/kernels/backends.py looks for it.
-NATIVE = "_native_4"
+NATIVE = "_native_5"
 
 
 def native() -> dict[str, object]:

@@ -11,19 +11,14 @@ constexpr int64_t STRETCH = 4096;  // elements summed in float before they are a
 constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
 constexpr int DEPTH = 4;           // rows summed in registers before the column sums are written
 
-// Keeps NaN. In this order of operands each line is one instruction.
-INLINE float clamped(float number, float low, float high) {
-  const float raised = low > number ? low : number;
-  return high < raised ? high : raised;
-}
+using qtk::clamped;  // beside those for minifloats
+using qtk::fake_quantized;
+using qtk::nearest_of;
 
 template <class Grid>
 INLINE float clamped(float number, Grid grid) {
   return clamped(number, grid.qmin, grid.qmax);
 }
-
-// Rounds to the quantization grid without clamping.
-INLINE float nearest_of(float steps, float zero, Codes) { return std::nearbyint(steps) + zero; }
 
 // The nearest number of the minifloat. Requires steps so small that 1 / unit does not underflow.
 INLINE float rounded(float steps, SmallFloats grid) {
@@ -34,10 +29,6 @@ INLINE float rounded(float steps, SmallFloats grid) {
 
 INLINE float nearest_of(float steps, float, SmallFloats grid) {
   return rounded(clamped(steps, -1e30f, 1e30f), grid);  // beyond every number of a minifloat
-}
-
-INLINE float fake_quantized(float x, float scale, float zero, Codes grid) {
-  return (clamped(nearest_of(x / scale, zero, grid), grid) - zero) * scale;
 }
 
 // qmin and qmax are on the grid, so that clamping before rounding gives the same result.

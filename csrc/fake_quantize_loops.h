@@ -7,17 +7,13 @@
 
 #include <cstdint>
 
+#include "affine.h"
 #include "simd.h"
 
 namespace qtk {
 
-// The quantization grid at scale 1: integers,
-struct Codes {
-  float qmin;
-  float qmax;
-};
-
-// or the numbers of a minifloat: biased float32 exponent of its smallest normal number, bits of its mantissa.
+// The quantization grid at scale 1 is the integers of `Codes` or the numbers of a minifloat: biased float32 exponent of
+// its smallest normal number, bits of its mantissa.
 struct SmallFloats {
   float qmin;
   float qmax;

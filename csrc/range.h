@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <optional>
 
 #include "fake_quantize_loops.h"
@@ -29,11 +28,9 @@ class Range {
     TORCH_CHECK_VALUE(!zero_point || zero_point->numel() == scale.numel(), "as many zero points as scales are needed");
     const int64_t count = scale.numel();
     const float* given = given_.const_data_ptr<float>();
-    if (by_column || !std::all_of(given, given + count, [](float size) { return size >= SMALLEST; })) {
+    if (by_column || !std::all_of(given, given + count, [](float size) { return size >= SMALLEST_SCALE; })) {
       acting_.emplace(count);
-      std::transform(given, given + count, acting_->data(), [](float size) {
-        return std::abs(size) < SMALLEST ? SMALLEST : std::abs(size);
-      });
+      std::transform(given, given + count, acting_->data(), effective_scale);
     }
     scale_ = acting_ ? acting_->data() : given;
     if (!zero_point) {
@@ -60,7 +57,7 @@ class Range {
     const float* given = given_.const_data_ptr<float>() + index;
     for (int64_t i = 0; gradient.of_scale != nullptr && i < n; ++i) {
       const double sum = given[i] < 0 ? -sums.of_scale[i] : sums.of_scale[i];
-      gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST ? 0.0f : static_cast<float>(sum);
+      gradient.of_scale[index + i] = std::abs(given[i]) < SMALLEST_SCALE ? 0.0f : static_cast<float>(sum);
     }
     for (int64_t i = 0; gradient.of_zero_point != nullptr && i < n; ++i) {
       gradient.of_zero_point[index + i] = static_cast<float>(-sums.clipped[i] * scale_[index + i]);
@@ -68,7 +65,6 @@ class Range {
   }
 
  private:
-  static constexpr float SMALLEST = std::numeric_limits<float>::min();
   at::Tensor given_;
   std::optional<Lines<float>> acting_;
   const float* scale_;

@@ -90,26 +90,20 @@ class _Descent:
 
     def run_pass(self, columns_at_once: int) -> None:
         """Moves every weight once."""
-        grids = self.grid.unbind()
         for begin in range(0, len(self.change), columns_at_once):
-            end = min(begin + columns_at_once, len(self.change))
-            moves = torch.empty_like(self.change[begin:end])  # of the change d
-            moves_by_group = moves.transpose(0, 1)
-            for index in range(begin, end):
-                row, present = self.gram[:, index, None, begin:index], self.rounded[index]
-                half_gradient = torch.baddbmm(
-                    self.half_gradient[index, :, None], row, moves_by_group[:, : index - begin]
-                )[:, 0]
-                best = grids[index].nearest(torch.addcmul(present, half_gradient, self.step[index]))
-                torch.sub(present, best, out=moves[index - begin])
-                present.copy_(best)
-            self.change[begin:end] += moves
-            self.half_gradient.transpose(0, 1).baddbmm_(self.gram[:, :, begin:end], moves_by_group)
+            block = slice(begin, begin + columns_at_once)
+            rounded, step = self.rounded[block], self.step[block]
+            moves = rounded.clone()  # becomes that of the change d
+            rounded.addcmul_(self.half_gradient[block], step)
+            feedback = self.gram[:, block, block] * step.transpose(0, 1)
+            self.grid[block].round_with_feedback_(rounded, moves, feedback, backwards=False)
+            self.change[block] += moves
+            self.half_gradient.transpose(0, 1).baddbmm_(self.gram[:, :, block], moves.transpose(0, 1))
 
     def of_outputs(self, outputs: Tensor) -> _Descent:
         """The descent of some outputs alone."""
         rounded, change, half_gradient = (
-            values[..., outputs] for values in (self.rounded, self.change, self.half_gradient)
+            values.index_select(-1, outputs) for values in (self.rounded, self.change, self.half_gradient)
         )
         return replace(
             self, grid=self.grid[:, :, outputs], linear=None if self.linear is None else self.linear[..., outputs],

@@ -48,26 +48,21 @@ def gptq(
     factor = _factor(hessian[groups, order].gather(2, order[:, None].expand_as(hessian)), damping).to(weight.dtype)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     index = order.mT, groups.mT  # from [columns, groups, outputs], the layout of all that follows
-    change = weight.permute(2, 0, 1).contiguous()[index]
+    change = weight.permute(2, 0, 1).contiguous()[index].contiguous()
     target = change.clone()
     if linear is not None:
         ordered = linear.to(weight.dtype).permute(2, 0, 1).contiguous()[index]
         solved = torch.linalg.solve_triangular(factor.mT, ordered.permute(1, 2, 0), upper=True, left=False)
         target += (solved / diagonal[:, None]).permute(2, 0, 1)
     propagation = (factor / diagonal[:, None]).mT.contiguous()  # L_ji / L_ii in row i
-    grids, targets, changes_of = grid.by_column(*index).unbind(), target.unbind(), change.unbind()
-    found: list[Tensor] = []  # from the last column to the first
+    grid = grid.by_column(*index)
     for end in range(len(change), 0, -columns_at_once):
         begin = max(0, end - columns_at_once)
-        changes, rows = change[begin:end].transpose(0, 1), propagation[:, begin:end, None, begin:end].unbind(1)
-        for column in range(end - 1, begin - 1, -1):
-            later = slice(column + 1 - begin, None)
-            targets[column][:, None].baddbmm_(rows[column - begin][..., later], changes[:, later])
-            found.append(grids[column].nearest(targets[column]))
-            changes_of[column].sub_(found[-1])
-        target[:begin].transpose(0, 1).baddbmm_(propagation[:, :begin, begin:end], changes)
-    result = torch.empty_like(change)
-    result[index] = torch.stack(found[::-1])
+        block = slice(begin, end)
+        grid[block].round_with_feedback_(target[block], change[block], propagation[:, block, block], backwards=True)
+        target[:begin].transpose(0, 1).baddbmm_(propagation[:, :begin, block], change[block].transpose(0, 1))
+    result = torch.empty_like(target)
+    result[index] = target
     return result.permute(1, 2, 0).contiguous()
 
 

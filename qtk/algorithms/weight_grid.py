@@ -9,8 +9,10 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
+from qtk.numerics import feedback_rounding
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
+from qtk.ops.feedback_rounding import round_with_feedback_
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,27 @@ class WeightGrid:
             )
         return rounded.to(weight.dtype)
 
-    def __getitem__(self, index: int | Tensor | tuple[slice | Tensor | int | None, ...]) -> WeightGrid:
+    def round_with_feedback_(self, target: Tensor, change: Tensor, feedback: Tensor, *, backwards: bool) -> None:
+        """Rounds ``target`` row after row, each with the errors of those before it: ``qtk.numerics.feedback_rounding``.
+
+        Args:
+            target: becomes the grid points.
+            change: becomes its difference from the grid points, which is fed back.
+            feedback: factors of the differences; of each row only what belongs to the rows before it is read.
+            backwards: whether the last row is the first to be rounded.
+
+        Shape: ``target``, ``change`` and ``scale`` [rows, groups, columns]; ``feedback`` [groups, rows, rows].
+        """
+        if not isinstance(self.spec.dtype, FloatDtype):
+            codes = int(self.spec.qmin), int(self.spec.qmax)
+            round_with_feedback_(target, change, feedback, self.scale, self.zero_point, *codes, backwards=backwards)
+            return
+        grids = self.unbind()
+        feedback_rounding.round_with_feedback_(
+            target, change, feedback, lambda x, row: grids[row].nearest(x), backwards=backwards
+        )
+
+    def __getitem__(self, index: int | slice | Tensor | tuple[slice | Tensor | int | None, ...]) -> WeightGrid:
         """The grid of a selection of the weights."""
         zero_point = None if self.zero_point is None else self.zero_point[index].contiguous()
         return WeightGrid(self.spec, self.scale[index].contiguous(), zero_point)

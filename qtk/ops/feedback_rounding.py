@@ -1,0 +1,63 @@
+"""``qtk::round_with_feedback_``: rows rounded one after the other, each with the errors of those before it.
+
+Formula in ``qtk.numerics.feedback_rounding``; each number has a scale of its own. It carries no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtk.kernels.backends import load_native
+from qtk.numerics import feedback_rounding as reference
+from qtk.ops.fake_quantize import fake_quantize
+
+if load_native() is not None:
+    torch.library.define(
+        "qtk::round_with_feedback_",
+        "(Tensor(a!) target, Tensor(b!) change, Tensor feedback, Tensor scale, Tensor? zero_point, int qmin, int qmax, "
+        "bool backwards) -> ()",
+    )
+
+
+def _reference(
+    target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
+    backwards: bool,
+) -> None:
+    def nearest(x: Tensor, row: int) -> Tensor:
+        zero = None if zero_point is None else zero_point[row]
+        return fake_quantize(x.to(torch.float32), scale[row], zero, (1, 1), qmin, qmax)
+
+    reference.round_with_feedback_(target, change, feedback, nearest, backwards=backwards)
+
+
+torch.library.impl("qtk::round_with_feedback_", "CompositeExplicitAutograd", _reference)
+torch.library.register_fake("qtk::round_with_feedback_", lambda *arguments: None)
+
+
+def round_with_feedback_(
+    target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
+    *, backwards: bool,
+) -> None:
+    """Rounds ``target`` to its grid in place, and takes the result from ``change``.
+
+    Args:
+        target: numbers to round; becomes their grid points.
+        change: numbers; becomes their differences from the grid points, which are fed back.
+        feedback: factors of the differences; of each row only what belongs to the rows before it is read.
+        scale: of every number.
+        zero_point: of every number; ``None``: 0.
+        qmin: the least code.
+        qmax: the largest one.
+        backwards: whether the last row is the first to be rounded.
+
+    Shape: ``target`` and ``change``, of one dtype, without gaps, float32 ``scale`` and int32 ``zero_point`` [rows,
+    groups, columns]; ``feedback`` [groups, rows, rows].
+
+    >>> target = torch.tensor([0.4, 0.4]).reshape(2, 1, 1)
+    >>> ones = torch.ones(2, 1, 1)
+    >>> round_with_feedback_(target, target.clone(), torch.ones(1, 2, 2), ones, None, -8, 7, backwards=False)
+    >>> target.flatten()
+    tensor([0., 1.])
+    """
+    torch.ops.qtk.round_with_feedback_.default(target, change, feedback, scale, zero_point, qmin, qmax, backwards)
