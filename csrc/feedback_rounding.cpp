@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 
 #include "elements.h"
@@ -15,41 +16,49 @@ namespace qtk {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 template <class Real>
-void round_rows(
+void round_columns(
     const Tensor& target, const Tensor& change, const Tensor& feedback, const Tensor& scale,
-    const std::optional<Tensor>& zero_point, Codes grid, bool backwards) {
-  const int64_t count = target.size(0), groups = target.size(1), columns = target.size(2);
-  const int64_t strips = (columns + STRIP - 1) / STRIP, work = std::max<int64_t>(count * count * STRIP / 2, 1);
+    const OptionalTensor& zero_point, Codes grid, bool backwards) {
+  const int64_t groups = target.size(0), rows = target.size(1), columns = target.size(2);
+  const int64_t strips = (rows + STRIP - 1) / STRIP, work = std::max<int64_t>(columns * columns * STRIP / 2, 1);
   at::parallel_for(0, groups * strips, std::max<int64_t>(GRAIN / work, 1), [&](int64_t begin, int64_t end) {
-    Lines<Real> changes(count * STRIP);
+    Lines<Real> space(2 * columns * STRIP);
     for (int64_t index = begin; index < end; ++index) {
-      const int64_t group = index / strips, first = index % strips * STRIP, at = group * columns + first;
-      const Rows<Real> rows{
-          target.mutable_data_ptr<Real>() + at, change.mutable_data_ptr<Real>() + at,
-          feedback.const_data_ptr<Real>() + group * count * count, scale.const_data_ptr<float>() + at,
-          zero_point ? zero_point->const_data_ptr<int32_t>() + at : nullptr, count, groups * columns, backwards};
-      round_strip(rows, std::min(STRIP, columns - first), grid, changes.data());
+      const int64_t group = index / strips, row = index % strips * STRIP;
+      const auto offset = [&](const Tensor& of) { return group * of.stride(0) + row * of.stride(1); };
+      const Strip<Real> strip{
+          target.mutable_data_ptr<Real>() + offset(target),
+          change.mutable_data_ptr<Real>() + offset(change),
+          feedback.const_data_ptr<Real>() + group * columns * columns,
+          scale.const_data_ptr<float>() + offset(scale),
+          zero_point ? zero_point->const_data_ptr<int32_t>() + offset(*zero_point) : nullptr,
+          std::min(STRIP, rows - row), columns, target.stride(1), change.stride(1), scale.stride(1), backwards};
+      round_strip(strip, grid, space.data());
     }
   });
 }
 
 void round_with_feedback_cpu(
-    Tensor& target, Tensor& change, const Tensor& feedback, const Tensor& scale,
-    const std::optional<Tensor>& zero_point, int64_t qmin, int64_t qmax, bool backwards) {
+    Tensor& target, Tensor& change, const Tensor& feedback, const Tensor& scale, const OptionalTensor& zero_point,
+    int64_t qmin, int64_t qmax, bool backwards) {
+  const auto fits = [&](const Tensor& other) { return other.dim() == 3 && other.sizes() == target.sizes(); };
   TORCH_CHECK_VALUE(
-      target.is_contiguous() && change.is_contiguous() && target.sizes() == change.sizes() &&
-          target.sizes() == scale.sizes() && (!zero_point || target.sizes() == zero_point->sizes()),
-      "target, change, scale and zero point must have one shape, and the first two no gaps");
+      fits(target) && fits(change) && fits(scale) && (!zero_point || fits(*zero_point)),
+      "target, change, scale and zero point must have one shape of three axes");
+  TORCH_CHECK_VALUE(target.stride(2) == 1 && change.stride(2) == 1, "target and change must be rows without gaps");
+  const std::array square{target.size(0), target.size(2), target.size(2)};
   TORCH_CHECK_VALUE(
-      feedback.sizes() == at::IntArrayRef({target.size(1), target.size(0), target.size(0)}),
-      "feedback of shape ", feedback.sizes(), " is not [groups, rows, rows]");
+      feedback.sizes() == at::IntArrayRef(square), "feedback of shape ", feedback.sizes(), " is not ",
+      at::IntArrayRef(square));
   const Codes grid{static_cast<float>(qmin), static_cast<float>(qmax)};
-  const Tensor factors = feedback.contiguous(), steps = scale.contiguous();
-  const auto zeros = zero_point ? std::optional(zero_point->contiguous()) : std::nullopt;
-  target.scalar_type() == at::kDouble ? round_rows<double>(target, change, factors, steps, zeros, grid, backwards)
-                                      : round_rows<float>(target, change, factors, steps, zeros, grid, backwards);
+  const bool is_view = scale.stride(2) == 1 && (!zero_point || zero_point->strides() == scale.strides());
+  const Tensor factors = feedback.contiguous(), steps = is_view ? scale : scale.contiguous();
+  const auto zeros = !zero_point || is_view ? zero_point : OptionalTensor(zero_point->contiguous());
+  target.scalar_type() == at::kDouble ? round_columns<double>(target, change, factors, steps, zeros, grid, backwards)
+                                      : round_columns<float>(target, change, factors, steps, zeros, grid, backwards);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The inner loop that rounds rows one after the other, each with the errors of those before it.
+// The inner loop that rounds the columns of a matrix one after the other, each with the errors of those before it.
 #pragma once
 
 #include <cstdint>
@@ -7,22 +7,23 @@
 
 namespace qtk {
 
-constexpr int64_t STRIP = 32;  // columns rounded at a time
+constexpr int64_t STRIP = 32;  // rows rounded at a time
 
-// Row i of a column is at [i * stride]. `feedback` is [rows, rows].
+// `rows` ≤ STRIP rows of the matrices, whose row i begins at [i * stride]; `feedback` is [columns, columns].
 template <class Real>
-struct Rows {
+struct Strip {
   Real* target;
   Real* change;
   const Real* feedback;
   const float* scale;
   const int32_t* zero;  // or null: all zero points are 0
-  int64_t count, stride;
+  int64_t rows, columns;
+  int64_t target_stride, change_stride, grid_stride;
   bool backwards;
 };
 
-// Rounds `columns` ≤ STRIP neighbouring columns; there is room for rows * STRIP changes.
-void round_strip(Rows<float> rows, int64_t columns, Codes grid, float* changes);
-void round_strip(Rows<double> rows, int64_t columns, Codes grid, double* changes);
+// `space` holds 2 * columns * STRIP numbers.
+void round_strip(const Strip<float>& strip, Codes grid, float* space);
+void round_strip(const Strip<double>& strip, Codes grid, double* space);
 
 }  // namespace qtk

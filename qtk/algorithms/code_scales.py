@@ -17,35 +17,33 @@ from qtk.algorithms.output_error import OutputError
 
 
 def code_scales(
-    weight: Tensor, codes: Tensor, scales: Tensor, scale_index: Tensor, error: OutputError, *, block: int,
-    half_gradient: Tensor | None = None, product: Tensor | None = None,
+    codes: Tensor, scales: Tensor, scale_index: Tensor, error: OutputError, half_gradient: Tensor, *, block: int,
+    product: Tensor | None = None,
 ) -> Tensor:
     """The scales of given codes with which the error of the output is least; none becomes 0 or less.
 
     Args:
-        weight: float weights, in the dtype to compute in.
-        codes: less their zero points.
+        codes: less their zero points, in the dtype to compute in.
         scales: the present scales.
         scale_index: index of the scale of every weight.
         error: of the layer's output, with the Gram matrix of all columns.
+        half_gradient: of the error with the present scales; becomes that with the result.
         block: number of consecutive columns that share a scale.
-        half_gradient: of the present weights, if it is known; changed in place to that of the result.
         product: of the float weights with the Gram matrix, if it is known.
 
-    Shape: ``weight``, ``codes``, ``scale_index``, ``half_gradient`` and ``product`` [groups, outputs, columns];
-    ``scales`` and result [scales].
+    Shape: ``codes``, ``scale_index``, ``half_gradient`` and ``product`` [groups, outputs, columns]; ``scales`` and
+    result [scales].
 
-    >>> weight, codes, x = torch.tensor([[[1.0, 2.2]]]), torch.tensor([[[1.0, 2.0]]]), torch.eye(2)
-    >>> code_scales(weight, codes, torch.ones(1), torch.zeros(1, 1, 2).long(), OutputError(x[None, None]), block=2)
+    >>> weight, codes, error = torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0]), OutputError(torch.eye(2)[None, None])
+    >>> half_gradient = (weight - codes)[None, None]
+    >>> code_scales(codes[None, None], torch.ones(1), torch.zeros(1, 1, 2).long(), error, half_gradient, block=2)
     tensor([1.0800])
     """
-    gram, found = error.gram[:, 0], scales.to(weight.dtype, copy=True)
-    if half_gradient is None:
-        half_gradient = error.half_gradient((weight - codes * found[scale_index])[:, None])[:, 0]
-    for begin in range(0, weight.shape[2], block):
+    gram, found = error.gram[:, 0], scales.to(codes.dtype, copy=True)
+    for begin in range(0, codes.shape[2], block):
         columns = slice(begin, begin + block)
         index, code = scale_index[..., begin].flatten(), codes[..., columns]
-        if product is not None and block == weight.shape[2]:
+        if product is not None and block == codes.shape[2]:
             term = half_gradient if error.linear is None else half_gradient - error.linear[:, 0]
             moving = (product - term) / found[scale_index[..., :1]]
         else:

@@ -44,26 +44,22 @@ def gptq(
     Raises: CalibrationError if the damped Hessian is not positive definite.
     """
     order = _column_order(hessian, act_order)
-    groups = torch.arange(len(order), device=order.device)[:, None]
-    factor = _factor(hessian[groups, order].gather(2, order[:, None].expand_as(hessian)), damping).to(weight.dtype)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    index = order.mT, groups.mT  # from [columns, groups, outputs], the layout of all that follows
-    change = weight.permute(2, 0, 1).contiguous()[index].contiguous()
+    index = order[:, None].expand(weight.shape)
+    factor = _factor(_in_order(hessian, order), damping).to(weight.dtype)
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None]
+    change = weight.gather(2, index)
     target = change.clone()
     if linear is not None:
-        ordered = linear.to(weight.dtype).permute(2, 0, 1).contiguous()[index]
-        solved = torch.linalg.solve_triangular(factor.mT, ordered.permute(1, 2, 0), upper=True, left=False)
-        target += (solved / diagonal[:, None]).permute(2, 0, 1)
-    propagation = (factor / diagonal[:, None]).mT.contiguous()  # L_ji / L_ii in row i
-    grid = grid.by_column(*index)
-    for end in range(len(change), 0, -columns_at_once):
-        begin = max(0, end - columns_at_once)
-        block = slice(begin, end)
-        grid[block].round_with_feedback_(target[block], change[block], propagation[:, block, block], backwards=True)
-        target[:begin].transpose(0, 1).baddbmm_(propagation[:, :begin, block], change[block].transpose(0, 1))
-    result = torch.empty_like(target)
-    result[index] = target
-    return result.permute(1, 2, 0).contiguous()
+        ordered = linear.to(weight.dtype).gather(2, index)
+        target += torch.linalg.solve_triangular(factor.mT, ordered, upper=True, left=False) / diagonal
+    propagation = (factor / diagonal).mT  # L_ji / L_ii in row i
+    grid = grid.in_order(order)
+    for end in range(order.shape[1], 0, -columns_at_once):
+        block = slice(max(0, end - columns_at_once), end)
+        target_block, change_block, rest = target[..., block], change[..., block], target[..., : block.start]
+        grid[..., block].round_with_feedback_(target_block, change_block, propagation[:, block, block], backwards=True)
+        rest.baddbmm_(change_block, propagation[:, : block.start, block].mT)
+    return torch.empty_like(target).scatter_(2, index, target)
 
 
 def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
@@ -74,18 +70,23 @@ def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
     return torch.arange(diagonal.shape[1], device=hessian.device).flip(0).expand(diagonal.shape)
 
 
+def _in_order(matrix: Tensor, order: Tensor) -> Tensor:
+    """A copy with its rows and columns in another order. Shape: as ``matrix``, [groups, columns, columns]."""
+    return torch.stack([
+        each.index_select(0, columns).index_select(1, columns) for each, columns in zip(matrix, order, strict=True)
+    ])
+
+
 def _factor(hessian: Tensor, damping: float) -> Tensor:
-    """L, lower triangular, with ``L Lᵀ = H`` for the damped H.
+    """L, lower triangular, with ``L Lᵀ = H`` for the damped H, which ``hessian`` becomes.
 
     Columns whose inputs are all zero get a diagonal of 1, so that there is one.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    damped = hessian.clone()
-    added = torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
-    damped.diagonal(dim1=-2, dim2=-1).add_(added)
-    factor, failed = cholesky(damped)
-    if bool(failed.any()) and damped.dtype != torch.float64:
-        factor, failed = cholesky(damped.to(torch.float64))
+    diagonal += torch.where(diagonal == 0, 1.0, 0.0) + damping * diagonal.mean(-1, keepdim=True)
+    factor, failed = cholesky(hessian)
+    if bool(failed.any()) and hessian.dtype != torch.float64:
+        factor, failed = cholesky(hessian.to(torch.float64))
     if bool(failed.any()):
         raise CalibrationError(f"the inputs of this layer are too alike for a damping of {damping}: its Hessian has no "
                                "inverse; use more data or a larger damping")

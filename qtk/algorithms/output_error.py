@@ -72,7 +72,7 @@ class OutputError:
         diagonal = tiles.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).contiguous()  # diagonal puts its axis last
         return OutputError(diagonal, None if self.linear is None else in_blocks(self.linear[:, 0], blocks))
 
-    def select(self, blocks: slice, outputs: slice) -> OutputError:
+    def select(self, blocks: slice, outputs: slice | Tensor) -> OutputError:
         """The error of some blocks and outputs alone."""
         return OutputError(self.gram[:, blocks], None if self.linear is None else self.linear[:, blocks, outputs])
 

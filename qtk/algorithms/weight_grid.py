@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from qtk.numerics import feedback_rounding
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.feedback_rounding import round_with_feedback_
+
+Index = int | slice | Tensor | EllipsisType | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,44 +47,31 @@ class WeightGrid:
         return rounded.to(weight.dtype)
 
     def round_with_feedback_(self, target: Tensor, change: Tensor, feedback: Tensor, *, backwards: bool) -> None:
-        """Rounds ``target`` row after row, each with the errors of those before it: ``qtk.numerics.feedback_rounding``.
+        """Rounds ``target`` column after column, each with the errors of those before: ``numerics.feedback_rounding``.
 
         Args:
             target: becomes the grid points.
             change: becomes its difference from the grid points, which is fed back.
-            feedback: factors of the differences; of each row only what belongs to the rows before it is read.
-            backwards: whether the last row is the first to be rounded.
+            feedback: factors of the differences; of row i only what belongs to the columns before i is read.
+            backwards: whether the last column is the first to be rounded.
 
-        Shape: ``target``, ``change`` and ``scale`` [rows, groups, columns]; ``feedback`` [groups, rows, rows].
+        Shape: ``target``, ``change`` and ``scale`` [groups, outputs, columns]; ``feedback`` [groups, columns, columns].
         """
         if not isinstance(self.spec.dtype, FloatDtype):
             codes = int(self.spec.qmin), int(self.spec.qmax)
             round_with_feedback_(target, change, feedback, self.scale, self.zero_point, *codes, backwards=backwards)
             return
-        grids = self.unbind()
+        grids = [self[..., column] for column in range(target.shape[2])]
         feedback_rounding.round_with_feedback_(
-            target, change, feedback, lambda x, row: grids[row].nearest(x), backwards=backwards
+            target, change, feedback, lambda x, column: grids[column].nearest(x), backwards=backwards
         )
 
-    def __getitem__(self, index: int | slice | Tensor | tuple[slice | Tensor | int | None, ...]) -> WeightGrid:
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> WeightGrid:
         """The grid of a selection of the weights."""
-        zero_point = None if self.zero_point is None else self.zero_point[index].contiguous()
-        return WeightGrid(self.spec, self.scale[index].contiguous(), zero_point)
+        return WeightGrid(self.spec, self.scale[index], None if self.zero_point is None else self.zero_point[index])
 
-    def by_column(self, column: Tensor | slice = slice(None), group: Tensor | slice = slice(None)) -> WeightGrid:
-        """The grid with its columns first, and a selection of them.
-
-        Shape: ``scale`` before [groups, outputs, columns], then [columns, groups, outputs].
-        """
-        scale, zero_point = (
-            None if values is None else values.permute(2, 0, 1).contiguous()[column, group]
-            for values in (self.scale, self.zero_point)
-        )
-        assert scale is not None
-        return WeightGrid(self.spec, scale, zero_point)
-
-    def unbind(self) -> list[WeightGrid]:
-        """The grids along the first axis."""
-        count = len(self.scale)
-        zero_points = [None] * count if self.zero_point is None else self.zero_point.unbind()
-        return [WeightGrid(self.spec, *each) for each in zip(self.scale.unbind(), zero_points, strict=True)]
+    def in_order(self, order: Tensor) -> WeightGrid:
+        """The grid with its columns in another order. Shape: ``order`` int64 [groups, columns]."""
+        index = order[:, None].expand(self.scale.shape)
+        zero_point = None if self.zero_point is None else self.zero_point.gather(2, index)
+        return WeightGrid(self.spec, self.scale.gather(2, index), zero_point)

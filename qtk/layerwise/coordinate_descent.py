@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtk.algorithms.code_scales import code_scales
-from qtk.algorithms.coordinate_descent import coordinate_descent
+from qtk.algorithms.coordinate_descent import Descent
 from qtk.core.bounds import check_count
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
@@ -61,45 +61,43 @@ class CoordinateDescent:
     def apply(self, state: LayerState) -> LayerState:
         """Raises: CalibrationError as GPTQ, if it starts from it."""
         start = state if state.is_rounded else Gptq().apply(state)
-        weight, encoding = state.to_gemm(state.float_weight), start.encoding
-        rounded = state.to_gemm(start.simulated_weight())
-        half_gradient, product = state.error.half_gradient((weight - rounded)[:, None])[:, 0], None
-        if self.scales:
-            product = weight @ state.error.gram[:, 0]
+        weight, rounded = (
+            state.to_gemm(each).contiguous() for each in (state.float_weight, start.simulated_weight())
+        )
+        change = weight - rounded
+        descent = Descent(state.error, change, rounded, state.error.half_gradient(change[:, None])[:, 0])
+        product, encoding = weight @ state.error.gram[:, 0] if self.scales else None, start.encoding
         for _ in range(self.passes):
-            present, present_encoding = rounded, encoding
-            if self.scales:
-                encoding, rounded = _rescaled(start, encoding, rounded, half_gradient, product)
-            grid = replace(start, encoding=encoding).grid()
-            rounded = coordinate_descent(weight, rounded, grid, state.error, passes=1, half_gradient=half_gradient)
-            if torch.equal(rounded, present) and encoding.equals(present_encoding):
+            present = encoding
+            if product is not None:
+                encoding = _rescaled(replace(start, encoding=encoding), descent, weight, product)
+            is_lower = descent.run_pass(replace(start, encoding=encoding).grid())
+            if not bool(is_lower.any()) and encoding.equals(present):
                 break
-        return start.updated(weight=rounded, encoding=encoding)
+        return start.updated(weight=descent.rounded, encoding=encoding)
 
 
-def _rescaled(
-    state: LayerState, encoding: Encoding, rounded: Tensor, half_gradient: Tensor, product: Tensor | None
-) -> tuple[Encoding, Tensor]:
-    """The encoding with the best scales for the present codes, and the weights of these codes.
+def _rescaled(state: LayerState, descent: Descent, weight: Tensor, product: Tensor) -> Encoding:
+    """The encoding with the best scales for the present codes, to which the descent moves.
 
     Args:
-        state: of the layer.
-        encoding: the present one.
-        rounded: the present weights.
-        half_gradient: of the present weights; becomes that of the result.
+        state: with the present encoding.
+        descent: at weights of this encoding.
+        weight: the float weights.
         product: of the float weights with the Gram matrix.
     """
-    scale_index = state.scale_index()
+    encoding, scale_index = state.encoding, state.scale_index()
     block = columns_per_scale(scale_index)
     if encoding.spec.scale_format is not None or block is None:
-        return encoding, rounded
-    codes = rounded / replace(state, encoding=encoding).grid().scale
+        return encoding
+    codes = descent.rounded / state.grid().scale
     if not isinstance(encoding.spec.dtype, FloatDtype):
         codes = codes.round()
     scales = code_scales(
-        state.to_gemm(state.float_weight), codes, encoding.scale.flatten(), scale_index, state.error, block=block,
-        half_gradient=half_gradient, product=product,
+        codes, encoding.scale.flatten(), scale_index, state.error, descent.half_gradient, block=block, product=product
     )
     changed = replace(encoding, scale=scales.reshape(encoding.scale.shape))
     grid = replace(state, encoding=changed).grid()
-    return changed, grid.nearest(codes * grid.scale)
+    descent.rounded.copy_(grid.nearest(codes * grid.scale))
+    torch.sub(weight, descent.rounded, out=descent.change)
+    return changed

@@ -1,4 +1,4 @@
-"""``qtk::round_with_feedback_``: rows rounded one after the other, each with the errors of those before it.
+"""``qtk::round_with_feedback_``: columns rounded one after the other, each with the errors of those before.
 
 Formula in ``qtk.numerics.feedback_rounding``; each number has a scale of its own. It carries no gradient.
 """
@@ -24,9 +24,13 @@ def _reference(
     target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
     backwards: bool,
 ) -> None:
-    def nearest(x: Tensor, row: int) -> Tensor:
-        zero = None if zero_point is None else zero_point[row]
-        return fake_quantize(x.to(torch.float32), scale[row], zero, (1, 1), qmin, qmax)
+    scales, zeros = (
+        None if values is None else values.permute(2, 0, 1).contiguous() for values in (scale, zero_point)
+    )
+
+    def nearest(x: Tensor, column: int) -> Tensor:
+        zero = None if zeros is None else zeros[column]
+        return fake_quantize(x.to(torch.float32), scales[column], zero, (1, 1), qmin, qmax)
 
     reference.round_with_feedback_(target, change, feedback, nearest, backwards=backwards)
 
@@ -39,25 +43,25 @@ def round_with_feedback_(
     target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
     *, backwards: bool,
 ) -> None:
-    """Rounds ``target`` to its grid in place, and takes the result from ``change``.
+    """Rounds ``target`` to its grid in place, column after column.
 
     Args:
         target: numbers to round; becomes their grid points.
         change: numbers; becomes their differences from the grid points, which are fed back.
-        feedback: factors of the differences; of each row only what belongs to the rows before it is read.
+        feedback: factors of the differences; of row i only what belongs to the columns before i is read.
         scale: of every number.
         zero_point: of every number; ``None``: 0.
         qmin: the least code.
         qmax: the largest one.
-        backwards: whether the last row is the first to be rounded.
+        backwards: whether the last column is the first to be rounded.
 
-    Shape: ``target`` and ``change``, of one dtype, without gaps, float32 ``scale`` and int32 ``zero_point`` [rows,
-    groups, columns]; ``feedback`` [groups, rows, rows].
+    Shape: ``target`` and ``change``, of one dtype and with rows without gaps, float32 ``scale`` and int32
+    ``zero_point`` [groups, rows, columns]; ``feedback`` [groups, columns, columns].
 
-    >>> target = torch.tensor([0.4, 0.4]).reshape(2, 1, 1)
-    >>> ones = torch.ones(2, 1, 1)
-    >>> round_with_feedback_(target, target.clone(), torch.ones(1, 2, 2), ones, None, -8, 7, backwards=False)
-    >>> target.flatten()
-    tensor([0., 1.])
+    >>> target = torch.tensor([[[0.4, 0.4]]])
+    >>> scale = torch.ones_like(target)
+    >>> round_with_feedback_(target, target.clone(), torch.ones(1, 2, 2), scale, None, -8, 7, backwards=False)
+    >>> target
+    tensor([[[0., 1.]]])
     """
     torch.ops.qtk.round_with_feedback_.default(target, change, feedback, scale, zero_point, qmin, qmax, backwards)

@@ -18,6 +18,14 @@ def layer(*, linear):
     return weight, x, original, OutputError((x.mT @ x)[:, None], term)
 
 
+def found_for(weight, codes, scales, index, error, **settings):
+    return code_scales(codes, scales, index, error, half_gradient(weight, codes * scales[index], error), **settings)
+
+
+def half_gradient(weight, rounded, error):
+    return error.half_gradient((weight - rounded)[:, None])[:, 0]
+
+
 def lost(weight, x, original, rounded):
     return (original @ weight.mT - x @ rounded.mT).square().sum(1)
 
@@ -27,7 +35,7 @@ def test_a_scale_of_a_whole_output_is_that_of_least_squares(linear):
     weight, x, original, error = layer(linear=linear)
     codes = (weight / 0.4).round()
     index = torch.arange(GROUPS * OUTPUTS).reshape(GROUPS, OUTPUTS, 1).expand_as(weight)
-    found = code_scales(weight, codes, torch.full((GROUPS * OUTPUTS,), 0.4).double(), index, error, block=WIDTH)
+    found = found_for(weight, codes, torch.full((GROUPS * OUTPUTS,), 0.4).double(), index, error, block=WIDTH)
     for group in range(GROUPS):
         for output in range(OUTPUTS):
             factor, target = x[group] @ codes[group, output], original[group] @ weight[group, output]
@@ -49,7 +57,7 @@ def test_repeated_it_ends_where_no_scale_can_be_better(shared, linear):
     codes = (weight / 0.4).round()
     losses = [lost(weight, x, original, codes * scales[index]).sum()]
     for _ in range(200):
-        scales = code_scales(weight, codes, scales, index, error, block=block)
+        scales = found_for(weight, codes, scales, index, error, block=block)
         losses.append(lost(weight, x, original, codes * scales[index]).sum())
         assert losses[-1] <= losses[-2] * (1 + 1e-12)
     assert losses[1] < 0.99 * losses[0]
@@ -66,7 +74,7 @@ def test_codes_that_are_all_zero_or_want_a_negative_scale_keep_theirs():
     codes = (weight / 0.4).round()
     codes[0, 0], codes[1, 2] = 0, -codes[1, 2]
     present = torch.full((GROUPS * OUTPUTS,), 0.4)
-    found = code_scales(weight, codes, present, index, error, block=WIDTH)
+    found = found_for(weight, codes, present, index, error, block=WIDTH)
     assert found.dtype == torch.float32
     assert found[0] == found[5] == present[0]
     assert bool((found[1:5] != present[1:5]).all())
@@ -82,12 +90,8 @@ def test_what_is_known_before_is_known_after(shared, linear):
         index = index + WIDTH // block * torch.arange(GROUPS * OUTPUTS).reshape(GROUPS, OUTPUTS, 1)
     scales, codes = torch.rand(int(index.max()) + 1).double() + 0.3, (weight / 0.4).round()
 
-    def half_gradient(scales):
-        return error.half_gradient((weight - codes * scales[index])[:, None])[:, 0]
-
-    known = half_gradient(scales)
-    found = code_scales(weight, codes, scales, index, error, block=block, half_gradient=known,
-                        product=weight @ error.gram[:, 0])
-    torch.testing.assert_close(found, code_scales(weight, codes, scales, index, error, block=block))
+    known = half_gradient(weight, codes * scales[index], error)
+    found = code_scales(codes, scales, index, error, known, block=block, product=weight @ error.gram[:, 0])
+    torch.testing.assert_close(found, found_for(weight, codes, scales, index, error, block=block))
     assert not torch.allclose(found, scales)
-    torch.testing.assert_close(known, half_gradient(found))
+    torch.testing.assert_close(known, half_gradient(weight, codes * found[index], error))
