@@ -21,7 +21,7 @@ MARGIN = 1e-3
 
 
 def coordinate_descent(
-    weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, *, passes: int = 10, columns_at_once: int = 128
+    weight: Tensor, start: Tensor, grid: WeightGrid, error: OutputError, *, passes: int = 10
 ) -> Tensor:
     """The weights, each on its grid; no pass raises the error of an output.
 
@@ -31,15 +31,13 @@ def coordinate_descent(
         grid: the grid points of every weight.
         error: of the layer's output, with the Gram matrix of all columns.
         passes: over all columns, at most; an output is settled after a pass that gains nothing.
-        columns_at_once: columns whose changes are propagated to the rest together; does not change the result.
 
     Shape: ``weight``, ``start``, ``grid`` and result [groups, outputs, columns].
     """
-    best = start.to(weight.dtype, copy=True)
-    outputs = torch.arange(weight.shape[1], device=weight.device)
-    descent = Descent(error, weight - best, best.clone(), error.half_gradient((weight - best)[:, None])[:, 0])
+    descent = Descent.begin(weight, start, error)
+    best, outputs = descent.rounded.clone(), torch.arange(weight.shape[1], device=weight.device)
     for _ in range(passes):
-        is_lower = descent.run_pass(grid, columns_at_once)
+        is_lower = descent.run_pass(grid)
         best[:, outputs] = descent.rounded
         going_on = is_lower.any(0)
         if not bool(going_on.any()):
@@ -59,7 +57,7 @@ class Descent:
         rounded: the weights.
         half_gradient: of the error.
 
-    Shape: all but ``error`` [groups, outputs, columns].
+    Shape: all but ``error`` [groups, outputs, columns], without gaps.
     """
 
     error: OutputError
@@ -67,7 +65,20 @@ class Descent:
     rounded: Tensor
     half_gradient: Tensor
 
-    def run_pass(self, grid: WeightGrid, columns_at_once: int = 128) -> Tensor:
+    @classmethod
+    def begin(cls, weight: Tensor, start: Tensor, error: OutputError) -> Descent:
+        """The descent from ``start``, which stays as it is.
+
+        Args:
+            weight: the float weights, in the dtype to compute in.
+            start: rounded weights.
+            error: of the layer's output, with the Gram matrix of all columns.
+        """
+        rounded = start.to(weight.dtype).clone(memory_format=torch.contiguous_format)
+        change = weight.contiguous() - rounded
+        return cls(error, change, rounded, error.half_gradient(change[:, None])[:, 0])
+
+    def run_pass(self, grid: WeightGrid) -> Tensor:
         """Moves every weight once, but leaves the outputs as they were whose error does not fall.
 
         Returns: where it falls. Shape: bool [groups, outputs].
@@ -77,15 +88,7 @@ class Descent:
         step = torch.where(diagonal > 0, (1 - MARGIN) / diagonal, 0.0)
         states = self.change, self.rounded, self.half_gradient
         before, former = self._errors(), [values.clone() for values in states]
-        for begin in range(0, gram.shape[-1], columns_at_once):
-            block = slice(begin, begin + columns_at_once)
-            rounded = self.rounded[..., block]
-            moves = rounded.clone()  # becomes that of the change
-            rounded.addcmul_(self.half_gradient[..., block], step[:, None, block])
-            feedback = gram[:, block, block] * step[:, block, None]
-            grid[..., block].round_with_feedback_(rounded, moves, feedback, backwards=False)
-            self.change[..., block] += moves
-            self.half_gradient.baddbmm_(moves, gram[:, block])
+        grid.descend_(self.rounded, self.change, self.half_gradient, gram, step)
         is_lower = self._errors() < before
         if not bool(is_lower.all()):
             for values, kept in zip(states, former, strict=True):

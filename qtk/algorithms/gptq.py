@@ -46,13 +46,13 @@ def gptq(
     order = _column_order(hessian, act_order)
     index = order[:, None].expand(weight.shape)
     factor = _factor(_in_order(hessian, order), damping).to(weight.dtype)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None]
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None].clone()
     change = weight.gather(2, index)
     target = change.clone()
     if linear is not None:
         ordered = linear.to(weight.dtype).gather(2, index)
         target += torch.linalg.solve_triangular(factor.mT, ordered, upper=True, left=False) / diagonal
-    propagation = (factor / diagonal).mT  # L_ji / L_ii in row i
+    propagation = factor.div_(diagonal).mT  # L_ji / L_ii in row i
     grid = grid.in_order(order)
     for end in range(order.shape[1], 0, -columns_at_once):
         block = slice(max(0, end - columns_at_once), end)
@@ -72,9 +72,10 @@ def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
 
 def _in_order(matrix: Tensor, order: Tensor) -> Tensor:
     """A copy with its rows and columns in another order. Shape: as ``matrix``, [groups, columns, columns]."""
-    return torch.stack([
-        each.index_select(0, columns).index_select(1, columns) for each, columns in zip(matrix, order, strict=True)
-    ])
+    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    for into, each, columns in zip(result, matrix, order, strict=True):
+        torch.index_select(each.index_select(0, columns), 1, columns, out=into)
+    return result
 
 
 def _factor(hessian: Tensor, damping: float) -> Tensor:

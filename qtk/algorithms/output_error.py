@@ -24,6 +24,9 @@ DIRECTIONS = 8
 ITERATIONS = 2
 """Iterations of the subspace iteration that finds the eigenvectors."""
 
+PANEL = 256
+"""Columns of a Gram matrix that are multiplied together."""
+
 
 def in_blocks(matrix: Tensor, blocks: int) -> Tensor:
     """Weights by blocks of columns. Shape: [groups, outputs, columns]; result [groups, blocks, outputs, block]."""
@@ -52,7 +55,7 @@ class OutputError:
 
     def of(self, change: Tensor) -> Tensor:
         """``2 linear·d + dᵀ H d``. Shape: ``change`` d, [groups, blocks, outputs, block]; result without the last."""
-        summand = change @ self.gram
+        summand = _twice_upper(change, self.gram)
         if self.linear is not None:
             summand.add_(self.linear, alpha=2)
         return summand.mul_(change).sum(-1)
@@ -92,6 +95,20 @@ class OutputError:
         directions = basis @ rotation * eigenvalues.clamp(min=0).sqrt()[..., None, :]
         diagonal = (self.gram.diagonal(dim1=-2, dim2=-1) - directions.square().sum(-1)).clamp(min=0)
         return ErrorEstimate(directions, diagonal[:, :, None], self.linear)
+
+
+def _twice_upper(change: Tensor, gram: Tensor) -> Tensor:
+    """A product whose product with ``change`` is ``dᵀ H d``: half of H by panels, twice, since it is symmetric."""
+    columns = gram.shape[-1]
+    if columns <= PANEL:
+        return change @ gram
+    flat, gram = change.flatten(0, 1), gram.flatten(0, 1)
+    result = torch.empty_like(flat)
+    for begin in range(0, columns, PANEL):
+        here, later = slice(begin, begin + PANEL), slice(begin + PANEL, None)
+        product = flat[..., here] @ gram[:, here, here]
+        torch.baddbmm(product, flat[..., later], gram[:, later, here], alpha=2, out=result[..., here])
+    return result.reshape(change.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

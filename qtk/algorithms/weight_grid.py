@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
-from qtk.numerics import feedback_rounding
+from qtk.numerics import coordinate_descent, feedback_rounding
+from qtk.ops.coordinate_descent import descend_
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_float import fake_quantize_float
 from qtk.ops.feedback_rounding import round_with_feedback_
@@ -47,7 +48,7 @@ class WeightGrid:
         return rounded.to(weight.dtype)
 
     def round_with_feedback_(self, target: Tensor, change: Tensor, feedback: Tensor, *, backwards: bool) -> None:
-        """Rounds ``target`` column after column, each with the errors of those before: ``numerics.feedback_rounding``.
+        """Rounds ``target`` as ``qtk.numerics.feedback_rounding``, column after column.
 
         Args:
             target: becomes the grid points.
@@ -64,6 +65,27 @@ class WeightGrid:
         grids = [self[..., column] for column in range(target.shape[2])]
         feedback_rounding.round_with_feedback_(
             target, change, feedback, lambda x, column: grids[column].nearest(x), backwards=backwards
+        )
+
+    def descend_(self, rounded: Tensor, change: Tensor, half_gradient: Tensor, gram: Tensor, step: Tensor) -> None:
+        """Moves every weight once to its best grid point: ``qtk.numerics.coordinate_descent``.
+
+        Args:
+            rounded: the weights.
+            change: the float weights less the rounded ones.
+            half_gradient: of the output's error by the change.
+            gram: matrix of the layer's input.
+            step: the inverse of its diagonal, or a little less.
+
+        Shape: as ``qtk.ops.coordinate_descent.descend_``.
+        """
+        if not isinstance(self.spec.dtype, FloatDtype):
+            codes = int(self.spec.qmin), int(self.spec.qmax)
+            descend_(rounded, change, half_gradient, gram, step, self.scale, self.zero_point, *codes)
+            return
+        coordinate_descent.descend_(
+            rounded, change, half_gradient, gram, step,
+            lambda columns, *given: self[..., columns].round_with_feedback_(*given, backwards=False),
         )
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> WeightGrid:

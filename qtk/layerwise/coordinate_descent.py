@@ -61,43 +61,63 @@ class CoordinateDescent:
     def apply(self, state: LayerState) -> LayerState:
         """Raises: CalibrationError as GPTQ, if it starts from it."""
         start = state if state.is_rounded else Gptq().apply(state)
-        weight, rounded = (
-            state.to_gemm(each).contiguous() for each in (state.float_weight, start.simulated_weight())
-        )
-        change = weight - rounded
-        descent = Descent(state.error, change, rounded, state.error.half_gradient(change[:, None])[:, 0])
-        product, encoding = weight @ state.error.gram[:, 0] if self.scales else None, start.encoding
+        weight = state.to_gemm(state.float_weight)
+        descent = Descent.begin(weight, state.to_gemm(start.simulated_weight()), state.error)
+        scales, encoding = _Scales.of(start, weight) if self.scales else None, start.encoding
         for _ in range(self.passes):
             present = encoding
-            if product is not None:
-                encoding = _rescaled(replace(start, encoding=encoding), descent, weight, product)
+            if scales is not None:
+                encoding = scales.moved(replace(start, encoding=encoding), descent)
             is_lower = descent.run_pass(replace(start, encoding=encoding).grid())
             if not bool(is_lower.any()) and encoding.equals(present):
                 break
         return start.updated(weight=descent.rounded, encoding=encoding)
 
 
-def _rescaled(state: LayerState, descent: Descent, weight: Tensor, product: Tensor) -> Encoding:
-    """The encoding with the best scales for the present codes, to which the descent moves.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scales:
+    """What the search for scales needs in every pass.
 
     Args:
-        state: with the present encoding.
-        descent: at weights of this encoding.
         weight: the float weights.
+        index: of every weight's scale.
+        block: number of consecutive columns that share one.
         product: of the float weights with the Gram matrix.
+
+    Shape: all but ``block`` [groups, outputs, columns].
     """
-    encoding, scale_index = state.encoding, state.scale_index()
-    block = columns_per_scale(scale_index)
-    if encoding.spec.scale_format is not None or block is None:
-        return encoding
-    codes = descent.rounded / state.grid().scale
-    if not isinstance(encoding.spec.dtype, FloatDtype):
-        codes = codes.round()
-    scales = code_scales(
-        codes, encoding.scale.flatten(), scale_index, state.error, descent.half_gradient, block=block, product=product
-    )
-    changed = replace(encoding, scale=scales.reshape(encoding.scale.shape))
-    grid = replace(state, encoding=changed).grid()
-    descent.rounded.copy_(grid.nearest(codes * grid.scale))
-    torch.sub(weight, descent.rounded, out=descent.change)
-    return changed
+
+    weight: Tensor
+    index: Tensor
+    block: int
+    product: Tensor
+
+    @classmethod
+    def of(cls, state: LayerState, weight: Tensor) -> _Scales | None:
+        """``None`` where scales stay what they are."""
+        index = state.scale_index()
+        block = columns_per_scale(index)
+        if state.encoding.spec.scale_format is not None or block is None:
+            return None
+        return cls(weight, index, block, weight @ state.error.gram[:, 0])
+
+    def moved(self, state: LayerState, descent: Descent) -> Encoding:
+        """The encoding with the best scales for the present codes, to which the descent moves.
+
+        Args:
+            state: with the present encoding.
+            descent: at weights of this encoding.
+        """
+        encoding = state.encoding
+        codes = descent.rounded / state.grid().scale
+        if not isinstance(encoding.spec.dtype, FloatDtype):
+            codes = codes.round()
+        scales = code_scales(
+            codes, encoding.scale.flatten(), self.index, state.error, descent.half_gradient, block=self.block,
+            product=self.product,
+        )
+        changed = replace(encoding, scale=scales.reshape(encoding.scale.shape))
+        grid = replace(state, encoding=changed).grid()
+        descent.rounded.copy_(grid.nearest(codes * grid.scale))
+        torch.sub(self.weight, descent.rounded, out=descent.change)
+        return changed

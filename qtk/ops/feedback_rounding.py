@@ -24,9 +24,8 @@ def _reference(
     target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
     backwards: bool,
 ) -> None:
-    scales, zeros = (
-        None if values is None else values.permute(2, 0, 1).contiguous() for values in (scale, zero_point)
-    )
+    scales = scale.permute(2, 0, 1).contiguous()
+    zeros = None if zero_point is None else zero_point.permute(2, 0, 1).contiguous()
 
     def nearest(x: Tensor, column: int) -> Tensor:
         zero = None if zeros is None else zeros[column]

@@ -45,6 +45,31 @@ def test_each_weight_goes_to_its_nearest_number(name, kind):
                          ids=["row", "rows", "columns", "new axis"])
 def test_a_part_is_the_part_of_the_whole(name, index):
     part = grid(name)[index]
-    assert part.scale.is_contiguous()
+    assert part.scale.shape == WEIGHT[index].shape
     assert (part.zero_point is None) == (name == "int4")
     assert torch.equal(part.nearest(WEIGHT[index]), grid(name).nearest(WEIGHT)[index])
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4"])
+def test_another_order_of_columns(name):
+    order = torch.tensor([[3, 0, 4, 1, 2]])
+    ordered = grid(name)[None].in_order(order)
+    assert torch.equal(ordered.nearest(WEIGHT[None, :, order[0]]), grid(name).nearest(WEIGHT)[None, :, order[0]])
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "fp4_e2m1"])
+def test_rounding_with_feedback_and_descent_end_on_the_grid(name):
+    """That they are right is tested with the ops, and where they are used; minifloats have no op."""
+    whole, weight = grid(name)[None], WEIGHT[None].clone()
+    target, change = weight.clone(), weight.clone()
+    whole.round_with_feedback_(target, change, torch.zeros(1, 5, 5), backwards=True)
+    assert torch.equal(target, whole.nearest(weight))
+    assert torch.equal(change, weight - target)
+    half_gradient = change * 2
+    before = target.clone()
+    whole.descend_(target, change, half_gradient, 2 * torch.eye(5)[None], torch.full((1, 5), 0.5))
+    assert torch.equal(target, before)
+    target += WEIGHT
+    change = weight - target
+    whole.descend_(target, change, change * 2, 2 * torch.eye(5)[None], torch.full((1, 5), 0.5))
+    torch.testing.assert_close(target, before)
