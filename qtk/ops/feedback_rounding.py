@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qtk.kernels.backends import load_native
+from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import feedback_rounding as reference
 from qtk.ops.fake_quantize import fake_quantize
 
@@ -35,6 +35,22 @@ def _reference(
 
 
 torch.library.impl("qtk::round_with_feedback_", "CompositeExplicitAutograd", _reference)
+
+
+@torch.library.impl("qtk::round_with_feedback_", "CUDA")
+def _on_gpu(
+    target: Tensor, change: Tensor, feedback: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
+    backwards: bool,
+) -> None:
+    given = target, change, feedback, scale, zero_point, qmin, qmax, backwards
+    if triton_unavailable() is not None:
+        _reference(*given)
+        return
+    from qtk.kernels.gpu import feedback_rounding as kernels
+
+    (kernels.round_with_feedback_ if target.shape[2] <= kernels.MOST_COLUMNS else _reference)(*given)
+
+
 torch.library.register_fake("qtk::round_with_feedback_", lambda *arguments: None)
 
 

@@ -1,6 +1,7 @@
-"""The op as it runs here and its reference, number by number. All sums are exact in float32, so that results are equal.
+"""The op as it runs here, its reference, and the Triton kernel: on a GPU, else in Triton's interpreter.
 
-A second problem of random numbers is compared in float64.
+Number by number. All sums are exact in float32, so that results are equal; a second problem, of random numbers, is
+compared in float64.
 """
 
 import pytest
@@ -10,6 +11,8 @@ from qtk.kernels.backends import load_native
 from qtk.numerics import feedback_rounding as numerics
 from qtk.ops import feedback_rounding as op
 
+kernels = pytest.importorskip("qtk.kernels.gpu.feedback_rounding")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPS, ROWS = 2, 37  # more than a strip of the C++ kernel, and no multiple of it
 QMIN, QMAX = -8, 7
 
@@ -18,7 +21,14 @@ def by_reference(target, change, feedback, scale, zero_point, qmin, qmax, *, bac
     op._reference(target, change, feedback, scale, zero_point, qmin, qmax, backwards)
 
 
-BACKENDS = {"op": op.round_with_feedback_, "reference": by_reference}
+def in_triton(target, change, feedback, scale, zero_point, qmin, qmax, *, backwards):
+    own = [None if each is None else each.to(DEVICE) for each in (target, change, feedback, scale, zero_point)]
+    kernels.round_with_feedback_(*own, qmin, qmax, backwards)
+    target.copy_(own[0])
+    change.copy_(own[1])
+
+
+BACKENDS = {"op": op.round_with_feedback_, "reference": by_reference, "triton": in_triton}
 
 
 @pytest.fixture(params=BACKENDS)

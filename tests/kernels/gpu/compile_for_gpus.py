@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, feedback_rounding, statistics
 from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -51,6 +51,7 @@ def main() -> None:
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
         (candidate_errors.errors_kernel,
          {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
+        (feedback_rounding.feedback_kernel, {"ASYMMETRIC": True, "BACKWARDS": True, "ROWS": 16, "WIDTH": 128}),
     ]
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
