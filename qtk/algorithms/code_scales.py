@@ -29,7 +29,7 @@ def code_scales(
         error: of the layer's output, with the Gram matrix of all columns.
         half_gradient: of the error with the present scales; becomes that with the result.
         block: number of consecutive columns that share a scale.
-        product: of the float weights with the Gram matrix, if it is known.
+        product: of the float weights with the Gram matrix, which saves one where ``block`` is all columns.
 
     Shape: ``codes``, ``scale_index``, ``half_gradient`` and ``product`` [groups, outputs, columns]; ``scales`` and
     result [scales].

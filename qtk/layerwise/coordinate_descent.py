@@ -82,7 +82,7 @@ class _Scales:
         weight: the float weights.
         index: of every weight's scale.
         block: number of consecutive columns that share one.
-        product: of the float weights with the Gram matrix.
+        product: of the float weights with the Gram matrix, where a scale is that of all columns.
 
     Shape: all but ``block`` [groups, outputs, columns].
     """
@@ -90,7 +90,7 @@ class _Scales:
     weight: Tensor
     index: Tensor
     block: int
-    product: Tensor
+    product: Tensor | None
 
     @classmethod
     def of(cls, state: LayerState, weight: Tensor) -> _Scales | None:
@@ -99,7 +99,7 @@ class _Scales:
         block = columns_per_scale(index)
         if state.encoding.spec.scale_format is not None or block is None:
             return None
-        return cls(weight, index, block, weight @ state.error.gram[:, 0])
+        return cls(weight, index, block, weight @ state.error.gram[:, 0] if block == weight.shape[2] else None)
 
     def moved(self, state: LayerState, descent: Descent) -> Encoding:
         """The encoding with the best scales for the present codes, to which the descent moves.
