@@ -5,6 +5,7 @@ The C++ kernels are built if torch can be imported (``pip install --no-build-iso
 not, the package works without them, and ``qtk.backends()`` says so.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ CONFIGS = ["qtk.configs", "qtk.configs.targets", "qtk.configs.recipes"]
 
 # no library for OpenMP is linked: its symbols are those of the one that torch has loaded, and so are its threads
 COMPILE_ARGS = ["-std=c++20", "-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# of x86 processors: the inner loops for this one alone, as x86-64-v3 for AVX2, in place of one for each of several
+ARCH = os.environ.get("QTK_ARCH")
 
 
 # The number goes up when Python and C++ must change together; qtk/kernels/backends.py looks for it.
@@ -39,7 +42,8 @@ def native() -> dict[str, object]:
                 Path(f"qtk/{NATIVE}.so").unlink(missing_ok=True)  # one of other sources would not fit
 
     sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-    extension = CppExtension(f"qtk.{NATIVE}", sources, extra_compile_args=COMPILE_ARGS)
+    arguments = [*COMPILE_ARGS, *([f'-DQTK_ARCH="{ARCH}"'] if ARCH else [])]
+    extension = CppExtension(f"qtk.{NATIVE}", sources, extra_compile_args=arguments)
     return {
         "ext_modules": [extension],
         "cmdclass": {"build_ext": BuildIfPossible.with_options(no_python_abi_suffix=True, use_ninja=False)},

@@ -7,7 +7,9 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(QTK_ARCH)  // one instruction set alone, as setup.py says
+#define FOR_EVERY_CPU __attribute__((target("arch=" QTK_ARCH)))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU  // the baseline of other processors is vectorized as it is
