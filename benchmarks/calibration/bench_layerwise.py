@@ -1,7 +1,7 @@
 """Times layer-wise methods in multiples of the float model's forward over the same data, and compares output errors.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
-median over the turns, in seconds of CPU time: run it with one thread. Errors are those over the calibration data and
+median over the turns, in seconds of CPU time, the forward's that of a turn over its ways: run it with one thread. Errors are those over the calibration data and
 over as much data of the same kind that no method has seen. *Direct* forms every output for every candidate,
 as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE must not be above that of the full
 search over all candidates (*exact*), or no speed is given.
@@ -112,11 +112,11 @@ class WalkAlone:
         return state
 
 
-def layerwise(*methods: object, inputs: str = "asym") -> Search:
+def layerwise(*methods: object, **settings: object) -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
         start = time.process_time()
-        qtk.apply_layerwise(sim, batches, list(methods), inputs=inputs, progress=False)
+        qtk.apply_layerwise(sim, batches, list(methods), progress=False, **settings)
         search.seconds = time.process_time() - start
         return sim.model
 
@@ -196,8 +196,10 @@ WAYS: dict[str, Search] = {
     JOINT: layerwise("seq_mse(joint=True)"),
     EXACT: layerwise("seq_mse(exact=True)"),
     "GPTQ": layerwise("gptq"),
+    "GPTQ, nothing held out": layerwise("gptq", holdout=0),
     "SeqMSE + GPTQ": layerwise("seq_mse", "gptq"),
     "coordinate descent": layerwise("coordinate_descent"),
+    "coordinate descent, nothing held out": layerwise("coordinate_descent", holdout=0),
     "SeqMSE + coordinate descent": layerwise("seq_mse", "coordinate_descent"),
     "AdaRound": layerwise("adaround"),
     "SeqMSE + AdaRound": layerwise("seq_mse", "adaround"),
@@ -212,17 +214,15 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
     seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in tried}}
     errors: dict[str, tuple[float, ...]] = {}
     for _ in range(repeats):
-        with torch.no_grad():
-            start = time.process_time()
-            for batch in batches:
-                model(batch)
-            seconds[FLOAT].append(time.process_time() - start)
+        forwards = []
         for way in tried:
             progress.set_description(f"{name}, {granularity}: {way}")
+            forwards.append(seconds_of_forward(model, batches))
             simulated = WAYS[way](model, batches, granularity)
             seconds[way].append(WAYS[way].seconds)
             errors[way] = tuple(error(simulated, model, data) for data in (batches, unseen))
             progress.update()
+        seconds[FLOAT].append(median(forwards))
     if EXACT in errors and "SeqMSE" in errors and errors["SeqMSE"][0] > errors[EXACT][0] * (1 + 1e-3):
         raise SystemExit(f"{name}, {granularity}: the error is above that of the full search; no speed is given")
     base = seconds[FLOAT]
@@ -232,6 +232,14 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
          **dict(zip(("error", "error_unseen"), errors.get(way, (None, None)), strict=True))}
         for way, taken in seconds.items()
     ]
+
+
+@torch.no_grad()
+def seconds_of_forward(model: nn.Module, batches: list[Tensor]) -> float:
+    start = time.process_time()
+    for batch in batches:
+        model(batch)
+    return time.process_time() - start
 
 
 @torch.no_grad()
