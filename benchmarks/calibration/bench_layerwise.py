@@ -1,10 +1,10 @@
 """Times layer-wise methods in multiples of the float model's forward over the same data, and compares output errors.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
-median over the turns, in seconds of CPU time, the forward's that of a turn over its ways: run it with one thread. Errors are those over the calibration data and
-over as much data of the same kind that no method has seen. *Direct* forms every output for every candidate,
-as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE must not be above that of the full
-search over all candidates (*exact*), or no speed is given.
+median over the turns, in seconds of CPU time, the forward's that of a turn over its ways: run it with one thread.
+Errors are those over the calibration data and over as much data of the same kind that no method has seen. *Direct*
+forms every output for every candidate, as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE
+must not be above that of the full search over all candidates (*exact*), or no speed is given.
 
     OMP_NUM_THREADS=1 python benchmarks/calibration/bench_layerwise.py --csv layerwise.csv
     python benchmarks/calibration/bench_layerwise.py --memory

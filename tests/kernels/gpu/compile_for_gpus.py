@@ -9,7 +9,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, feedback_rounding, statistics
+from qtk.kernels.gpu import (
+    candidate_errors,
+    fake_quantize,
+    fake_quantize_dynamic,
+    fake_quantize_many,
+    feedback_rounding,
+    statistics,
+)
 from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -20,7 +27,8 @@ def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[st
     """Types of the arguments: pointers end in ``_at``."""
     parts = "*fp64" if kernel is candidate_errors.errors_kernel else "*fp32"
     own = {"x_at": f"*{kind}", "y_at": f"*{kind}", "g_at": f"*{kind}", "dx_at": f"*{kind}", "zero_at": "*i32",
-           "tickets_at": "*i32", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts}
+           "tickets_at": "*i32", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts,
+           "table_at": "*i64", "places_at": "*i64"}
     return {
         name: "constexpr" if name in constants else own.get(name, "*fp32" if name.endswith("_at") else
                                                             NUMBERS.get(name, "i32"))
@@ -52,6 +60,8 @@ def main() -> None:
         (candidate_errors.errors_kernel,
          {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
         (feedback_rounding.feedback_kernel, {"ASYMMETRIC": True, "BACKWARDS": True, "ROWS": 16, "WIDTH": 128}),
+        *((fake_quantize_many.many_kernel, {"KIND": kind, "BACKWARD": backward, "FIELDS": 8, "ELEMENTS": 2048})
+          for kind in fake_quantize_many.KINDS.values() for backward in (False, True)),
     ]
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
