@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from qtk.numerics import statistics
+
 ROOT = Path(__file__).resolve().parents[1]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 READ = {
@@ -28,6 +30,9 @@ READ = {
     "linalg_cholesky", "linalg_inv", "linalg_solve",
 }
 """Ops that read numbers of a GPU on the host, by the name of the op."""
+
+WITHOUT_KERNEL = {"qtk::histogram_of_squares": statistics.histogram_of_squares}
+"""Ops of qtk whose reference runs on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,11 @@ class Pretending(TorchDispatchMode):
         has_gpu = any(isinstance(tensor, OnGpu) for tensor in tensors)
         device = kwargs.get("device")
         to_gpu = device is not None and device.type in ("cuda", "meta")  # C++ makes its own on the meta device
-        if func.namespace == "qtk" and has_gpu and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+        if func.namespace == "qtk" and has_gpu:
             with self:  # a mode is off while it handles an op
-                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+                if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+                    return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+                return WITHOUT_KERNEL[func.name()](*args, **kwargs)
         if not has_gpu and not to_gpu:
             if not kwargs.get("pin_memory"):
                 return func(*args, **kwargs)
