@@ -5,6 +5,7 @@
 # make lint    ruff and mypy alone
 # make docs    the documentation as a site in build/site
 # make bench   the benchmarks; ARGS="--quick" is passed on
+# make bench-gpu  the tables of benchmarks/RESULTS.md that need a GPU, in ten minutes; without a GPU it says so and fails
 # An active virtual environment is used instead of .venv.
 
 PYTHON3 ?= python3
@@ -25,7 +26,7 @@ KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
 OLDEST  := $(CURDIR)/.venv-oldest
 PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope
 
-.PHONY: demo docs test test-all test-oldest pytest lint bench clean
+.PHONY: demo docs test test-all test-oldest pytest lint bench bench-gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
@@ -58,6 +59,9 @@ lint: $(STAMPS)/all
 
 bench: $(STAMPS)/all
 	set -e; for file in benchmarks/*/bench_*.py; do $(PYTHON) $$file $(ARGS); done
+
+bench-gpu: $(STAMPS)/all
+	$(PYTHON) benchmarks/measure_gpu.py $(ARGS)
 
 $(STAMPS)/demo: $(SOURCES) | $(PYTHON)
 	$(PYTHON) -m pip install --editable ".[vision,onnx,demo]"

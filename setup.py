@@ -42,7 +42,7 @@ def native() -> dict[str, object]:
                 Path(f"qtk/{NATIVE}.so").unlink(missing_ok=True)  # one of other sources would not fit
 
     sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-    arguments = [*COMPILE_ARGS, *([f'-DQTK_ARCH="{ARCH}"'] if ARCH else [])]
+    arguments = [*COMPILE_ARGS, *([f"-DQTK_ARCH={ARCH}"] if ARCH else [])]
     extension = CppExtension(f"qtk.{NATIVE}", sources, extra_compile_args=arguments)
     return {
         "ext_modules": [extension],

@@ -1,5 +1,11 @@
 // Function clones for several instruction sets, and conversion between half precision and float, ties to even, in
 // integer arithmetic that compilers vectorize.
+//
+// On x86-64 GCC compiles each loop three times, for AVX-512, AVX2 and the baseline, and the best one is chosen when the
+// library loads. QTK_ARCH=x86-64-v3 in the environment (any name that -march takes) builds every loop for that one
+// instead, to measure as on a machine that has no more (one that has less cannot run it):
+//     QTK_ARCH=x86-64-v3 python setup.py build_ext --inplace --force
+// Elsewhere, as on ARM, the baseline has vectors (NEON) and each loop is compiled once.
 #pragma once
 
 #include <bit>
@@ -7,8 +13,11 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-#if defined(QTK_ARCH)  // one instruction set alone, as setup.py says
-#define FOR_EVERY_CPU __attribute__((target("arch=" QTK_ARCH)))
+#define QTK_TEXT_OF(name) #name
+#define QTK_TEXT(name) QTK_TEXT_OF(name)
+
+#if defined(QTK_ARCH)
+#define FOR_EVERY_CPU __attribute__((target("arch=" QTK_TEXT(QTK_ARCH))))
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

@@ -1,10 +1,10 @@
 """Times layer-wise methods in multiples of the float model's forward over the same data, and compares output errors.
 
 Weights alone are quantized, to 4 bit. Every way and the float forward take turns in one process; each figure is the
-median over the turns, in seconds of CPU time, the forward's that of a turn over its ways: run it with one thread.
-Errors are those over the calibration data and over as much data of the same kind that no method has seen. *Direct*
-forms every output for every candidate, as other toolkits do; AIMET is measured if it is installed. The error of SeqMSE
-must not be above that of the full search over all candidates (*exact*), or no speed is given.
+median over the turns, in seconds of CPU time (on a GPU in seconds), the forward's that of a turn over its ways: run it
+with one thread. Errors are those over the calibration data and over as much data of the same kind that no method has
+seen. *Direct* forms every output for every candidate, as other toolkits do; AIMET is measured if it is installed. The
+error of SeqMSE must not be above that of the full search over all candidates (*exact*), or no speed is given.
 
     OMP_NUM_THREADS=1 python benchmarks/calibration/bench_layerwise.py --csv layerwise.csv
     python benchmarks/calibration/bench_layerwise.py --memory
@@ -68,12 +68,20 @@ def vit() -> tuple[nn.Module, tuple[int, ...]]:
     return timm.create_model("vit_small_patch16_224").eval(), (8, 3, 224, 224)
 
 
-def workload(name: str) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+def clock(batches: list[Tensor]) -> float:
+    """Seconds of CPU time, or on a GPU seconds, once it has done what it was given."""
+    if not batches[0].is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def workload(name: str, device: str = "cpu") -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     """The model, its calibration data, and as much more of the same kind that no method sees."""
     torch.manual_seed(0)
     model, shape = WORKLOADS[name]()
-    data = [torch.randn(shape) for _ in range(8)]
-    return model, data[:4], data[4:]
+    data = [torch.randn(shape).to(device) for _ in range(8)]
+    return model.to(device), data[:4], data[4:]
 
 
 WORKLOADS = {"3 MLP blocks": mlp_blocks, "vit_small": vit}
@@ -115,9 +123,9 @@ class WalkAlone:
 def layerwise(*methods: object, **settings: object) -> Search:
     def search(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
         sim = sim_of(model, batches, granularity)
-        start = time.process_time()
+        start = clock(batches)
         qtk.apply_layerwise(sim, batches, list(methods), progress=False, **settings)
-        search.seconds = time.process_time() - start
+        search.seconds = clock(batches) - start
         return sim.model
 
     return search
@@ -126,7 +134,7 @@ def layerwise(*methods: object, **settings: object) -> Search:
 def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Module:
     """Computes every output for every candidate, with one forward up to each layer for its inputs."""
     sim = sim_of(model, batches, granularity)
-    start = time.process_time()
+    start = clock(batches)
     with torch.no_grad():
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear):
@@ -147,7 +155,7 @@ def direct(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Modu
             best = torch.stack(errors).min(0).indices + 1
             scale = present.scale * (best.reshape(present.scale.shape) / CANDIDATES)
             quantizer.load_encoding(qtk.Encoding(present.spec, scale.float()))
-    direct.seconds = time.process_time() - start
+    direct.seconds = clock(batches) - start
     return sim.model
 
 
@@ -182,9 +190,9 @@ def aimet(model: nn.Module, batches: list[Tensor], granularity: str) -> nn.Modul
             module.input_quantizers[index] = None if quantizer is not None else quantizer
     if granularity != "per_channel":
         set_blockwise_quantization_for_weights(sim, [nn.Linear], 4, symmetric=True, block_size=int(granularity))
-    start = time.process_time()
+    start = clock(batches)
     apply_seq_mse(sim, batches, num_candidates=CANDIDATES)
-    aimet.seconds = time.process_time() - start
+    aimet.seconds = clock(batches) - start
     return sim.model
 
 
@@ -208,8 +216,12 @@ WAYS: dict[str, Search] = {
 }
 
 
-def measure(name: str, granularity: str, repeats: int, ways: list[str], progress: tqdm) -> list[dict[str, object]]:
-    model, batches, unseen = workload(name)
+def measure(
+    name: str, granularity: str, repeats: int, ways: list[str], progress: tqdm, device: str
+) -> list[dict[str, object]]:
+    model, batches, unseen = workload(name, device)
+    with torch.no_grad():
+        model(batches[0])  # loads what the device needs
     tried = [way for way in ways if way != JOINT or granularity != "per_channel"]
     seconds: dict[str, list[float]] = {FLOAT: [], **{way: [] for way in tried}}
     errors: dict[str, tuple[float, ...]] = {}
@@ -236,10 +248,10 @@ def measure(name: str, granularity: str, repeats: int, ways: list[str], progress
 
 @torch.no_grad()
 def seconds_of_forward(model: nn.Module, batches: list[Tensor]) -> float:
-    start = time.process_time()
+    start = clock(batches)
     for batch in batches:
         model(batch)
-    return time.process_time() - start
+    return clock(batches) - start
 
 
 @torch.no_grad()
@@ -286,6 +298,7 @@ def main() -> None:
     parser.add_argument("--granularities", nargs="+", default=list(GRANULARITIES))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--csv", type=Path, help="file to write")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
@@ -301,11 +314,11 @@ def main() -> None:
     with tqdm(total=total, unit="run") as progress:
         for name in arguments.models:
             for granularity in arguments.granularities:
-                rows += measure(name, granularity, arguments.repeats, list(arguments.ways), progress)
+                rows += measure(name, granularity, arguments.repeats, list(arguments.ways), progress, arguments.device)
     setting = {"commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "repeats": arguments.repeats}
+               "device": arguments.device, "repeats": arguments.repeats}
     table = Table(title=", ".join(f"{key} {value}" for key, value in setting.items()))
-    for heading in ("model", "granularity", "way", "median CPU s", "× fp32", "error / signal", "unseen data"):
+    for heading in ("model", "granularity", "way", "median s", "× fp32", "error / signal", "unseen data"):
         table.add_column(heading, justify="left" if heading in ("model", "granularity", "way") else "right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         last = following is None or following["granularity"] != row["granularity"]

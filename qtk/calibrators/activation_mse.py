@@ -14,7 +14,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
-from qtk.numerics.ranges import choose_range
+from qtk.numerics.ranges import covering_range
 from qtk.observers.observer import Observer
 from qtk.observers.raw_values import RawValues
 from qtk.observers.weighted_histogram import WeightedHistogram
@@ -61,7 +61,7 @@ class ActivationMse:
 
     def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         if isinstance(spec.dtype, FloatDtype):  # its steps follow the values
-            return choose_range(samples.low, samples.high, spec)
+            return covering_range(samples.low, samples.high, spec)
         low, high = samples.low.clamp(max=0), samples.high.clamp(min=0)  # a range holds 0
         errors = SampleErrors(samples, spec)
         fraction = torch.arange(1, self.steps + 1, dtype=torch.float64, device=low.device)[:, None] / self.steps
@@ -70,9 +70,9 @@ class ActivationMse:
         for _ in range(0 if spec.symmetric else ROUNDS):
             low, high = self._best(errors, lows, high.expand_as(lows))
             low, high = self._best(errors, low.expand_as(highs), highs)
-        return choose_range(low, high, spec)
+        return covering_range(low, high, spec)
 
     def _best(self, errors: SampleErrors, lows: Tensor, highs: Tensor) -> tuple[Tensor, Tensor]:
         """The ends of least error. Shape: [candidates, scales]; results [scales]."""
-        best = errors.least(*choose_range(lows, highs, errors.spec))
+        best = errors.least(*covering_range(lows, highs, errors.spec))
         return lows.gather(0, best)[0], highs.gather(0, best)[0]

@@ -23,7 +23,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerChannel
 from qtk.core.spec import QuantSpec
-from qtk.numerics.ranges import choose_range
+from qtk.numerics.ranges import covering_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.weighted_samples import WeightedSamples
@@ -70,8 +70,8 @@ class Entropy:
         fewest = ELEMENTS_A_BIN * self.bins
         few = samples.counts is None and samples.values.shape[1] < fewest
         if few or self.bins <= levels or isinstance(spec.dtype, FloatDtype):
-            return choose_range(samples.low, samples.high, spec)
-        if bool((samples.reach == 0).all()):
+            return covering_range(samples.low, samples.high, spec)
+        if not samples.binned:
             samples = self._counted(samples)
         enough = torch.as_tensor(samples.counts).sum(1) >= fewest
         samples = _without_zeros(samples)
@@ -82,7 +82,7 @@ class Entropy:
         ])
         least = divergences <= divergences.amin(0) + ROUNDING
         fraction = torch.where(enough, fractions[least.to(torch.int8).argmax(0)], 1.0)
-        return choose_range(samples.low * fraction, samples.high * fraction, spec)
+        return covering_range(samples.low * fraction, samples.high * fraction, spec)
 
     def _counted(self, samples: WeightedSamples) -> WeightedSamples:
         """Single elements, counted in a histogram."""
@@ -142,7 +142,7 @@ def _ends_of_codes(low: Tensor, high: Tensor, spec: QuantSpec) -> Tensor:
 
     Shape: as ``low``, and [codes + 1].
     """
-    scale, zero_point = choose_range(low, high, spec)
+    scale, zero_point = covering_range(low, high, spec)
     zero = torch.zeros_like(scale) if zero_point is None else zero_point
     halves = torch.arange(int(spec.qmin), int(spec.qmax) + 2, dtype=torch.float64, device=scale.device) - 0.5
     return (halves - zero[..., None]) * scale[..., None].to(torch.float64)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
+from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
 from qtk.numerics.ranges import choose_range
 from qtk.observers import min_max, moving_average
@@ -32,22 +33,26 @@ class MinMax:
 
 def encodings_of_ranges(observers: Sequence[Observer], specs: Sequence[QuantSpec]) -> list[Encoding]:
     """The encoding of the range of each observer. Raises: CalibrationError if a scale saw nothing."""
-    encodings = []
-    for observer, spec in zip(observers, specs, strict=True):
+    bounds: list[Tensor] = []
+    for observer in observers:
         assert isinstance(observer, min_max.MinMax | moving_average.MovingAverage)
-        encodings.append(encoding_of_range(observer.minimum, observer.maximum, spec))
-    return encodings
+        minimum, maximum = observer.minimum, observer.maximum
+        if minimum is None or maximum is None:
+            raise CalibrationError("no data was observed; calibrate with data that reaches this site")
+        bounds += minimum, maximum
+    device = bounds[0].device if bounds else HOST
+    on_host = moved(bounds, HOST)
+    ranges = zip(on_host[::2], on_host[1::2], specs, strict=True)
+    return encodings_to([encoding_of_range(low, high, spec) for low, high, spec in ranges], device)
 
 
-def encoding_of_range(minimum: Tensor | None, maximum: Tensor | None, spec: QuantSpec) -> Encoding:
+def encoding_of_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> Encoding:
     """The encoding of a range.
 
-    Shape: ``minimum``, ``maximum`` the qparam shape; ``None`` if nothing was seen, NaN where a scale saw nothing.
+    Shape: ``minimum``, ``maximum`` the qparam shape; NaN where a scale saw nothing.
 
     Raises: CalibrationError if there is no range.
     """
-    if minimum is None or maximum is None:
-        raise CalibrationError("no data was observed; calibrate with data that reaches this site")
     unseen = minimum.isnan()
     if bool(unseen.any()):
         which = ", ".join(str(tuple(index)) for index in unseen.nonzero()[:8].tolist())

@@ -14,7 +14,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
-from qtk.numerics.ranges import choose_range
+from qtk.numerics.ranges import covering_range
 from qtk.observers.observer import Observer
 from qtk.public import public
 
@@ -55,4 +55,4 @@ class Mse:
 
     def _propose(self, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         fraction = torch.arange(1, self.steps + 1, dtype=torch.float64, device=low.device)[:, None] / self.steps
-        return choose_range(low * fraction, high * fraction, spec)
+        return covering_range(low * fraction, high * fraction, spec)

@@ -14,7 +14,7 @@ from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity
 from qtk.core.spec import QuantSpec
 from qtk.errors import CalibrationError
-from qtk.numerics.ranges import choose_range
+from qtk.numerics.ranges import covering_range
 from qtk.observers.observer import Observer
 from qtk.observers.weighted_samples import WeightedSamples
 from qtk.public import public
@@ -51,7 +51,7 @@ class Percentile:
 
     def _choose(self, samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         low, high = self._range(samples)
-        return choose_range(low, high, spec)
+        return covering_range(low, high, spec)
 
     def _range(self, samples: WeightedSamples) -> tuple[Tensor, Tensor]:
         if samples.counts is None:
@@ -62,7 +62,7 @@ class Percentile:
             ends = (samples.values.kthvalue(rank).values for rank in (elements - last + 1, last))
             low, high = (end.to(torch.float64) for end in ends)
             return low, high
-        values, order = (samples.values, None) if bool((samples.reach > 0).all()) else samples.values.sort(1)
+        values, order = (samples.values, None) if samples.binned else samples.values.sort(1)
         counts = samples.counts if order is None else samples.counts.gather(1, order)
         below = counts.cumsum(1)
         total = below[:, -1:]

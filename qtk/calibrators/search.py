@@ -12,10 +12,11 @@ from torch import Tensor
 
 from qtk.calibrators.min_max import encoding_of_range
 from qtk.core.dtypes import FloatDtype
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
-from qtk.numerics.ranges import choose_range
+from qtk.core.transfer import HOST, moved
+from qtk.numerics.ranges import covering_range
 from qtk.observers.histogram import Histogram
 from qtk.observers.observer import Observer
 from qtk.observers.raw_values import RawValues
@@ -71,7 +72,7 @@ def least_error(
 
     def choose(samples: WeightedSamples, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         if isinstance(spec.dtype, FloatDtype):
-            return choose_range(samples.low, samples.high, spec)
+            return covering_range(samples.low, samples.high, spec)
         scales, zero_points = propose(samples.low, samples.high, spec)
         best = SampleErrors(samples, spec, norm, clipped).least(scales, zero_points)
         return scales.gather(0, best)[0], None if zero_points is None else zero_points.gather(0, best)[0]
@@ -88,6 +89,7 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
     Raises: CalibrationError if a scale saw nothing.
     """
     encodings: dict[int, Encoding] = {}
+    device = HOST
     waiting: dict[object, list[_Site]] = defaultdict(list)
 
     def decide(sites: list[_Site]) -> None:
@@ -97,8 +99,9 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
 
     for number, (observer, spec) in enumerate(zip(sampled(observers), specs, strict=True)):
         site = _Site(number, spec, observer.shape, observer.samples())
+        device = site.samples.low.device
         if spec.scale_format is not None:
-            encodings[number] = site.full_range()
+            encodings[number] = site.full_range(*moved((site.samples.low, site.samples.high), HOST))
             continue
         alike = waiting[replace(spec, granularity=PerTensor()), site.samples.kind]
         if (len(alike) + 1) * site.samples.values.numel() > AT_ONCE:
@@ -106,7 +109,7 @@ def choose_all(observers: Sequence[Observer], specs: Sequence[QuantSpec], choose
         alike.append(site)
     for alike in waiting.values():
         decide(alike)
-    return [encodings[number] for number in range(len(specs))]
+    return encodings_to([encodings[number] for number in range(len(specs))], device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +167,30 @@ class _Site:
     shape: tuple[int, ...]
     samples: WeightedSamples
 
-    def full_range(self) -> Encoding:
-        """The encoding of the full observed range. Raises: CalibrationError if a scale saw nothing."""
-        return encoding_of_range(self.samples.low.reshape(self.shape), self.samples.high.reshape(self.shape), self.spec)
+    def full_range(self, low: Tensor, high: Tensor) -> Encoding:
+        """The encoding of a range. Shape: [scales]. Raises: CalibrationError if a scale saw nothing."""
+        return encoding_of_range(low.reshape(self.shape), high.reshape(self.shape), self.spec)
 
 
 def _decide(sites: Sequence[_Site], choose: Choose) -> Iterator[tuple[int, Encoding]]:
-    """The encodings of sites whose specs differ only in granularity and whose samples are of one kind."""
-    full_ranges = [site.full_range() for site in sites]
-    parts = [choose(part, sites[0].spec) for part in _in_parts(_join([site.samples for site in sites]))]
-    scale = torch.cat([part[0] for part in parts])
-    zero_point = torch.cat([torch.zeros_like(part[0]) if part[1] is None else part[1] for part in parts])
-    begin = 0
-    for site, full in zip(sites, full_ranges, strict=True):
-        scales_of_site = slice(begin, begin + site.samples.scales)
-        begin = scales_of_site.stop
-        only_zeros = ((site.samples.low == 0) & (site.samples.high == 0)).reshape(site.shape)
-        site_scale = torch.where(only_zeros, full.scale, scale[scales_of_site].reshape(site.shape))
+    """The encodings of sites whose specs differ only in granularity and whose samples are of one kind; on the CPU.
+
+    An accelerator is waited for twice, and by ``choose``.
+    """
+    joined = _join([site.samples for site in sites])
+    sizes = [site.samples.scales for site in sites]
+    ends = [torch.split(end, sizes) for end in moved((joined.low, joined.high), HOST)]
+    full_ranges = [site.full_range(low, high) for site, low, high in zip(sites, *ends, strict=True)]
+    parts = [choose(part, sites[0].spec) for part in _in_parts(joined)]
+    zero_points = [torch.zeros_like(part[0]) if part[1] is None else part[1] for part in parts]
+    found = moved((torch.cat([part[0] for part in parts]), torch.cat(zero_points)), HOST)
+    split = [torch.split(each, sizes) for each in found]
+    for site, full, low, high, scale, zero_point in zip(sites, full_ranges, *ends, *split, strict=True):
+        only_zeros = ((low == 0) & (high == 0)).reshape(site.shape)
+        site_scale = torch.where(only_zeros, full.scale, scale.reshape(site.shape))
         site_zero_point = full.zero_point
         if site_zero_point is not None:
-            site_zero_point = torch.where(only_zeros, site_zero_point, zero_point[scales_of_site].reshape(site.shape))
+            site_zero_point = torch.where(only_zeros, site_zero_point, zero_point.reshape(site.shape))
         yield site.number, Encoding(site.spec, site_scale, site_zero_point)
 
 
@@ -197,6 +204,7 @@ def _join(samples: Sequence[WeightedSamples]) -> WeightedSamples:
         torch.cat([each.low for each in samples]),
         torch.cat([each.high for each in samples]),
         torch.cat([each.reach for each in samples]),
+        samples[0].binned,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qtk.core.spec import QuantSpec
+from qtk.core.transfer import moved
 from qtk.errors import EncodingError
 from qtk.public import public
 
@@ -34,16 +36,16 @@ class Encoding:
         if self.scale.dtype != torch.float32 or self.scale.ndim == 0:
             raise EncodingError(f"scale must be float32 with at least one axis, got {self.scale.dtype} of shape "
                                 f"{tuple(self.scale.shape)}")
-        if not bool(torch.isfinite(self.scale).all() & (self.scale > 0).all()):
-            raise EncodingError("every scale must be finite and positive")
         if (self.zero_point is None) != self.spec.symmetric:
             raise EncodingError(f"a {self.spec} encoding {'has no' if self.spec.symmetric else 'needs a'} zero point")
-        if self.zero_point is not None:
-            if self.zero_point.dtype != torch.int32 or self.zero_point.shape != self.scale.shape:
-                raise EncodingError(f"zero_point must be int32 of shape {tuple(self.scale.shape)}, got "
-                                    f"{self.zero_point.dtype} of {tuple(self.zero_point.shape)}")
-            if bool(((self.zero_point < self.spec.qmin) | (self.zero_point > self.spec.qmax)).any()):
-                raise EncodingError(f"every zero point must lie in {self.spec.qmin}…{self.spec.qmax}")
+        zero = self.zero_point
+        if zero is not None and (zero.dtype != torch.int32 or zero.shape != self.scale.shape):
+            raise EncodingError(f"zero_point must be int32 of shape {tuple(self.scale.shape)}, got {zero.dtype} of "
+                                f"{tuple(zero.shape)}")
+        if not bool(self._is_valid()):  # one look, for an accelerator is waited for
+            if not bool(_are_positive(self.scale)):
+                raise EncodingError("every scale must be finite and positive")
+            raise EncodingError(f"every zero point must lie in {self.spec.qmin}…{self.spec.qmax}")
 
     @property
     def minimum(self) -> Tensor:
@@ -58,10 +60,15 @@ class Encoding:
     def _float_zero_point(self) -> Tensor:
         return torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point.to(torch.float32)
 
+    def _is_valid(self) -> Tensor:
+        positive = _are_positive(self.scale)
+        if self.zero_point is None:
+            return positive
+        return positive & (self.zero_point >= self.spec.qmin).all() & (self.zero_point <= self.spec.qmax).all()
+
     def to(self, device: torch.device) -> Encoding:
         """A copy with the tensors on ``device``."""
-        zero_point = None if self.zero_point is None else self.zero_point.to(device)
-        return Encoding(self.spec, self.scale.to(device), zero_point)
+        return encodings_to([self], device)[0]
 
     def equals(self, other: Encoding) -> bool:
         """Whether spec, scale and zero point are equal, bit for bit."""
@@ -70,3 +77,31 @@ class Encoding:
         if self.zero_point is None or other.zero_point is None:
             return self.zero_point is other.zero_point
         return torch.equal(self.zero_point, other.zero_point)
+
+
+def encodings_to(encodings: Sequence[Encoding], device: torch.device) -> list[Encoding]:
+    """The encodings with their tensors on ``device``, in one copy; their numbers, valid before, are not looked at.
+
+    >>> from qtk.core.dtypes import dtype
+    >>> encoding = Encoding(QuantSpec(dtype("int8"), symmetric=True), torch.tensor([0.5]))
+    >>> encodings_to([encoding], torch.device("meta"))[0].scale.device
+    device(type='meta')
+    """
+    given = [encoding.zero_point for encoding in encodings if encoding.zero_point is not None]
+    tensors = moved([*(encoding.scale for encoding in encodings), *given], device)
+    zero_points = iter(tensors[len(encodings) :])
+    return [
+        _unchecked(encoding.spec, scale, None if encoding.zero_point is None else next(zero_points))
+        for encoding, scale in zip(encodings, tensors, strict=False)
+    ]
+
+
+def _unchecked(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Encoding:
+    encoding = object.__new__(Encoding)
+    for name, value in (("spec", spec), ("scale", scale), ("zero_point", zero_point)):
+        object.__setattr__(encoding, name, value)
+    return encoding
+
+
+def _are_positive(scale: Tensor) -> Tensor:
+    return torch.isfinite(scale).all() & (scale > 0).all()

@@ -15,5 +15,6 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return bits.to(like.device).mul_(2).sub_(1).to(like.dtype)
+    pinned = like.device.type == "cuda"  # the copy of which is not waited for
+    bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, pin_memory=pinned)
+    return bits.to(like.device, non_blocking=pinned).mul_(2).sub_(1).to(like.dtype)

@@ -38,6 +38,14 @@ def choose_range(minimum: Tensor, maximum: Tensor, spec: QuantSpec) -> tuple[Ten
             f"a range must be finite with minimum ≤ maximum; at {first} it is [{float(low[first])}, "
             f"{float(high[first])}], so are {int(wrong.sum())} of {wrong.numel()}; clean the data they were taken from"
         )
+    return covering_range(low, high, spec)
+
+
+def covering_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    """As ``choose_range``, of bounds that are known to be finite: they are not looked at, so nothing is waited for.
+
+    Shape: as ``choose_range``; ``low``, ``high`` float64.
+    """
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     if spec.symmetric:
         scale = torch.maximum(high / spec.qmax, low / spec.qmin)
@@ -57,6 +65,8 @@ def held_scale(scale: Tensor, zero_point: Tensor | float, spec: QuantSpec) -> Te
 
     Shape: ``scale`` any, ``zero_point`` alike; result float32.
     """
-    zero_point = torch.as_tensor(zero_point, dtype=torch.float64, device=scale.device)
+    if not isinstance(zero_point, Tensor):
+        zero_point = scale.new_full((), zero_point, dtype=torch.float64)
+    zero_point = zero_point.to(torch.float64)
     farthest = torch.maximum((spec.qmax - zero_point).abs(), (spec.qmin - zero_point).abs())
     return torch.minimum(scale.to(torch.float32), (LARGEST_REAL / farthest).to(torch.float32))

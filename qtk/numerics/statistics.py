@@ -43,7 +43,7 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     """
     scales = first.numel()
     place = _places(x, first, exponent, bins, block_size)
-    return torch.bincount(place, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+    return summed_at(place, None, scales * bins + 1)[:-1].reshape(scales, bins)
 
 
 def histogram_of_squares(
@@ -63,8 +63,22 @@ def histogram_of_squares(
     place = _places(x, first, exponent, bins, block_size)
     squares = factors.detach().to(torch.float32).to(torch.float64).square()
     squares = squares.where(squares.isfinite(), 0.0).reshape(split_shape(x.shape, block_size)[0]).reshape(-1)
-    sums = torch.bincount(place, squares, minlength=scales * bins + 1)[:-1].reshape(scales, bins)
+    sums = summed_at(place, squares, scales * bins + 1)[:-1].reshape(scales, bins)
     return sums.to(torch.float64)  # those of nothing are whole numbers
+
+
+def summed_at(places: Tensor, weights: Tensor | None, length: int) -> Tensor:
+    """``bincount`` of ``length`` places; on an accelerator without its look at the largest place, which waits.
+
+    Shape: ``places`` int64 and ``weights`` float64, one axis; result [length], int64 or float64.
+
+    >>> summed_at(torch.tensor([0, 2, 2]), None, 4)
+    tensor([1, 0, 2, 0])
+    """
+    if places.device.type == "cpu":
+        return torch.bincount(places, weights, minlength=length)
+    weights = torch.ones_like(places) if weights is None else weights
+    return weights.new_zeros(length).scatter_add_(0, places, weights)
 
 
 def _places(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size: Sequence[int]) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qtk.core.granularity import Granularity
+from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
 from qtk.ops.statistics import min_max
 
@@ -83,6 +85,17 @@ class Counted:
         self._sentinels = _on_one(self._sentinels, sentinels) + sentinels
         if broken is not None:
             self._broken = broken if self._broken is None else self._broken.to(broken.device) | broken
+
+
+def settle(observers: Iterable[object]) -> None:
+    """Reads the counts of all observers among ``observers`` from an accelerator together."""
+    counted = [each for each in observers if isinstance(each, Counted)]
+    known = [(each._count, each._sentinels, False if each._broken is None else each._broken) for each in counted]
+    read = moved([torch.as_tensor(number) for each in known for number in each], HOST)
+    for number, observer in enumerate(counted):
+        count, sentinels, broken = read[3 * number : 3 * number + 3]
+        observer._count, observer._sentinels = int(count), int(sentinels)
+        observer._broken = None if observer._broken is None else broken
 
 
 def _on_one(value: int | Tensor, other: int | Tensor) -> int | Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
 from qtk.numerics.blocks import split_shape
-from qtk.observers.extremes import Counted, extremes
+from qtk.numerics.statistics import summed_at
+from qtk.observers.extremes import Counted, extremes, on_cpu
 from qtk.observers.min_max import same_shape
 
 BINS = 512
@@ -31,7 +32,8 @@ class FirstBatchHistogram(Counted):
         self._first: Tensor | None = None  # float64 [scales]; left end of the first bin
         self._width: Tensor | None = None
         self._shares: Tensor | None = None  # float64 [scales, BINS], summed over batches
-        self._batches = 0
+        self._batches: int | Tensor = 0  # a tensor on an accelerator
+        self._started: Tensor | None = None  # bool []: the bins are fixed
         self.device = torch.device("cpu")  # of the observed tensors
         self._seen: Tensor | None = None  # bool [scales]: saw anything but sentinels
 
@@ -51,18 +53,29 @@ class FirstBatchHistogram(Counted):
         self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)
         low, high = (bound.reshape(-1).to(torch.float64) for bound in (batch.low, batch.high))
         self._add(batch)
-        if self._width is None:
-            if bool(((low == 0) & (high == 0)).all()):
-                return
-            low, high = torch.where(low == high, low - 0.5, low), torch.where(low == high, high + 0.5, high)
-            middle = (low + high) / 2
-            self._first = middle - GROWTH * (middle - low)
-            self._width = (middle + GROWTH * (high - middle) - self._first) / BINS
-            self._shares = torch.zeros((len(low), BINS), dtype=torch.float64, device=x.device)
-        self._batches += 1
+        starts = ((low != 0) | (high != 0)).any()
+        if on_cpu(x) and self._width is None and not bool(starts):
+            return
+        if self._width is None or not on_cpu(x):  # on an accelerator nobody waits to know whether they are fixed
+            self._fix_bins(low, high, starts)
+        assert self._started is not None
+        self._batches = self._batches + (1 if on_cpu(x) else self._started.to(torch.int64))
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
         self._bin(x.detach().reshape(split).permute(*outside, *inside).reshape(len(low), -1))
+
+    def _fix_bins(self, low: Tensor, high: Tensor, starts: Tensor) -> None:
+        """Sets the bins, if they are not fixed yet."""
+        low, high = torch.where(low == high, low - 0.5, low), torch.where(low == high, high + 0.5, high)
+        middle = (low + high) / 2
+        first = middle - GROWTH * (middle - low)
+        width = (middle + GROWTH * (high - middle) - first) / BINS
+        if self._first is None or self._width is None or self._started is None:
+            self._first, self._width, self._started = first, width, starts
+            self._shares = torch.zeros((len(low), BINS), dtype=torch.float64, device=low.device)
+            return
+        self._first, self._width = self._first.where(self._started, first), self._width.where(self._started, width)
+        self._started = self._started | starts
 
     def merge(self, other: FirstBatchHistogram) -> None:
         """Adds the statistics of ``other``.
@@ -76,7 +89,7 @@ class FirstBatchHistogram(Counted):
                                    "cannot join; calibrate in one process, or with variant='v2'")
         if other.count:
             self.shape, self.device, self._batches = other.shape, other.device, other._batches
-            for name in ("_first", "_width", "_shares", "_seen"):
+            for name in ("_first", "_width", "_shares", "_seen", "_started"):
                 value = getattr(other, name)
                 setattr(self, name, None if value is None else value.clone())
         self._add_all(other)
@@ -88,6 +101,8 @@ class FirstBatchHistogram(Counted):
         """
         if self._first is None or self._width is None or self._shares is None or self._seen is None:
             return None
+        if not int(self._batches):
+            return None
         left = self._first[:, None] + self._width[:, None] * torch.arange(BINS, device=self._first.device)
         return left, self._shares / self._batches, self._seen
 
@@ -96,17 +111,18 @@ class FirstBatchHistogram(Counted):
         """The largest share of a scale's values outside its bins, 0…1."""
         if self._shares is None:
             return 0.0
-        return max(0.0, 1.0 - float(self._shares.sum(1).min()) / self._batches)
+        return max(0.0, 1.0 - float(self._shares.sum(1).min()) / int(self._batches))
 
     def _bin(self, rows: Tensor) -> None:
         assert self._first is not None
         assert self._width is not None
         assert self._shares is not None
+        assert self._started is not None
         for columns in torch.split(rows, max(1, CHUNK // len(rows)), dim=1):
             position = columns.to(torch.float64) / self._width[:, None] - (self._first / self._width)[:, None]
             slot = (position.abs() + 0.5).floor() * position.sign()
             inside = (slot >= 0) & (slot < BINS)
             row_start = torch.arange(len(rows), device=rows.device)[:, None] * BINS
             flat_slot = torch.where(inside, row_start + slot.where(inside, 0.0).long(), len(rows) * BINS)
-            counts = torch.bincount(flat_slot.reshape(-1), minlength=len(rows) * BINS + 1)[:-1]
-            self._shares += counts.reshape(len(rows), BINS) / rows.shape[1]
+            counts = summed_at(flat_slot.reshape(-1), None, len(rows) * BINS + 1)[:-1].reshape(len(rows), BINS)
+            self._shares += torch.where(self._started, counts / rows.shape[1], 0.0)

@@ -138,7 +138,7 @@ class Histogram(Counted):
         low, high = (bound.to(torch.float64).masked_fill(unseen, torch.nan) for bound in (self._low, self._high))
         middles = (edges[:, :-1] + edges[:, 1:]) / 2
         middles = torch.minimum(torch.maximum(middles, low[:, None]), high[:, None])
-        return WeightedSamples(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2)
+        return WeightedSamples(middles, counts, low, high, (edges[:, 1] - edges[:, 0]) / 2, binned=True)
 
     def _as_qparams(self, bound: Tensor) -> Tensor:
         return bound.reshape(self._shape or ())

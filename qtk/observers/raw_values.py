@@ -18,7 +18,7 @@ class RawValues(Counted):
     def __init__(self, granularity: Granularity) -> None:
         super().__init__()
         self.granularity = granularity
-        self._seen: list[Tensor] = []  # [scales, elements] each, NaN for a sentinel
+        self._seen: list[Tensor] = []  # [scales, elements] each
         self._shape: tuple[int, ...] = ()
 
     @torch.no_grad()
@@ -33,10 +33,7 @@ class RawValues(Counted):
         self._shape = tuple(batch.low.shape)
         split, inside = split_shape(x.shape, self.granularity.block_size(x.ndim))
         outside = [axis for axis in range(len(split)) if axis not in inside]
-        rows = x.detach().reshape(split).permute(*outside, *inside).reshape(batch.low.numel(), -1)
-        if batch.sentinels:
-            rows = torch.where(rows <= sentinel_bound(x.dtype), torch.nan, rows)
-        self._seen.append(rows)
+        self._seen.append(x.detach().reshape(split).permute(*outside, *inside).reshape(batch.low.numel(), -1))
         self._add(batch)
 
     def merge(self, other: RawValues) -> None:
@@ -61,8 +58,8 @@ class RawValues(Counted):
         counts = None
         low, high = values.amin(1).to(torch.float64), values.amax(1).to(torch.float64)
         if self.sentinels:
-            masked = values.isnan()
+            masked = values <= sentinel_bound(values.dtype)
             low, high = values.masked_fill(masked, torch.inf).amin(1), values.masked_fill(masked, -torch.inf).amax(1)
             low, high = (bound.to(torch.float64).masked_fill(low > high, torch.nan) for bound in (low, high))
             counts, values = (~masked).to(torch.int64), values.masked_fill(masked, 0.0)
-        return WeightedSamples(values, counts, low, high, torch.zeros_like(low))
+        return WeightedSamples(values, counts, low, high, torch.zeros_like(low), binned=False)

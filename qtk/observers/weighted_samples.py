@@ -16,7 +16,7 @@ class WeightedSamples:
 
     Shape: ``values``, of a floating dtype, and ``counts`` int64 (weights: float64) [scales, samples]; ``counts`` is
     ``None`` where each value is one element; ``low``, ``high``, ``reach`` float64 [scales], NaN for a scale that saw
-    nothing. Middles of bins ascend.
+    nothing. ``binned``: they are middles of bins, which ascend, else single elements, whose ``reach`` is 0.
     """
 
     values: Tensor
@@ -24,6 +24,7 @@ class WeightedSamples:
     low: Tensor
     high: Tensor
     reach: Tensor
+    binned: bool
 
     @property
     def scales(self) -> int:
@@ -32,11 +33,11 @@ class WeightedSamples:
     @property
     def kind(self) -> tuple[object, ...]:
         """Key of equal samples: those with the same key can be concatenated along the scales."""
-        return self.values.shape[1], self.counts is None, self.values.dtype, self.values.device
+        return self.values.shape[1], self.counts is None, self.binned, self.values.dtype, self.values.device
 
     def of(self, scales: slice | Tensor) -> WeightedSamples:
         """The samples of some of the scales."""
         return WeightedSamples(
             self.values[scales], None if self.counts is None else self.counts[scales], self.low[scales],
-            self.high[scales], self.reach[scales],
+            self.high[scales], self.reach[scales], self.binned,
         )

@@ -46,10 +46,13 @@ class BiasQuantizer(Quantizer):
         """Whether input and weight have encodings."""
         return all(factor.scale is not None for factor in self.factors)
 
-    @property
-    def encoding(self) -> Encoding | None:
+    def encoding_of(self, scale: Tensor | None, zero_point: Tensor | None) -> Encoding | None:
         """The encoding that follows from those of input and weight; ``None`` if one of them has none."""
-        return Encoding(self.spec, self._product()) if self.ready else None
+        return None if scale is None else Encoding(self.spec, scale)
+
+    def range(self) -> tuple[Tensor | None, Tensor | None]:
+        """The product of the scales of input and weight, if both have one."""
+        return self._product() if self.ready else None, None
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Raises: EncodingError: the scale is not free to choose."""

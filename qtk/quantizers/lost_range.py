@@ -36,7 +36,7 @@ def refuse_lost_range(site: str, smallest: float, largest: float, *, late: bool 
 
 def ends(scale: Tensor) -> tuple[float, float]:
     """The smallest and the largest scale; waits for an accelerator."""
-    smallest, largest = (float(end) for end in torch.aminmax(scale))
+    smallest, largest = torch.stack(torch.aminmax(scale)).tolist()
     return smallest, largest
 
 

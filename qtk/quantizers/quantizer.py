@@ -174,14 +174,17 @@ class Quantizer(Tap):
         Raises: EncodingError if a learned or averaged scale is not positive and finite.
         """
         with torch.no_grad():
-            scale, zero_point = self.range()
-            if scale is None:
-                return None
-            if scale.device.type != "meta":
-                refuse_lost_range(self.site, *ends(scale))
-            if zero_point is not None:
-                zero_point = effective_zero_point(zero_point, self.spec.qmin, self.spec.qmax).to(torch.int32)
-            return Encoding(self.spec, scale.clamp(min=SMALLEST_SCALE), zero_point)
+            return self.encoding_of(*self.range())
+
+    def encoding_of(self, scale: Tensor | None, zero_point: Tensor | None) -> Encoding | None:
+        """The encoding of an effective range, on any device. Raises: as ``encoding``."""
+        if scale is None:
+            return None
+        if scale.device.type != "meta":
+            refuse_lost_range(self.site, *ends(scale))
+        if zero_point is not None:
+            zero_point = effective_zero_point(zero_point, self.spec.qmin, self.spec.qmax).to(torch.int32)
+        return Encoding(self.spec, scale.clamp(min=SMALLEST_SCALE), zero_point)
 
     def load_encoding(self, encoding: Encoding) -> None:
         """Sets the encoding; a range that is learned is learned on from there.
@@ -368,7 +371,9 @@ class Quantizer(Tap):
         stored = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         scale, zero_point = stored.get(prefix + "scale"), stored.get(prefix + "zero_point")
         if isinstance(scale, Tensor) and isinstance(zero_point, Tensor | None):
-            fits = scale.ndim == self._scale_rank() and (zero_point is None) == self.spec.symmetric
+            granularity = self.spec.granularity
+            rank = len(granularity.sizes) if isinstance(granularity, PerBlock) else 1
+            fits = scale.ndim == rank and (zero_point is None) == self.spec.symmetric
             if self.spec.dynamic or not fits:
                 error_msgs.append(
                     f"{self.site} is {self.spec}; the checkpoint has a scale of shape {tuple(scale.shape)} with"
@@ -393,7 +398,3 @@ class Quantizer(Tap):
         )
         for name, value in flags.items():  # last: freezing takes the range as it is
             setattr(self, name, value)
-
-    def _scale_rank(self) -> int:
-        granularity = self.spec.granularity
-        return len(granularity.sizes) if isinstance(granularity, PerBlock) else 1

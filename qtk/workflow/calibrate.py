@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import PER_TENSOR, QuantSpec
+from qtk.core.transfer import HOST
 from qtk.errors import CalibrationError
 from qtk.graph.insert import drop_sites
 from qtk.graph.masks import maskable_sites
@@ -24,7 +25,7 @@ from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
 from qtk.nn.device import META, device_of, is_dry_run
 from qtk.numerics.ranges import choose_range
-from qtk.observers.extremes import ADVICE
+from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
 from qtk.observers.ranks import joined
 from qtk.observers.weighted_histogram import WeightedHistogram
@@ -35,6 +36,9 @@ from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.local_gradients import LocalGradients
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
+
+AT_ONCE = 1 << 26
+"""Elements of parameters on an accelerator whose ranges are searched together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +82,12 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
     Raises: CalibrationError for NaN, infinity or sentinels that are no mask, naming the site and on the CPU the batch;
         if there is no data; or if no data reached a site. Nothing has changed then.
     """
-    device = device_of(simulation.model)
-    encodings = {site: known_encoding(d.spec, d.range, device) for site, d in sites.items() if d.range is not None}
+    encodings = {site: known_encoding(d.spec, d.range) for site, d in sites.items() if d.range is not None}
+    encodings = _on(device_of(simulation.model), encodings)
     static = {site: decided for site, decided in sites.items() if decided.static}
     encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
     observers = _observed_on_data(simulation, sites, data)
+    settle(observers.values())
     masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
     encodings |= _activation_encodings({site: sites[site] for site in observers if site not in masked}, observers)
     if data.batches is None and data.example is not None:
@@ -110,10 +115,14 @@ def sites_to_calibrate(
     return selected
 
 
-def known_encoding(spec: QuantSpec, bounds: tuple[float, float], device: torch.device) -> Encoding:
-    """The per-tensor encoding of a value whose bounds the config fixes (``range``)."""
-    low, high = (torch.tensor([bound], device=device) for bound in bounds)
+def known_encoding(spec: QuantSpec, bounds: tuple[float, float]) -> Encoding:
+    """The per-tensor encoding of a value whose bounds the config fixes (``range``), on the CPU."""
+    low, high = (torch.tensor([bound], device=HOST) for bound in bounds)
     return Encoding(spec, *choose_range(low, high, spec))
+
+
+def _on(device: torch.device, encodings: Mapping[Site, Encoding]) -> dict[Site, Encoding]:
+    return dict(zip(encodings, encodings_to(list(encodings.values()), device), strict=True))
 
 
 def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> Encoding:
@@ -139,27 +148,53 @@ def parameter_encodings(
     """
     if is_dry_run(model):
         raise CalibrationError(META)
-    encodings = {}
+    encodings: dict[Site, Encoding] = {}
+    waiting: dict[Site, Observer] = {}
+    elements = 0
     values = tqdm(
         static_values(model, sites), desc="weights", total=len(sites), unit="site", leave=False,
         disable=not progress or not sites,
     )
     for site, value in values:
-        decided = sites[site]
-        scheme = calibrator(decided.scheme)
-        observer = scheme.observer(decided.spec.granularity, static=True)
+        observer = calibrator(sites[site].scheme).observer(sites[site].spec.granularity, static=True)
         observer.allows_mask = site in maskable
-        try:
+        with _named(site):
             observer.observe(value)
+        waiting[site], elements = observer, elements + value.numel()
+        if on_cpu(value) or elements > AT_ONCE:
+            encodings |= _static_encodings(waiting, sites, maskable)
+            waiting, elements = {}, 0
+    return encodings | _static_encodings(waiting, sites, maskable)
+
+
+def _static_encodings(
+    observers: Mapping[Site, Observer], sites: Mapping[Site, SitePlan], maskable: Collection[Site]
+) -> dict[Site, Encoding]:
+    """The encodings of observed parameters; an accelerator is waited for a few times for all of them."""
+    settle(observers.values())
+    unmasked = {}
+    for site, observer in observers.items():
+        with _named(site):
             observer.check()
-            if observer.sentinels and site in maskable:
-                continue
-            if observer.sentinels:
+            if observer.sentinels and site not in maskable:
                 raise CalibrationError(f"{observer.sentinels} of its values are −inf or ≤ -1e30; {ADVICE}")
-            (encodings[site],) = scheme.encodings([observer], [decided.spec])
-        except CalibrationError as error:
-            raise CalibrationError(f"{site}: {error}") from None
-    return encodings
+        if not observer.sentinels:
+            unmasked[site] = observer
+    try:
+        return _activation_encodings({site: sites[site] for site in unmasked}, unmasked)
+    except CalibrationError:
+        for site, observer in unmasked.items():  # which of them
+            with _named(site):
+                calibrator(sites[site].scheme).encodings([observer], [sites[site].spec])
+        raise
+
+
+@contextmanager
+def _named(site: Site) -> Iterator[None]:
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{site}: {error}") from None
 
 
 def _observed_on_data(
@@ -246,10 +281,8 @@ def _masked(observers: Mapping[Site, Observer]) -> dict[Site, str]:
     """
     reasons = {}
     for site, observer in observers.items():
-        try:
+        with _named(site):
             observer.check()
-        except CalibrationError as error:
-            raise CalibrationError(f"{site}: {error}") from None
         if observer.sentinels:
             total = observer.count + observer.sentinels
             reasons[site] = f"carries a mask: {observer.sentinels} of {total} values are sentinels ≤ -1e30"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from qtk.core.encoding import Encoding
 from qtk.errors import CheckError, EncodingError
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes, quantizer_target
 from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode, Quantizer
+from qtk.quantizers.read_encodings import read_encodings
 
 
 def check(simulation: Simulation) -> None:
@@ -18,12 +20,12 @@ def check(simulation: Simulation) -> None:
         encoding or a malformed one, or a range that is not finite.
     """
     plan = simulation.plan
+    quantizers = {site: simulation.quantizers[site] for site, decided in plan.items() if decided.leader is None}
+    encodings = dict(zip(quantizers, read_encodings(list(quantizers.values())), strict=True))
     called = {str(node.target) for module in graphs(simulation.model).values() for node in quantizer_nodes(module)}
     findings = []
-    for site, decided in plan.items():
-        if decided.leader is not None:
-            continue
-        problem = _problem(simulation.quantizers[site])
+    for site, quantizer in quantizers.items():
+        problem = _problem(quantizer, encodings[site])
         if quantizer_target(site) not in called:
             problem = "its quantizer is never executed"
         if problem:
@@ -32,11 +34,9 @@ def check(simulation: Simulation) -> None:
         raise CheckError(f"{len(findings)} finding{'s' * (len(findings) > 1)}:\n  " + "\n  ".join(findings))
 
 
-def _problem(quantizer: Quantizer) -> str | None:
-    try:
-        encoding = quantizer.encoding
-    except EncodingError as error:
-        return str(error)
+def _problem(quantizer: Quantizer, encoding: Encoding | EncodingError | None) -> str | None:
+    if isinstance(encoding, EncodingError):
+        return str(encoding)
     if not quantizer.ready:
         return "no encoding; run sim.compute_encodings(data)"
     if quantizer.mode is not Mode.SIMULATE:

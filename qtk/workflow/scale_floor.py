@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from qtk.core.dtypes import INT32
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.site import Site
+from qtk.core.transfer import HOST, moved
+from qtk.errors import EncodingError
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
+from qtk.nn.device import device_of
+from qtk.quantizers.read_encodings import read_encodings
 
 MARGIN = 1 + 2.0**-20
 """Covers the rounding of scales and of their product to float32."""
@@ -30,23 +34,42 @@ def raise_scales(simulation: Simulation, weights: Collection[Site] | None = None
     """
     plan, quantizers = simulation.plan, simulation.quantizers
     biases = {site: decided.factors for site, decided in plan.items() if decided.factors and quantizers[site].ready}
+    if not biases:
+        return
     floors: dict[Site, list[Tensor]] = defaultdict(list)
-    for site, bias in static_values(simulation.model, biases):
-        of_input, of_weight = biases[site]
-        encoding = quantizers[of_input].encoding
-        assert encoding is not None
-        magnitude = bias.detach().double().abs()
-        floors[plan[of_weight].leader or of_weight].append(magnitude / encoding.scale.double() / INT32.maximum * MARGIN)
+    values = {site: bias.detach().double().abs() for site, bias in static_values(simulation.model, biases)}
+    magnitudes = dict(zip(values, moved(list(values.values()), HOST), strict=True))
+    encodings = _encodings(simulation, {factor for site in magnitudes for factor in biases[site]})
+    for bias, magnitude in magnitudes.items():
+        of_input, of_weight = biases[bias]
+        scale = encodings[of_input].scale.double()
+        floors[plan[of_weight].leader or of_weight].append(magnitude / scale / INT32.maximum * MARGIN)
+    raised: dict[Site, Encoding] = {}
+    encodings |= _encodings(simulation, set(floors) - set(encodings))
     for site, minima in floors.items():
-        quantizer, encoding = quantizers[site], quantizers[site].encoding
-        assert encoding is not None
+        encoding = encodings[site]
         per_channel = encoding.scale.numel() > 1
         scale = encoding.scale
         for minimum in minima:
             floor = minimum if per_channel else minimum.max().reshape(1)
             scale = torch.maximum(scale, floor.to(scale))
-        frozen = quantizer.frozen
-        if not torch.equal(scale, encoding.scale) and (site in weights if weights is not None else not frozen):
-            quantizer.frozen = False
-            quantizer.load_encoding(Encoding(encoding.spec, scale, encoding.zero_point))
-            quantizer.frozen = frozen
+        may_change = site in weights if weights is not None else not quantizers[site].frozen
+        if may_change and not torch.equal(scale, encoding.scale):
+            raised[site] = Encoding(encoding.spec, scale, encoding.zero_point)
+    on_device = encodings_to(list(raised.values()), device_of(simulation.model))
+    for site, encoding in zip(raised, on_device, strict=True):
+        quantizer = quantizers[site]
+        frozen, quantizer.frozen = quantizer.frozen, False
+        quantizer.load_encoding(encoding)
+        quantizer.frozen = frozen
+
+
+def _encodings(simulation: Simulation, sites: Collection[Site]) -> dict[Site, Encoding]:
+    """The encodings of ``sites`` on the CPU. Raises: EncodingError if one is not valid."""
+    encodings = {}
+    for site, encoding in zip(sites, read_encodings([simulation.quantizers[site] for site in sites]), strict=True):
+        if isinstance(encoding, EncodingError):
+            raise encoding
+        assert encoding is not None
+        encodings[site] = encoding
+    return encodings

@@ -8,6 +8,7 @@ def samples(scales=3, points=4, counts=True):
     return WeightedSamples(
         torch.arange(float(scales * points)).reshape(scales, points),
         torch.ones(scales, points, dtype=torch.int64) if counts else None, numbers, numbers + 1, numbers + 2,
+        binned=False,
     )
 
 

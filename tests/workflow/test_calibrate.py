@@ -17,7 +17,7 @@ from qtk.workflow.calibrate import known_encoding
 )
 def test_known_ranges_become_the_encoding_that_just_holds_them(name, symmetric, bounds, low, high):
     spec = qtk.QuantSpec(qtk.dtype(name), symmetric=symmetric)
-    encoding = known_encoding(spec, bounds, torch.device("cpu"))
+    encoding = known_encoding(spec, bounds)
     assert float(encoding.minimum) == pytest.approx(low, rel=1e-6)
     assert float(encoding.maximum) == pytest.approx(high, rel=1e-6)
 
