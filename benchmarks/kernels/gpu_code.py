@@ -4,6 +4,10 @@ The launchers run on CPU tensors with their kernels replaced by recorders; what 
 with the specializations that Triton's launcher would choose: numbers that are 1 become constants, pointers and numbers
 divisible by 16 are marked as such. Then the binary is read: NVIDIA's with cuobjdump, AMD's is text.
 
+Instructions an element: those on the ordinary path of the main loop (``machine_code``; of the whole kernel where there
+is none, which then includes what is before and after), times the threads of a launch, over the elements of its tensor:
+lanes that a tile leaves idle, and all candidates of a range, are counted in. What is before and after a loop is not.
+
 Runs without TRITON_INTERPRET.
 """
 
@@ -21,6 +25,7 @@ from unittest import mock
 
 import torch
 import triton
+from machine_code import Instruction, amdgcn, main_loop, sass
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -43,7 +48,8 @@ class Chip:
     """A GPU, from its maker's data sheet and programming guide.
 
     ``registers`` are 32 bits wide: of a multiprocessor (NVIDIA), or of a lane of a SIMD (AMD). ``warps`` is the most
-    that are resident on a multiprocessor (NVIDIA) or SIMD (AMD). ``bandwidth`` in TB/s.
+    that are resident on a multiprocessor (NVIDIA) or SIMD (AMD). ``bandwidth`` in TB/s. ``clock`` in GHz is the one at
+    which the data sheet's rate of float32 additions and multiplications is reached: the highest.
     """
 
     name: str
@@ -53,13 +59,24 @@ class Chip:
     registers: int
     shared: int
     warps: int
+    clock: float
+
+    @property
+    def issues(self) -> float:
+        """Most instructions of one thread that are issued a second, in units of 10¹².
+
+        NVIDIA: four schedulers of a multiprocessor issue one instruction of a warp of 32 each, whatever its kind. AMD:
+        a compute unit issues one vector instruction of a wave of 64 a clock, and others beside it.
+        """
+        lanes = 4 * 32 if self.target.backend == "cuda" else 64
+        return self.processors * lanes * self.clock / 1000
 
 
 CHIPS = {
-    "sm_80": Chip("A100", GPUTarget("cuda", 80, 32), 108, 2.04, 65536, 164 << 10, 64),
-    "sm_90": Chip("H200", GPUTarget("cuda", 90, 32), 132, 4.8, 65536, 228 << 10, 64),
-    "sm_100": Chip("B200", GPUTarget("cuda", 100, 32), 148, 8.0, 65536, 228 << 10, 64),
-    "gfx942": Chip("MI300X", GPUTarget("hip", "gfx942", 64), 304, 5.3, 512, 64 << 10, 8),
+    "sm_80": Chip("A100", GPUTarget("cuda", 80, 32), 108, 2.04, 65536, 164 << 10, 64, 1.41),
+    "sm_90": Chip("H200", GPUTarget("cuda", 90, 32), 132, 4.8, 65536, 228 << 10, 64, 1.98),
+    "sm_100": Chip("B200", GPUTarget("cuda", 100, 32), 148, 8.0, 65536, 228 << 10, 64, 1.98),
+    "gfx942": Chip("MI300X", GPUTarget("hip", "gfx942", 64), 304, 5.3, 512, 64 << 10, 8, 2.1),
 }
 
 
@@ -68,8 +85,34 @@ class Launch:
     """One launch of a kernel that was asked for."""
 
     kernel: triton.JITFunction
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.constants
+
+    @property
+    def bits(self) -> int:
+        """Bits that the launch reads and writes for an element of its tensor."""
+        given = self.given
+        names = ["x_at", "y_at", "g_at", "dx_at"]
+        names += ["residual_at"] * bool(given.get("RESIDUAL")) + ["weights_at"] * bool(given.get("WEIGHTED"))
+        return sum(8 * given[name].itemsize for name in names if name in given)
+
+    @property
+    def tile(self) -> int:
+        """Lanes of a tile."""
+        given = self.given
+        return given["ROWS"] * given["WIDTH"] if "ROWS" in given else given["SCALES"] * given["REACH"]
+
+    @property
+    def lanes(self) -> float:
+        """Lanes of all tiles for an element of the tensor: 1 if no lane is idle, times the candidates."""
+        given = self.given
+        tiles = self.grid[0] // given.get("splits", 1) * given.get("turns", 1)
+        return tiles * self.tile * (self.grid[1] if len(self.grid) > 1 else 1) / given["x_at"].numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +121,9 @@ class Code:
 
     ``wide`` and ``narrow`` are instructions that load or store global memory, by 128 bits or more, and by less: those
     of scales and sums are. ``divisions`` are true ones, of all elements that a thread has in a turn and of its scales.
+
+    ``instructions`` an element of the tensor, and ``issues``, those that the chip's issue rate counts: on AMD those of
+    the vector unit. ``None`` where the binary cannot be disassembled.
     """
 
     registers: int
@@ -88,6 +134,8 @@ class Code:
     narrow: int
     divisions: int
     atomics: int
+    instructions: float | None
+    issues: float | None
 
 
 @contextmanager
@@ -99,9 +147,9 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         def __init__(self, kernel: triton.JITFunction) -> None:
             self._kernel = kernel
 
-        def __getitem__(self, grid: object) -> Callable[..., None]:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, **constants: Any) -> None:
-                launches.append(Launch(self._kernel, arguments, constants))
+                launches.append(Launch(self._kernel, grid, arguments, constants))
 
             return launch
 
@@ -123,7 +171,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 def compiled(launch: Launch, chip: Chip) -> Code:
     """Compiles a launch as Triton would where the chip is, and reads the code."""
     names = launch.kernel.arg_names
-    given = dict(zip(names, launch.arguments, strict=False)) | launch.constants
+    given = launch.given
     warps = given.pop("num_warps", WARPS)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor) and (
         name.isupper() or (isinstance(value, int) and not isinstance(value, bool) and value == 1))}
@@ -135,7 +183,21 @@ def compiled(launch: Launch, chip: Chip) -> Code:
     made = triton.compile(
         ASTSource(launch.kernel, types, constants, attributes), target=chip.target, options={"num_warps": warps}
     )
-    return _nvidia(made, chip, warps) if chip.target.backend == "cuda" else _amd(made, chip, warps)
+    read = _nvidia if chip.target.backend == "cuda" else _amd
+    return read(made, launch, chip, warps)
+
+
+def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int) -> tuple[float | None, float | None]:
+    """Instructions, and those that the issue rate counts, for an element of the launch's tensor."""
+    lanes = launch.tile / (warps * chip.target.warp_size)  # of a thread
+    body, is_loop = main_loop(code, lanes * launch.bits)
+    if not body:
+        return None, None
+    a_turn = max(lanes, 1) * launch.bits  # where threads outnumber lanes, several have the same one
+    turns = sum(each.bits for each in body) / a_turn if is_loop else 1  # more if it is unrolled
+    share = launch.lanes / (lanes * turns)
+    counted = sum(each.is_vector_alu for each in body) if chip.target.backend == "hip" else len(body)
+    return len(body) * share, counted * share
 
 
 def _type(value: object) -> str:
@@ -149,13 +211,14 @@ def _type(value: object) -> str:
     raise TypeError(f"a kernel takes no {type(value).__name__}")
 
 
-def _nvidia(made: Any, chip: Chip, warps: int) -> Code:
+def _nvidia(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(made.asm["cubin"])
         found = subprocess.run(
             [CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True
         ).stdout
+        listing = subprocess.run([CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=False).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", found)}
     text, shared = made.asm["ptx"], max(usage["SHARED"], made.metadata.shared)
     bits = [int(vector or 1) * int(width) for vector, width in ACCESS.findall(text)]
@@ -164,11 +227,11 @@ def _nvidia(made: Any, chip: Chip, warps: int) -> Code:
     return Code(
         usage["REG"], usage["STACK"] + usage["LOCAL"], shared, blocks * warps / chip.warps,
         sum(each >= 128 for each in bits), sum(each < 128 for each in bits), len(re.findall(r"div\.rn", text)),
-        len(re.findall(r"\b(?:atom|red)\.", text)),
+        len(re.findall(r"\b(?:atom|red)\.", text)), *_an_element(sass(listing), launch, chip, warps),
     )
 
 
-def _amd(made: Any, chip: Chip, warps: int) -> Code:
+def _amd(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
     text = made.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -184,5 +247,5 @@ def _amd(made: Any, chip: Chip, warps: int) -> Code:
         registers, number("vgpr_spill_count") + number("sgpr_spill_count"), shared,
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
-        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)),
+        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), *_an_element(amdgcn(text), launch, chip, warps),
     )

@@ -2,17 +2,29 @@
 
 For every kernel, dtype, granularity and chip: launches a call; registers a thread and bytes spilled (must be 0); shared
 memory; occupancy (the share of the resident warps that registers and shared memory leave room for); instructions that
-load or store 128 bits, and less; true divisions in a turn of a thread, which has 16 elements; atomics. Bytes an element
-is what the kernel must read and write, and the time that of 64 million elements at the chip's memory bandwidth: the
-floor, not a measurement.
+load or store 128 bits, and less; true divisions in a turn of a thread, which has 16 elements; atomics; machine
+instructions an element (``machine_code``, ``gpu_code``), all and those that the chip's issue rate counts.
+
+The roofline of 64 million elements, in µs, is a floor and an estimate, not a measurement: the longer of ``memory_us``,
+the bytes of the kernel's streams over the chip's bandwidth, and ``issue_us``, the counted instructions over its issue
+rate; ``bound`` says which. It assumes that
+
+- memory runs at the data sheet's bandwidth, and every stream is read or written once; what several programs read
+  again (all candidates of a range) comes from a cache at no cost;
+- every scheduler issues an instruction each cycle at the highest clock, so that latency is hidden altogether. Units
+  that take fewer are no limit: reciprocals (a warp in 8 cycles of one scheduler on NVIDIA, a wave in 4 issue slots on
+  AMD), conversions, 64-bit integers, and on an A100 float32 (a warp in 2 cycles);
+- an instruction takes its slot if its predicate is off, too; branches on AMD skip nothing; atomics meet no conflict;
+- what is before and after a loop costs nothing, and the share of idle lanes is that of the shape inspected.
 
     python benchmarks/kernels/inspect_gpu.py
-    python benchmarks/kernels/inspect_gpu.py --chips sm_90 --kinds float32 --json code.json
+    python benchmarks/kernels/inspect_gpu.py --chips sm_90 --kinds float32 --columns 1023 197 --json code.json
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +40,7 @@ from tqdm import tqdm
 from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
 
 ROWS, COLUMNS = 4096, 1024
+MICROSECONDS = 1e6
 ELEMENTS = 64 << 20
 BLOCKS = {
     "tensor": (), "row": (1, -1), "last_axis": (-1, 1), "block16": (1, 16), "block32": (1, 32), "block64": (1, 64),
@@ -50,8 +63,9 @@ class Given:
 
     @property
     def scale(self) -> Tensor:
-        counts = {"tensor": (1,), "row": (ROWS,), "last_axis": (COLUMNS,)}
-        return torch.ones(counts.get(self.granularity, (ROWS, COLUMNS // max(self.blocks, default=1))))
+        rows, columns = self.x.shape
+        counts = {"tensor": (1,), "row": (rows,), "last_axis": (columns,)}
+        return torch.ones(counts.get(self.granularity, (rows, columns // max(self.blocks, default=1))))
 
 
 def forward(given: Given) -> None:
@@ -88,41 +102,35 @@ def errors(given: Given) -> None:
     candidate_errors.candidate_errors(given.x, scales, None, given.blocks, *CODES, True, None, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An op: how it is called, and how many tensors of the size of ``x`` it must read or write, beside bytes."""
-
-    run: Callable[[Given], None]
-    streams: int
-    bytes_beside: int = 0
-
-    def bytes_an_element(self, kind: torch.dtype) -> int:
-        return self.streams * kind.itemsize + self.bytes_beside
-
-
-CALLS = {
-    "forward": Call(forward, 2), "backward": Call(backward, 3), "backward, learned": Call(learned_backward, 3),
-    "with residual": Call(residual, 2, bytes_beside=2), "dynamic": Call(dynamic, 2), "min_max": Call(min_max, 1),
-    "histogram": Call(histogram, 1), "candidate_errors": Call(errors, 1),
+CALLS: dict[str, Callable[[Given], None]] = {
+    "forward": forward, "backward": backward, "backward, learned": learned_backward, "with residual": residual,
+    "dynamic": dynamic, "min_max": min_max, "histogram": histogram, "candidate_errors": errors,
 }
 
 
-def rows(chips: list[str], kinds: list[str], granularities: list[str], calls: list[str]) -> Iterator[dict[str, object]]:
-    cases = [(chip, call, kind, each) for chip in chips for call in calls for kind in kinds for each in granularities]
-    for chip, name, kind, granularity in tqdm(cases, unit="case"):
-        yield from inspected(CHIPS[chip], name, getattr(torch, kind), granularity)
+def rows(
+    chips: list[str], kinds: list[str], granularities: list[str], calls: list[str], columns: list[int]
+) -> Iterator[dict[str, object]]:
+    cases = itertools.product(chips, calls, kinds, granularities, columns)
+    for chip, name, kind, granularity, width in tqdm(list(cases), unit="case"):
+        if width % max(BLOCKS[granularity], default=1) == 0:
+            yield from inspected(CHIPS[chip], name, getattr(torch, kind), granularity, width)
 
 
-def inspected(chip: Chip, name: str, kind: torch.dtype, granularity: str) -> Iterator[dict[str, object]]:
-    call = CALLS[name]
+def inspected(chip: Chip, name: str, kind: torch.dtype, granularity: str, width: int) -> Iterator[dict[str, object]]:
     with recorded(chip) as launches:
-        call.run(Given(torch.ones(ROWS, COLUMNS, dtype=kind), granularity))
-    size = call.bytes_an_element(kind)
+        CALLS[name](Given(torch.ones(ROWS, width, dtype=kind), granularity))
     for launch in launches:
+        code = compiled(launch, chip)
+        size = launch.bits / 8
+        memory = size * ELEMENTS / (chip.bandwidth * 1e12) * MICROSECONDS
+        issue = None if code.issues is None else code.issues * ELEMENTS / (chip.issues * 1e12) * MICROSECONDS
         yield {
             "chip": f"{chip.target.arch} {chip.name}", "call": name, "kernel": launch.kernel.__name__,
-            "kind": str(kind).removeprefix("torch."), "granularity": granularity, "launches": len(launches),
-            **asdict(compiled(launch, chip)), "bytes": size, "floor_us": size * ELEMENTS / chip.bandwidth / 1e6,
+            "kind": str(kind).removeprefix("torch."), "granularity": granularity, "columns": width,
+            "launches": len(launches), **asdict(code), "bytes": size, "memory_us": memory, "issue_us": issue,
+            "roofline_us": max(memory, issue or 0.0),
+            "bound": None if issue is None else "memory" if memory >= issue else "instructions",
         }
 
 
@@ -132,17 +140,22 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--granularities", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS))
+    parser.add_argument("--columns", nargs="+", type=int, default=[COLUMNS], help="lengths of a row")
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
-    found = list(rows(options.chips, options.kinds, options.granularities, options.calls))
+    found = list(rows(options.chips, options.kinds, options.granularities, options.calls, options.columns))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     table = Table(title=f"{len(found)} kernels")
     for key in found[0]:
         table.add_column(key)
     for row in found:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=200).print(table)
+        table.add_row(*map(_cell, row.values()))
+    Console(width=260).print(table)
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -59,3 +59,13 @@ def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
         if row["call"] in ("forward", "min_max") and row["granularity"] != "last_axis":
             assert row["occupancy"] >= 0.375, row
         assert row["occupancy"] >= 0.125, row
+
+
+def test_instructions_are_counted_and_the_longer_of_memory_and_issue_is_the_roofline(found):
+    """Fewer than eight an element would be another loop than the main one."""
+    for row in found:
+        assert 8 <= row["issues"] <= row["instructions"], row
+        assert row["roofline_us"] == max(row["memory_us"], row["issue_us"]), row
+        assert row["bound"] == ("memory" if row["memory_us"] >= row["issue_us"] else "instructions"), row
+        streams = STREAMS.get(row["call"], 1)
+        assert row["bytes"] == streams * SIZES[row["kind"]], row
