@@ -110,17 +110,10 @@ def main_loop(code: list[Instruction], bits: float) -> tuple[list[Instruction], 
     Without one, the instructions of the whole kernel, and False. Of a loop inside the loop one pass counts.
     """
     reached = ordinary(code)
-    loops = [(code[index].target, index) for index in sorted(reached) if _jumps_back(code[index], index)]
-    outermost = sorted({
-        (begin, max(end for other, end in loops if other == begin)) for begin, _ in loops
-        if not any(other < begin <= end for other, end in loops)
-    })
-    for begin, end in outermost:
+    loops = [(each.target, index) for index, each in enumerate(code)
+             if index in reached and each.target is not None and each.target <= index]
+    for begin, end in sorted(loops, key=lambda loop: (loop[0], -loop[1])):  # outer before inner
         body = [code[index] for index in range(begin, end + 1) if index in reached]
         if sum(each.bits for each in body) >= bits:
             return body, True
     return [code[index] for index in sorted(reached)], False
-
-
-def _jumps_back(instruction: Instruction, index: int) -> bool:
-    return instruction.target is not None and instruction.target <= index
