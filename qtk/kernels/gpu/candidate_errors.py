@@ -26,7 +26,7 @@ def errors_kernel(
     x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
     s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     candidate = tl.program_id(1).to(tl.int64) * count
@@ -38,9 +38,11 @@ def errors_kernel(
         zero = spread(effective_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
     sums = tl.zeros([SCALES], tl.float64)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        )
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         code = code_of(tl.div_rn(x, scale), zero)
         nearest = clamped(code, qmin, qmax)

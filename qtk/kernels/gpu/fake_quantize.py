@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, has_tail, is_dense, places, shape, spread, tail, tile
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
@@ -111,10 +111,54 @@ def residual_of(x, distance, code, nearest, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
+def quantize(
+    x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax,
+    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+):
+    """Fake-quantizes the elements of a tile."""
+    x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+    steps = tl.div_rn(x, scale)
+    code = number_of(steps, zero, MANTISSA, SMALLEST)
+    nearest = clamped(code, qmin, qmax)
+    tl.store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), mask=mask)
+    if RESIDUAL:
+        residual = residual_of(x, (nearest - zero) - steps, code, nearest, RESIDUAL)
+        tl.store(residual_at + offsets, residual, mask=mask)
+
+
+@triton.jit
+def gradient(
+    x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax,
+    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+):
+    """Stores the gradient of the elements of a tile. Returns: that of the result, which are inside, their error."""
+    g = tl.load(g_at + offsets, mask=mask, other=0.0)
+    error = 0.0
+    if RESIDUAL:
+        residual = tl.load(x_at + offsets, mask=mask, other=0).to(tl.int32)
+        if RESIDUAL == 8:
+            inside = (residual >> 1) == 0
+        else:
+            inside = (residual > -32767) & (residual < 32767)
+            limit = tl.where(residual == 32767, qmax - zero, float("nan"))
+            limit = tl.where(residual == -32768, qmin - zero, limit)
+            distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
+            error = tl.where(inside, distance, limit)
+    else:
+        steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
+        code = number_of(steps, zero, MANTISSA, SMALLEST)
+        nearest = clamped(code, qmin, qmax)
+        inside = nearest == code
+        error = (nearest - zero) - tl.where(inside, steps, 0.0)
+    tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
+    return g, inside, error
+
+
+@triton.jit
 def forward_kernel(
     x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -123,17 +167,16 @@ def forward_kernel(
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        steps = tl.div_rn(x, scale)
-        code = number_of(steps, zero, MANTISSA, SMALLEST)
-        nearest = clamped(code, qmin, qmax)
-        tl.store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), mask=mask)
-        if RESIDUAL:
-            residual = residual_of(x, (nearest - zero) - steps, code, nearest, RESIDUAL)
-            tl.store(residual_at + offsets, residual, mask=mask)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        )
+        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+    if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
+        if program % splits == splits - 1:
+            offsets, mask = tail(inner)
+            quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
 
 
 @triton.jit
@@ -142,7 +185,7 @@ def backward_kernel(
     s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    FLAT: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -160,31 +203,22 @@ def backward_kernel(
         of_scale = tl.zeros([SCALES, REACH], tl.float32)
         clipped = tl.zeros([SCALES, REACH], tl.float32)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        g = tl.load(g_at + offsets, mask=mask, other=0.0)
-        if RESIDUAL:
-            residual = tl.load(x_at + offsets, mask=mask, other=0).to(tl.int32)
-            if RESIDUAL == 8:
-                inside = (residual >> 1) == 0
-            else:
-                inside = (residual > -32767) & (residual < 32767)
-                limit = tl.where(residual == 32767, qmax - zero, float("nan"))
-                limit = tl.where(residual == -32768, qmin - zero, limit)
-                distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
-                error = tl.where(inside, distance, limit)
-        else:
-            steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
-            code = number_of(steps, zero, MANTISSA, SMALLEST)
-            nearest = clamped(code, qmin, qmax)
-            inside = nearest == code
-            error = (nearest - zero) - tl.where(inside, steps, 0.0)
-        tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        )
+        g, inside, error = gradient(
+            x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL
+        )
         if SUMS:
             upstream = g.to(tl.float32)
             of_scale += upstream * error
             clipped += tl.where(inside, 0.0, upstream)
+    if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
+        if program % splits == splits - 1:
+            offsets, mask = tail(inner)
+            gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
     if SUMS:
         sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
         sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
@@ -254,7 +288,7 @@ def forward(
         forward_kernel[(tiling.groups * splits,)](
             x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
-            **grid.constants(), **shape(tiling),
+            **grid.constants(), **shape(tiling), TAIL=has_tail(tiling),
         )
     return result, kept
 
@@ -295,7 +329,7 @@ def backward(
             tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None,
             RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=tiling.parts(splits), **grid.constants(), **shape(tiling),
+            PARTS=tiling.parts(splits), TAIL=has_tail(tiling) and not sums, **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 
