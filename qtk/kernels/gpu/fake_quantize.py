@@ -203,7 +203,7 @@ def backward_kernel(
         of_scale = tl.zeros([SCALES, REACH], tl.float32)
         clipped = tl.zeros([SCALES, REACH], tl.float32)
     each = tl.cdiv(turns, splits)
-    first = (program % splits) * each
+    first = (program % splits).to(tl.int64) * each
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
