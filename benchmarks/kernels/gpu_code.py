@@ -194,7 +194,8 @@ def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int)
     if not body:
         return None, None
     a_turn = max(lanes, 1) * launch.bits  # where threads outnumber lanes, several have the same one
-    turns = sum(each.bits for each in body) / a_turn if is_loop else 1  # more if it is unrolled
+    # more if it is unrolled; loads of scales in the loop are fewer bits than its elements
+    turns = sum(each.bits for each in body) // a_turn if is_loop else 1
     share = launch.lanes / (lanes * turns)
     counted = sum(each.is_vector_alu for each in body) if chip.target.backend == "hip" else len(body)
     return len(body) * share, counted * share
