@@ -194,6 +194,8 @@ def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int)
     if not body:
         return None, None
     a_turn = max(lanes, 1) * launch.bits  # where threads outnumber lanes, several have the same one
+    if sum(each.bits for each in body) < a_turn:
+        raise ValueError(f"the ordinary path of {launch.kernel.__name__} for {chip.name} misses loads or stores")
     # more if it is unrolled; loads of scales in the loop are fewer bits than its elements
     turns = sum(each.bits for each in body) // a_turn if is_loop else 1
     share = launch.lanes / (lanes * turns)
