@@ -20,6 +20,13 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.row_streams import (
+    backward_rows_kernel,
+    forward_rows_kernel,
+    is_row_stream,
+    stream_arguments,
+    stream_shape,
+)
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, has_tail, is_dense, places, shape, spread, tail, tile
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import affine, minifloat, straight_through
@@ -160,6 +167,15 @@ def forward(
         return result.copy_(flat), kept if residual is None else kept.copy_(flat_kept)
     splits = tiling.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
+    if is_row_stream(tiling):
+        sizes = stream_arguments(x, tiling, programs(x.device))
+        with on_device_of(x):
+            forward_rows_kernel[(sizes[-1],)](
+                x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
+                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
+                **grid.constants(), **stream_shape(),
+            )
+        return result, kept
     with on_device_of(x):
         forward_kernel[(tiling.groups * splits,)](
             x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
@@ -199,6 +215,15 @@ def backward(
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     zero = scale if zero_point is None else zero_point.contiguous()
+    if not sums and is_row_stream(tiling):
+        sizes = stream_arguments(x, tiling, programs(x.device))
+        with on_device_of(x):
+            backward_rows_kernel[(sizes[-1],)](
+                x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
+                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize,
+                **grid.constants(), **stream_shape(),
+            )
+        return dx, of_scale, of_zero
     with on_device_of(x):
         backward_kernel[(tiling.groups * splits,)](
             x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
