@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, row_streams, statistics
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
@@ -105,7 +105,7 @@ class Launch:
     def tile(self) -> int:
         """Lanes of a tile."""
         given = self.given
-        return given["ROWS"] * given["WIDTH"] if "ROWS" in given else given["SCALES"] * given["REACH"]
+        return given["ROWS"] * given["WIDTH"] if "ROWS" in given else given.get("SCALES", 1) * given["REACH"]
 
     @property
     def lanes(self) -> float:
@@ -158,6 +158,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         for module in MODULES for name, value in vars(module).items()
         if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
     ]
+    patches.append(mock.patch.object(row_streams, "is_amd", return_value=chip.target.backend == "hip"))
     patches += [mock.patch.object(module, "programs", return_value=WAVES * chip.processors) for module in MODULES]
     for patch in patches:
         patch.start()
@@ -194,7 +195,10 @@ def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int)
     if not body:
         return None, None
     a_turn = max(lanes, 1) * launch.bits  # where threads outnumber lanes, several have the same one
-    turns = sum(each.bits for each in body) / a_turn if is_loop else 1  # more if it is unrolled
+    if sum(each.bits for each in body) < a_turn:
+        raise ValueError(f"the ordinary path of {launch.kernel.__name__} for {chip.name} misses loads or stores")
+    # more if it is unrolled; loads of scales in the loop are fewer bits than its elements
+    turns = sum(each.bits for each in body) // a_turn if is_loop else 1
     share = launch.lanes / (lanes * turns)
     counted = sum(each.is_vector_alu for each in body) if chip.target.backend == "hip" else len(body)
     return len(body) * share, counted * share

@@ -18,7 +18,7 @@ rate; ``bound`` says which. It assumes that
 - what is before and after a loop costs nothing, and the share of idle lanes is that of the shape inspected.
 
     python benchmarks/kernels/inspect_gpu.py
-    python benchmarks/kernels/inspect_gpu.py --chips sm_90 --kinds float32 --columns 1023 197 --json code.json
+    python benchmarks/kernels/inspect_gpu.py --chips sm_90 --kinds float32 --shapes 4095x1023 4096x197 --json code.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
 
-ROWS, COLUMNS = 4096, 1024
+SHAPE = 4096, 1024
 MICROSECONDS = 1e6
 ELEMENTS = 64 << 20
 BLOCKS = {
@@ -109,17 +109,19 @@ CALLS: dict[str, Callable[[Given], None]] = {
 
 
 def rows(
-    chips: list[str], kinds: list[str], granularities: list[str], calls: list[str], columns: list[int]
+    chips: list[str], kinds: list[str], granularities: list[str], calls: list[str], shapes: list[tuple[int, int]]
 ) -> Iterator[dict[str, object]]:
-    cases = itertools.product(chips, calls, kinds, granularities, columns)
-    for chip, name, kind, granularity, width in tqdm(list(cases), unit="case"):
-        if width % max(BLOCKS[granularity], default=1) == 0:
-            yield from inspected(CHIPS[chip], name, getattr(torch, kind), granularity, width)
+    cases = itertools.product(chips, calls, kinds, granularities, shapes)
+    for chip, name, kind, granularity, shape in tqdm(list(cases), unit="case"):
+        if shape[1] % max(BLOCKS[granularity], default=1) == 0:
+            yield from inspected(CHIPS[chip], name, getattr(torch, kind), granularity, shape)
 
 
-def inspected(chip: Chip, name: str, kind: torch.dtype, granularity: str, width: int) -> Iterator[dict[str, object]]:
+def inspected(
+    chip: Chip, name: str, kind: torch.dtype, granularity: str, shape: tuple[int, int]
+) -> Iterator[dict[str, object]]:
     with recorded(chip) as launches:
-        CALLS[name](Given(torch.ones(ROWS, width, dtype=kind), granularity))
+        CALLS[name](Given(torch.ones(shape, dtype=kind), granularity))
     for launch in launches:
         code = compiled(launch, chip)
         size = launch.bits / 8
@@ -127,9 +129,9 @@ def inspected(chip: Chip, name: str, kind: torch.dtype, granularity: str, width:
         issue = None if code.issues is None else code.issues * ELEMENTS / (chip.issues * 1e12) * MICROSECONDS
         yield {
             "chip": f"{chip.target.arch} {chip.name}", "call": name, "kernel": launch.kernel.__name__,
-            "kind": str(kind).removeprefix("torch."), "granularity": granularity, "columns": width,
-            "launches": len(launches), **asdict(code), "bytes": size, "memory_us": memory, "issue_us": issue,
-            "roofline_us": max(memory, issue or 0.0),
+            "kind": str(kind).removeprefix("torch."), "granularity": granularity, "rows": shape[0],
+            "columns": shape[1], "launches": len(launches), **asdict(code), "bytes": size,
+            "memory_us": memory, "issue_us": issue, "roofline_us": max(memory, issue or 0.0),
             "bound": None if issue is None else "memory" if memory >= issue else "instructions",
         }
 
@@ -140,10 +142,10 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--granularities", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS))
-    parser.add_argument("--columns", nargs="+", type=int, default=[COLUMNS], help="lengths of a row")
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=[SHAPE], help="rows x columns: 4095x1023")
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
-    found = list(rows(options.chips, options.kinds, options.granularities, options.calls, options.columns))
+    found = list(rows(options.chips, options.kinds, options.granularities, options.calls, options.shapes))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     table = Table(title=f"{len(found)} kernels")
@@ -152,6 +154,11 @@ def main() -> None:
     for row in found:
         table.add_row(*map(_cell, row.values()))
     Console(width=260).print(table)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, columns = text.split("x")
+    return int(rows), int(columns)
 
 
 def _cell(value: object) -> str:

@@ -2,7 +2,8 @@
 
 NVIDIA's SASS as ``cuobjdump -sass`` prints it (``sm_*``), or the assembly that LLVM writes for AMD (``gfx*``). Only
 the instructions of the ordinary path count: those that are reached without a basic block that calls a subroutine.
-NVIDIA's compiler calls one for quotients near the limits of float32 and for 64-bit integers beyond 32 bits.
+NVIDIA's compiler calls one for quotients near the limits of float32 and for 64-bit integers beyond 32 bits. A call
+with a predicate is none of these: that is how it leaves a loop at times.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def sass(text: str) -> list[Instruction]:
         result.append(Instruction(
             name, _sass_bits(suffixes) if opcode in ("LDG", "STG") else 0,
             None if target is None else place[int(target[1], 16)],
-            not (opcode in ("BRA", "EXIT", "RET") and always), opcode == "CALL",
+            not (opcode in ("BRA", "EXIT", "RET") and always), opcode == "CALL" and not predicate,
         ))
     return result
 

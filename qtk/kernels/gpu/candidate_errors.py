@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
+from qtk.kernels.gpu.codes import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import tiling_of
@@ -26,7 +26,7 @@ def errors_kernel(
     x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
     s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     candidate = tl.program_id(1).to(tl.int64) * count
@@ -38,9 +38,13 @@ def errors_kernel(
         zero = spread(effective_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
     sums = tl.zeros([SCALES], tl.float64)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
+    if COLUMNS:
+        first = first.to(tl.int64)  # with turns of 32 bits, compilers spill registers here
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        )
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         code = code_of(tl.div_rn(x, scale), zero)
         nearest = clamped(code, qmin, qmax)

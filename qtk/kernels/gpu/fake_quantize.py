@@ -8,7 +8,6 @@ the last ticket adds them in a fixed order, so that the result is deterministic.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,8 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
+from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.row_streams import (
+    backward_rows_kernel,
+    forward_rows_kernel,
+    is_row_stream,
+    stream_arguments,
+    stream_shape,
+)
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, has_tail, is_dense, places, shape, spread, tail, tile
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
@@ -29,92 +36,12 @@ from qtk.numerics.blocks import check_range
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of the tensor, its scales and its zero points."""
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Triton's interpreter truncates to bfloat16; GPUs round."""
-
-
-@triton.jit
-def rounded(value):
-    """Rounds to the nearest integer, ties to even; for |value| ≤ 2²². Keeps NaN."""
-    return (value + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def clamped(value, low, high):
-    """``value`` limited to [low, high]. Keeps NaN."""
-    value = tl.where(value < low, low, value)
-    return tl.where(value > high, high, value)
-
-
-@triton.jit
-def narrowed(value, kind: tl.constexpr):
-    """``value`` in another float format, ties to even."""
-    if INTERPRETED and kind == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        result = tl.where(value == value, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        result = value.to(kind)
-    return result
-
-
-@triton.jit
-def effective_scale(scale):
-    """As ``qtk.numerics.effective.effective_scale``."""
-    size = tl.abs(scale)
-    return tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)
-
-
-@triton.jit
-def effective_zero_point(zero_at, index, exists, qmin, qmax):
-    """As ``qtk.numerics.effective.effective_zero_point``, loaded from memory as float32."""
-    return rounded(clamped(tl.load(zero_at + index, mask=exists, other=0).to(tl.float32), qmin, qmax))
-
-
-@triton.jit
-def code_of(steps, zero):
-    """``round(steps) + zero`` before clamping to [qmin, qmax]; exact for |steps| ≤ 2²²."""
-    return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
-
-
-@triton.jit
-def number_of(steps, zero, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """The integer code, or ``steps`` rounded to a minifloat with ``MANTISSA`` mantissa bits, before clamping.
-
-    ``MANTISSA`` of -1 means integers. ``SMALLEST`` is the biased float32 exponent of the smallest normal minifloat.
-    """
-    if MANTISSA < 0:
-        number = code_of(steps, zero)
-    else:
-        steps = clamped(steps, -1e30, 1e30)  # beyond every minifloat, yet 1 / unit does not underflow
-        exponent = tl.maximum(steps.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST << 23)
-        unit = exponent - (MANTISSA << 23)
-        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)  # exact: unit is a power of two
-        size = rounded(tl.abs(steps * inverse)) * unit.to(tl.float32, bitcast=True)
-        sign = steps.to(tl.uint32, bitcast=True) & 0x80000000  # a minifloat has -0
-        number = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return number
-
-
-@triton.jit
-def residual_of(x, distance, code, nearest, RESIDUAL: tl.constexpr):
-    """As ``qtk.numerics.residual``, for a fixed range if ``RESIDUAL`` is 8, else for a learned one."""
-    inside = code == nearest
-    if RESIDUAL == 8:
-        positive = tl.where(x <= 0, 0, 1)
-        residual = tl.where(inside, positive, 3 * positive - 1).to(tl.int8)
-    else:
-        units = rounded(tl.where(inside, distance, 0.0) * 65530.0).to(tl.int32)
-        outside = tl.where(code < nearest, -32768, tl.where(code > nearest, 32767, -32767))
-        residual = tl.where(inside, tl.where(x == 0, 32766, units), outside).to(tl.int16)
-    return residual
-
 
 @triton.jit
 def forward_kernel(
     x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -123,17 +50,16 @@ def forward_kernel(
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        steps = tl.div_rn(x, scale)
-        code = number_of(steps, zero, MANTISSA, SMALLEST)
-        nearest = clamped(code, qmin, qmax)
-        tl.store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), mask=mask)
-        if RESIDUAL:
-            residual = residual_of(x, (nearest - zero) - steps, code, nearest, RESIDUAL)
-            tl.store(residual_at + offsets, residual, mask=mask)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        )
+        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+    if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
+        if program % splits == splits - 1:
+            offsets, mask = tail(inner)
+            quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
 
 
 @triton.jit
@@ -142,7 +68,7 @@ def backward_kernel(
     s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    FLAT: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -162,29 +88,20 @@ def backward_kernel(
     each = tl.cdiv(turns, splits)
     first = (program % splits).to(tl.int64) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        g = tl.load(g_at + offsets, mask=mask, other=0.0)
-        if RESIDUAL:
-            residual = tl.load(x_at + offsets, mask=mask, other=0).to(tl.int32)
-            if RESIDUAL == 8:
-                inside = (residual >> 1) == 0
-            else:
-                inside = (residual > -32767) & (residual < 32767)
-                limit = tl.where(residual == 32767, qmax - zero, float("nan"))
-                limit = tl.where(residual == -32768, qmin - zero, limit)
-                distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
-                error = tl.where(inside, distance, limit)
-        else:
-            steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
-            code = number_of(steps, zero, MANTISSA, SMALLEST)
-            nearest = clamped(code, qmin, qmax)
-            inside = nearest == code
-            error = (nearest - zero) - tl.where(inside, steps, 0.0)
-        tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        )
+        g, inside, error = gradient(
+            x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL
+        )
         if SUMS:
             upstream = g.to(tl.float32)
             of_scale += upstream * error
             clipped += tl.where(inside, 0.0, upstream)
+    if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
+        if program % splits == splits - 1:
+            offsets, mask = tail(inner)
+            gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
     if SUMS:
         sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
         sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
@@ -250,11 +167,20 @@ def forward(
         return result.copy_(flat), kept if residual is None else kept.copy_(flat_kept)
     splits = tiling.splits(programs(x.device))
     zero = scale if zero_point is None else zero_point.contiguous()
+    if is_row_stream(tiling):
+        sizes = stream_arguments(x, tiling, programs(x.device))
+        with on_device_of(x):
+            forward_rows_kernel[(sizes[-1],)](
+                x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
+                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
+                **grid.constants(), **stream_shape(),
+            )
+        return result, kept
     with on_device_of(x):
         forward_kernel[(tiling.groups * splits,)](
             x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
-            **grid.constants(), **shape(tiling),
+            **grid.constants(), **shape(tiling), TAIL=has_tail(tiling),
         )
     return result, kept
 
@@ -289,13 +215,22 @@ def backward(
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     zero = scale if zero_point is None else zero_point.contiguous()
+    if not sums and is_row_stream(tiling):
+        sizes = stream_arguments(x, tiling, programs(x.device))
+        with on_device_of(x):
+            backward_rows_kernel[(sizes[-1],)](
+                x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
+                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize,
+                **grid.constants(), **stream_shape(),
+            )
+        return dx, of_scale, of_zero
     with on_device_of(x):
         backward_kernel[(tiling.groups * splits,)](
             x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
             tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
             ASYMMETRIC=zero_point is not None,
             RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=tiling.parts(splits), **grid.constants(), **shape(tiling),
+            PARTS=tiling.parts(splits), TAIL=has_tail(tiling) and not sums, **grid.constants(), **shape(tiling),
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import clamped, code_of, narrowed, rounded
+from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.launch import on_device_of, programs
 from qtk.kernels.gpu.statistics import min_max
-from qtk.kernels.gpu.tiles import WARPS, arguments, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.tiles import WARPS, arguments, has_tail, is_dense, places, shape, spread, tail, tile
 from qtk.kernels.gpu.tiling import TILE, tiling_of
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
@@ -71,7 +71,9 @@ def rows_kernel(
 @triton.jit
 def given_extremes_kernel(
     x_at, y_at, low_at, high_at, scale_at, zero_at, qmin, qmax, largest, s1, middle, s2, inner, step1, step2, turns,
-    splits, SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    splits,
+    SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -87,12 +89,16 @@ def given_extremes_kernel(
             tl.store(zero_at + index, own_zero.to(tl.int32), mask=exists)
     scale, zero = spread(own_scale, COLUMNS), spread(own_zero, COLUMNS)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
-        code = clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax)
-        tl.store(y_at + offsets, narrowed((code - zero) * scale, y_at.dtype.element_ty), mask=mask)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        )
+        quantize(x_at, y_at, y_at, offsets, mask, scale, zero, qmin, qmax, -1, 0, 0)
+    if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
+        if program % splits == splits - 1:
+            offsets, mask = tail(inner)
+            quantize(x_at, y_at, y_at, offsets, mask, scale, zero, qmin, qmax, -1, 0, 0)
 
 
 def fake_quantize_dynamic(
@@ -125,6 +131,6 @@ def fake_quantize_dynamic(
             splits = tiling.splits(programs(x.device))
             given_extremes_kernel[(tiling.groups * splits,)](
                 x, result, low, high, scale, zero, *codes, *arguments(tiling), splits, SYMMETRIC=symmetric,
-                **shape(tiling),
+                TAIL=has_tail(tiling), **shape(tiling),
             )
     return result, scale, zero

@@ -22,7 +22,7 @@ MOST_BINS = 4096
 @triton.jit
 def min_max_kernel(
     x_at, low_at, high_at, parts_at, tickets_at, count, s1, middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     group = program // splits
@@ -34,9 +34,11 @@ def min_max_kernel(
     high = -low
     broken = tl.zeros_like(low)  # 1 where there was a NaN
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        )
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         low = tl.where(mask & (x < low), x, low)
         high = tl.where(mask & (x > high), x, high)
@@ -74,7 +76,7 @@ def min_max_kernel(
 @triton.jit
 def histogram_kernel(
     x_at, counts_at, first_at, unit_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Counts in shared memory if the tile has one scale, else with atomic adds; integer sums are deterministic."""
     program = tl.program_id(0)
@@ -83,9 +85,11 @@ def histogram_kernel(
     unit = spread(tl.load(unit_at + index, mask=exists, other=1.0), COLUMNS)
     own = tl.zeros([SLOTS], tl.int32)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS)
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        )
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         place = tl.floor(x * unit)
         place = tl.where((x < 0) & (place > -1.0), -1.0, place) - first_bin  # the product may underflow to 0

@@ -22,25 +22,50 @@ def places(group, s2, step1, step2, SCALES: tl.constexpr):
 
 
 @triton.jit
+def wide(number):
+    """An integer in 64 bits; in the interpreter it may be Python's."""
+    return tl.full([], 0, tl.int64) + number
+
+
+@triton.jit
 def tile(
     turn, along1, along2, exists, s1, middle, s2, inner,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """Offsets and mask of the elements of one tile: [SCALES, REACH], or [REACH, SCALES] if ``COLUMNS``."""
-    if COLUMNS:
+    """Offsets and mask of the elements of one tile: [SCALES, REACH], or [REACH, SCALES] if ``COLUMNS``.
+
+    ``FLAT`` is a tensor with one scale, a stream: no division of turns. If it has a ``TAIL``, the mask ends before it.
+    """
+    if FLAT:
+        start = wide(turn) * REACH
+        lane = tl.arange(0, REACH)[None, :]
+        end = inner // 16 * 16 if TAIL else inner
+        offsets = start + lane
+        mask = lane < tl.minimum(end - start, REACH).to(tl.int32)
+    elif COLUMNS:
         chunks = tl.cdiv(middle, REACH)
         row = (turn % chunks) * REACH + tl.arange(0, REACH)
-        start = ((turn // chunks) * s1 + along1) * middle
+        start = (wide(turn // chunks) * s1 + along1) * middle
         offsets = (start + row)[:, None] * s2 + along2[None, :]
         mask = (row < middle)[:, None] & exists[None, :]
     else:
         chunks = tl.cdiv(inner, REACH)
         column = (turn % chunks) * REACH + tl.arange(0, REACH)
-        rest = turn // chunks
+        rest = wide(turn // chunks)
         start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
         offsets = (start + along2)[:, None] * inner + column[None, :]
         mask = exists[:, None] & (column < inner)[None, :]
     return offsets, mask
+
+
+@triton.jit
+def tail(inner):
+    """Offsets and mask of the last elements of a stream, [1, 16]: fewer than 128 bits may be left.
+
+    A mask that ends at any element would make all accesses of a tile scalar.
+    """
+    offsets = inner // 16 * 16 + tl.arange(0, 16)[None, :]
+    return offsets, offsets < inner
 
 
 @triton.jit
@@ -66,7 +91,13 @@ def arguments(tiling: Tiling) -> tuple[int, ...]:
 
 def shape(tiling: Tiling) -> dict[str, int | bool]:
     """The ``tl.constexpr`` arguments of a tiling."""
-    return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "num_warps": WARPS}
+    return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "FLAT": tiling.flat,
+            "num_warps": WARPS}
+
+
+def has_tail(tiling: Tiling) -> bool:
+    """Whether the tensor is a stream whose last elements, after the last 16 together, need a tile of their own."""
+    return tiling.flat and tiling.inner % 16 != 0
 
 
 def is_dense(x: Tensor) -> bool:

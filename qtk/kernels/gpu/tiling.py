@@ -24,6 +24,9 @@ from qtk.core.granularity import WHOLE
 TILE = 4096
 """Elements of a tile."""
 
+MOST_TURNS = 1 << 30
+"""Kernels count turns in 32 bits: 64-bit division takes three times the instructions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -43,6 +46,11 @@ class Tiling:
     columns: bool
     scales_a_tile: int
     reach: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether the tensor has one scale, and all elements are along ``inner``."""
+        return self.inner == self.outer * self.s1 * self.middle * self.s2 * self.inner
 
     @property
     def groups(self) -> int:
@@ -66,7 +74,7 @@ class Tiling:
 
 
 def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:
-    """The tiling of a dense tensor; ``None`` if its blocks do not have this form.
+    """The tiling of a dense tensor; ``None`` if its blocks do not have this form, or turns are too many.
 
     >>> import torch
     >>> tiling = tiling_of(torch.zeros(8, 3, 5, 5), (-1, 1, -1, -1))
@@ -97,7 +105,8 @@ def _tiling(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[
     if not columns and len(scaled) == 1:
         outer, middle = middle, 1
     scales_a_tile, reach = _tile(s2, middle, inner, columns)
-    return Tiling(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
+    tiling = Tiling(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
+    return tiling if tiling.turns <= MOST_TURNS else None
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[int]) -> list[tuple[int, int]]:

@@ -66,7 +66,8 @@ def main() -> None:
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
     for (name, target), (kernel, flags), kind, columns, alone in rows:
-        constants = {**flags, "COLUMNS": columns} if "COLUMNS" in kernel.arg_names else dict(flags)
+        constants = {**flags, "COLUMNS": columns, "FLAT": flags.get("SCALES") == 1 and not columns, "TAIL": False}
+        constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
             constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

@@ -13,6 +13,11 @@ CHIPS = {"90 H200": 16, "gfx942 MI300X": 8}
 """Elements of a tile that a thread has."""
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1}
 SIZES = {"float32": 4, "bfloat16": 2}
+SHAPES = "4096x1024", "4095x197"
+"""The second has an odd number of elements, in rows of an odd length."""
+MOST = {"forward": 38, "backward": 40, "backward, learned": 60, "min_max": 34, "candidate_errors": 860}
+"""Instructions an element of the first shape on an H200, 20 candidates together; a tenth more than there are."""
+MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 10.5, "candidate_errors": 600}
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +25,8 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("code") / "code.json"
     command = [
         sys.executable, "benchmarks/kernels/inspect_gpu.py", "--chips", "sm_90", "gfx942", "--kinds", *SIZES,
-        "--granularities", "tensor", "row", "last_axis", "block32", "--calls", *STREAMS, "candidate_errors", "--json",
-        str(path),
+        "--granularities", "tensor", "row", "last_axis", "block32", "--calls", *STREAMS, "candidate_errors", "--shapes",
+        *SHAPES, "--json", str(path),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -29,9 +34,14 @@ def found(tmp_path_factory):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def is_odd(row):
+    return row["columns"] % 16 != 0
+
+
 def test_every_case_compiles_as_it_is_launched(found):
     """Numbers that are 1 become constants: the candidates of one scale compiled nowhere but in the interpreter."""
-    assert len(found) == len(CHIPS) * len(SIZES) * 4 * (len(STREAMS) + 1)
+    granularities = 4 + 3  # rows of an odd length have no blocks of 32
+    assert len(found) == len(CHIPS) * len(SIZES) * granularities * (len(STREAMS) + 1)
     assert all(row["launches"] == 1 for row in found)
 
 
@@ -42,29 +52,65 @@ def test_nothing_is_spilled(found):
 def test_every_stream_is_read_and_written_128_bits_at_a_time(found):
     """Those of scales and of partial sums may be more, or less wide."""
     for row in found:
-        if row["call"] in STREAMS:
-            least = STREAMS[row["call"]] * CHIPS[row["chip"]] * SIZES[row["kind"]] // 16
-            assert row["wide"] >= least, row
+        if row["call"] in STREAMS and not is_odd(row):
+            assert row["wide"] >= least(row), row
+
+
+def test_so_is_a_tensor_of_any_length_but_its_last_elements(found):
+    """Of what does not sum: a tile of 16 more would change the order of sums."""
+    rows = [row for row in found if is_odd(row) and row["granularity"] == "tensor"
+            and row["call"] in ("forward", "backward")]
+    assert len(rows) == 2 * len(CHIPS) * len(SIZES)
+    for row in rows:
+        assert row["wide"] >= least(row), row
+        assert row["narrow"] <= STREAMS[row["call"]] + 2, row
+
+
+def test_so_are_rows_that_begin_at_any_address(found):
+    """On NVIDIA, and not where rows are summed; by no more instructions than those that begin at 128 bits and a third.
+
+    In tiles of rows they took 75 to 77 (sm_90, 4095 rows of 197).
+    """
+    rows = [row for row in found if is_odd(row) and row["granularity"] == "row" and row["chip"] == "90 H200"
+            and row["call"] in ("forward", "backward")]
+    assert len(rows) == 2 * len(SIZES)
+    for row in rows:
+        assert row["wide"] >= least(row), row
+        assert row["instructions"] <= 42, row
+
+
+def least(row):
+    return STREAMS[row["call"]] * CHIPS[row["chip"]] * SIZES[row["kind"]] // 16
+
+
+def test_no_more_instructions_than_there_were(found):
+    """A scalar load or a division of a turn by 64 bits would be seen here."""
+    for row in found:
+        if row["chip"] == "90 H200" and not is_odd(row):
+            most = MOST_OF_A_STREAM if row["granularity"] == "tensor" else MOST
+            assert row["instructions"] <= most[row["call"]], row
 
 
 def test_one_true_division_an_element_and_one_ticket_a_program(found):
     for row in found:
-        assert row["divisions"] == (0 if row["call"] == "min_max" else CHIPS[row["chip"]]), row
+        tail = row["kernel"].endswith("_rows_kernel") or (
+            is_odd(row) and row["granularity"] == "tensor" and row["call"] in ("forward", "backward"))
+        assert row["divisions"] == (0 if row["call"] == "min_max" else CHIPS[row["chip"]] + tail), row
         assert row["atomics"] <= 1, row
 
 
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
     """A quarter of the most; forward, which is called most often, half."""
     for row in found:
-        if row["call"] in ("forward", "min_max") and row["granularity"] != "last_axis":
+        if row["call"] in ("forward", "min_max") and row["granularity"] != "last_axis" and not is_odd(row):
             assert row["occupancy"] >= 0.375, row
         assert row["occupancy"] >= 0.125, row
 
 
 def test_instructions_are_counted_and_the_longer_of_memory_and_issue_is_the_roofline(found):
-    """Fewer than eight an element would be another loop than the main one."""
+    """Fewer than seven an element would be another loop than the main one."""
     for row in found:
-        assert 8 <= row["issues"] <= row["instructions"], row
+        assert 7 <= row["issues"] <= row["instructions"], row
         assert row["roofline_us"] == max(row["memory_us"], row["issue_us"]), row
         assert row["bound"] == ("memory" if row["memory_us"] >= row["issue_us"] else "instructions"), row
         streams = STREAMS.get(row["call"], 1)

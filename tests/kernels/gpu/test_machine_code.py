@@ -66,6 +66,13 @@ def test_a_loop_that_reads_too_little_is_not_the_main_one(machine_code):
     assert len(body) == 7  # without the call, the subroutine, and what nothing reaches
 
 
+def test_a_call_with_a_predicate_leaves_the_loop_and_takes_no_block_with_it(machine_code):
+    text = SASS.replace("@P2 EXIT ;", "@P2 CALL.REL.NOINC 0x90 ;")
+    body, is_loop = machine_code.main_loop(machine_code.sass(text), 144)
+    assert is_loop
+    assert [each.name for each in body] == ["LDG.E.128", "BRA", "STG.E.U16", "CALL.REL.NOINC", "BRA"]
+
+
 def test_a_loop_of_amd(machine_code):
     body, is_loop = machine_code.main_loop(machine_code.amdgcn(AMD), 144)
     assert is_loop

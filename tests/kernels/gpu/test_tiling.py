@@ -35,3 +35,18 @@ def test_splits_share_all_turns_and_none_is_idle(programs):
     each = -(-tiling.turns // splits)
     assert 1 <= splits <= max(1, programs // tiling.groups)
     assert (splits - 1) * each < tiling.turns <= splits * each
+
+
+def test_more_turns_than_32_bits_count_are_left_to_the_reference():
+    shape, block_size = (1 << 31, 2, 4), (-1, 1, -1)
+    assert tiling_of(torch.empty(shape, device="meta"), block_size) is None
+    tiling = tiling_of(torch.empty((1 << 30, 2, 4), device="meta"), block_size)
+    assert tiling.turns == 1 << 30
+
+
+@pytest.mark.parametrize(("shape", "block_size", "flat"), [
+    ((37, 1031), (), True), ((3, 5, 7), (-1, -1, -1), True), ((1,), (1,), True), ((1, 8), (1, -1), True),
+    ((2, 8), (1, -1), False), ((8, 3), (-1, 1), False),
+])
+def test_a_tensor_with_one_scale_is_a_stream(shape, block_size, flat):
+    assert tiling_of(torch.zeros(shape), block_size).flat == flat

@@ -1,0 +1,149 @@
+"""Fake-quantization with one scale a row, where rows begin anywhere: the tensor is read as one stream.
+
+Rows whose length is no multiple of 16 begin at addresses that are none of 128 bits, so a tile of rows is read and
+written one element at a time. Here a tile is a run of the stream: its chunks of ``CHUNK`` elements are aligned, and a
+chunk lies in at most two rows, whose scales it loads; an element takes the second one from the border on. Nothing is
+summed, so the order of elements is free. Where this takes fewer instructions was counted in compiled code
+(benchmarks/RESULTS.md): not on AMD, and not where a tile is some long rows as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
+from qtk.kernels.gpu.tiles import WARPS, tail, wide
+from qtk.kernels.gpu.tiling import TILE, Tiling
+
+CHUNK = 8
+"""Elements of a chunk; no row is shorter."""
+
+MOST = 1 << 30
+"""Most rows, and most elements of a row: kernels count them in 32 bits."""
+
+LONG = 512
+"""Length of a tile of whole rows that has few addresses and scales a thread."""
+
+
+@triton.jit
+def ranges_of_chunks(
+    scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC: tl.constexpr, REACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Scales and zero points of a run of the stream, [REACH / CHUNK, CHUNK].
+
+    It begins ``before`` elements after the beginning of ``row``.
+    """
+    place = before + tl.arange(0, REACH // CHUNK) * CHUNK
+    ahead = (place.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int32)  # unsigned: fewer instructions
+    is_next = tl.arange(0, CHUNK)[None, :] >= ((ahead + 1) * inner - place)[:, None]
+    last = (rows - 1 - row).to(tl.int32)
+    here, there = tl.minimum(ahead, last), tl.minimum(ahead + 1, last)
+    scale = effective_scale(tl.load(scale_at + row + here))
+    scale = tl.where(is_next, effective_scale(tl.load(scale_at + row + there))[:, None], scale[:, None])
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = effective_zero_point(zero_at + row, here, True, qmin, qmax)
+        zero = tl.where(is_next, effective_zero_point(zero_at + row, there, True, qmin, qmax)[:, None], zero[:, None])
+    return scale, zero
+
+
+@triton.jit
+def ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC: tl.constexpr):
+    """Scales and zero points of the last elements."""
+    row = tl.minimum(offsets // inner, rows - 1)
+    scale = effective_scale(tl.load(scale_at + row))
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = effective_zero_point(zero_at, row, True, qmin, qmax)
+    return scale, zero
+
+
+@triton.jit
+def run_of_stream(turn, total, REACH: tl.constexpr, CHUNK: tl.constexpr):
+    """Offsets and mask of a tile, up to the last 16 elements together."""
+    start = wide(turn) * REACH
+    lane = tl.arange(0, REACH // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    return start + lane, lane < tl.minimum(total // 16 * 16 - start, REACH).to(tl.int32)
+
+
+@triton.jit
+def forward_rows_kernel(
+    x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, rows, inner, total, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    REACH: tl.constexpr, CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    each = tl.cdiv(turns, splits)
+    first = program * each
+    start = wide(first) * REACH
+    row = start // inner
+    before = (start - row * inner).to(tl.int32)
+    for turn in range(first, tl.minimum(first + each, turns)):
+        scale, zero = ranges_of_chunks(
+            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
+        )
+        offsets, mask = run_of_stream(turn, total, REACH, CHUNK)
+        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        before += REACH
+        row += before // inner
+        before = before % inner
+    if program == splits - 1:
+        offsets, mask = tail(total)
+        scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
+        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+
+
+@triton.jit
+def backward_rows_kernel(
+    x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, rows, inner, total, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    REACH: tl.constexpr, CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    each = tl.cdiv(turns, splits)
+    first = program * each
+    start = wide(first) * REACH
+    row = start // inner
+    before = (start - row * inner).to(tl.int32)
+    for turn in range(first, tl.minimum(first + each, turns)):
+        scale, zero = ranges_of_chunks(
+            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
+        )
+        offsets, mask = run_of_stream(turn, total, REACH, CHUNK)
+        gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        before += REACH
+        row += before // inner
+        before = before % inner
+    if program == splits - 1:
+        offsets, mask = tail(total)
+        scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
+        gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+
+
+def is_amd() -> bool:
+    """Whether this torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+def is_row_stream(tiling: Tiling) -> bool:
+    """Whether a tensor has one scale a row, its rows begin at any address, and it is better read as a stream."""
+    is_rows = tiling.outer == tiling.s1 == tiling.middle == tiling.step2 == 1 and tiling.s2 > 1
+    if is_amd() or not is_rows or tiling.inner % 16 == 0 or tiling.s2 * tiling.inner < 2 * TILE:
+        return False
+    is_a_tile_of_whole_rows = tiling.turns == 1 and tiling.reach >= LONG
+    return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST and not is_a_tile_of_whole_rows
+
+
+def stream_arguments(x: Tensor, tiling: Tiling, programs: int) -> tuple[int, ...]:
+    """The kernels' last numbers: rows, inner, total, turns, splits. The last is the number of programs."""
+    turns = -(-x.numel() // TILE)
+    return tiling.s2, tiling.inner, x.numel(), turns, -(-turns // -(-turns // min(turns, programs)))
+
+
+def stream_shape() -> dict[str, int]:
+    """The ``tl.constexpr`` arguments of a stream of rows."""
+    return {"REACH": TILE, "CHUNK": CHUNK, "num_warps": WARPS}
