@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale
+from qtk.kernels.gpu.codes import clamped, code_of, effective_scale
 from qtk.kernels.gpu.launch import on_device_of
 
 ROWS = 16
