@@ -25,11 +25,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
-MODULES = fake_quantize, fake_quantize_dynamic, statistics, candidate_errors
+MODULES = fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16",

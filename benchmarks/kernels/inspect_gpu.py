@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_code import CHIPS, Chip, compiled, recorded
@@ -25,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
 
 ROWS, COLUMNS = 4096, 1024
 ELEMENTS = 64 << 20
@@ -33,6 +34,8 @@ BLOCKS = {
     "tensor": (), "row": (1, -1), "last_axis": (-1, 1), "block16": (1, 16), "block32": (1, 32), "block64": (1, 64),
     "block128": (1, 128),
 }
+SMALL = (1024, 1024), (512, 768)
+"""Shapes of weights that share a launch; with learned ranges, those of one shape do."""
 KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
 
@@ -50,8 +53,16 @@ class Given:
 
     @property
     def scale(self) -> Tensor:
-        counts = {"tensor": (1,), "row": (ROWS,), "last_axis": (COLUMNS,)}
-        return torch.ones(counts.get(self.granularity, (ROWS, COLUMNS // max(self.blocks, default=1))))
+        rows, columns = self.x.shape
+        counts = {"tensor": (1,), "row": (rows,), "last_axis": (columns,)}
+        return torch.ones(counts.get(self.granularity, (rows, columns // max(self.blocks, default=1))))
+
+
+    def weights(self, *shapes: tuple[int, int]) -> tuple[list[Any], ...]:
+        """The arguments of the ops of many tensors."""
+        parts = [replace(self, x=self.x[:rows, :columns].contiguous()) for rows, columns in shapes]
+        lists = ([part.x for part in parts], *([part.scale for part in parts] for _ in range(2)))
+        return *lists, *([each] * len(parts) for each in (self.blocks, *CODES))
 
 
 def forward(given: Given) -> None:
@@ -64,6 +75,20 @@ def backward(given: Given) -> None:
 
 def learned_backward(given: Given) -> None:
     fake_quantize.fake_quantize_backward(given.x, given.x, given.scale, given.scale, given.blocks, *CODES, True, True)
+
+
+def many(given: Given) -> None:
+    fake_quantize_many.fake_quantize_many(*given.weights(*SMALL))
+
+
+def many_backward(given: Given) -> None:
+    xs, *rest = given.weights(*SMALL)
+    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [False] * len(xs), [False] * len(xs))
+
+
+def many_learned_backward(given: Given) -> None:
+    xs, *rest = given.weights(SMALL[0], SMALL[0])
+    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [True] * len(xs), [True] * len(xs))
 
 
 def residual(given: Given) -> None:
@@ -102,8 +127,10 @@ class Call:
 
 CALLS = {
     "forward": Call(forward, 2), "backward": Call(backward, 3), "backward, learned": Call(learned_backward, 3),
-    "with residual": Call(residual, 2, bytes_beside=2), "dynamic": Call(dynamic, 2), "min_max": Call(min_max, 1),
-    "histogram": Call(histogram, 1), "candidate_errors": Call(errors, 1),
+    "many": Call(many, 2), "many, backward": Call(many_backward, 3),
+    "many, backward, learned": Call(many_learned_backward, 3), "with residual": Call(residual, 2, bytes_beside=2),
+    "dynamic": Call(dynamic, 2), "min_max": Call(min_max, 1), "histogram": Call(histogram, 1),
+    "candidate_errors": Call(errors, 1),
 }
 
 

@@ -121,7 +121,9 @@ def _autograd_twice(
     return of_grad, None, of_scale, None if zero_point is None else of_zero, *[None] * 5
 
 
-class _LearnedBackward(torch.autograd.Function):
+class LearnedBackward(torch.autograd.Function):
+    """The backward pass as a function with a derivative, for learned ranges too."""
+
     generate_vmap_rule = True
     forward = staticmethod(lambda *arguments: BACKWARD(*arguments))
     setup_context = staticmethod(_setup_twice)
@@ -137,7 +139,7 @@ class _Learned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _autograd(ctx, grad, _LearnedBackward.apply)
+        return _autograd(ctx, grad, LearnedBackward.apply)
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)

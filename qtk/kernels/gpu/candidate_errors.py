@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import clamped, code_of, effective_scale, effective_zero_point
+from qtk.kernels.gpu.codes import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import tiling_of

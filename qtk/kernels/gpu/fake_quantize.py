@@ -8,7 +8,6 @@ the last ticket adds them in a fixed order, so that the result is deterministic.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
+from qtk.kernels.gpu.codes import (
+    clamped,
+    effective_scale,
+    effective_zero_point,
+    narrowed,
+    number_of,
+    residual_of,
+)
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import tiling_of
@@ -29,86 +36,6 @@ from qtk.numerics.blocks import check_range
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of the tensor, its scales and its zero points."""
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Triton's interpreter truncates to bfloat16; GPUs round."""
-
-
-@triton.jit
-def rounded(value):
-    """Rounds to the nearest integer, ties to even; for |value| ≤ 2²². Keeps NaN."""
-    return (value + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def clamped(value, low, high):
-    """``value`` limited to [low, high]. Keeps NaN."""
-    value = tl.where(value < low, low, value)
-    return tl.where(value > high, high, value)
-
-
-@triton.jit
-def narrowed(value, kind: tl.constexpr):
-    """``value`` in another float format, ties to even."""
-    if INTERPRETED and kind == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        result = tl.where(value == value, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        result = value.to(kind)
-    return result
-
-
-@triton.jit
-def effective_scale(scale):
-    """As ``qtk.numerics.effective.effective_scale``."""
-    size = tl.abs(scale)
-    return tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)
-
-
-@triton.jit
-def effective_zero_point(zero_at, index, exists, qmin, qmax):
-    """As ``qtk.numerics.effective.effective_zero_point``, loaded from memory as float32."""
-    return rounded(clamped(tl.load(zero_at + index, mask=exists, other=0).to(tl.float32), qmin, qmax))
-
-
-@triton.jit
-def code_of(steps, zero):
-    """``round(steps) + zero`` before clamping to [qmin, qmax]; exact for |steps| ≤ 2²²."""
-    return rounded(clamped(steps, -4194304.0, 4194304.0)) + zero
-
-
-@triton.jit
-def number_of(steps, zero, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """The integer code, or ``steps`` rounded to a minifloat with ``MANTISSA`` mantissa bits, before clamping.
-
-    ``MANTISSA`` of -1 means integers. ``SMALLEST`` is the biased float32 exponent of the smallest normal minifloat.
-    """
-    if MANTISSA < 0:
-        number = code_of(steps, zero)
-    else:
-        steps = clamped(steps, -1e30, 1e30)  # beyond every minifloat, yet 1 / unit does not underflow
-        exponent = tl.maximum(steps.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST << 23)
-        unit = exponent - (MANTISSA << 23)
-        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)  # exact: unit is a power of two
-        size = rounded(tl.abs(steps * inverse)) * unit.to(tl.float32, bitcast=True)
-        sign = steps.to(tl.uint32, bitcast=True) & 0x80000000  # a minifloat has -0
-        number = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return number
-
-
-@triton.jit
-def residual_of(x, distance, code, nearest, RESIDUAL: tl.constexpr):
-    """As ``qtk.numerics.residual``, for a fixed range if ``RESIDUAL`` is 8, else for a learned one."""
-    inside = code == nearest
-    if RESIDUAL == 8:
-        positive = tl.where(x <= 0, 0, 1)
-        residual = tl.where(inside, positive, 3 * positive - 1).to(tl.int8)
-    else:
-        units = rounded(tl.where(inside, distance, 0.0) * 65530.0).to(tl.int32)
-        outside = tl.where(code < nearest, -32768, tl.where(code > nearest, 32767, -32767))
-        residual = tl.where(inside, tl.where(x == 0, 32766, units), outside).to(tl.int16)
-    return residual
-
 
 @triton.jit
 def forward_kernel(
@@ -116,7 +43,19 @@ def forward_kernel(
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    forward_tiles(
+        tl.program_id(0), x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2,
+        turns, splits, ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SCALES, REACH, COLUMNS,
+    )
+
+
+@triton.jit
+def forward_tiles(
+    program, x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """The turns of one program, whose number among those of its tensor is ``program``."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
@@ -145,11 +84,26 @@ def backward_kernel(
     PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    group = program // splits
-    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
-    given = tl.load(scale_at + index, mask=exists, other=1.0)
-    own_scale = effective_scale(given)
-    scale = spread(own_scale, COLUMNS)
+    sum_of_scale, sum_clipped = backward_tiles(
+        program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS,
+    )
+    if SUMS:
+        store_sums(
+            program, sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2,
+            step1, step2, splits, OF_ZERO, SCALES, PARTS,
+        )
+
+
+@triton.jit
+def backward_tiles(
+    program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """The turns of one program. Returns: for each scale the sum of its gradient, and of the clipped gradients."""
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
@@ -185,33 +139,43 @@ def backward_kernel(
             upstream = g.to(tl.float32)
             of_scale += upstream * error
             clipped += tl.where(inside, 0.0, upstream)
-    if SUMS:
-        sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
-        sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
-        last = splits == 1
-        if splits > 1:
-            own = (program % splits).to(tl.int64) * count + index
-            tl.store(parts_at + own, sum_of_scale, mask=exists)
-            tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
-            last = draws_last_ticket(tickets_at + group, splits)
-            if last:
-                sum_of_scale = tl.zeros_like(sum_of_scale)
-                sum_clipped = tl.zeros_like(sum_clipped)
-                for begin in range(0, splits, PARTS):
-                    split = begin + tl.arange(0, PARTS)
-                    at = split.to(tl.int64)[:, None] * count + index[None, :]
-                    there = (split < splits)[:, None] & exists[None, :]
-                    sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-                    at += splits.to(tl.int64) * count
-                    sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-                tl.store(tickets_at + group, 0)
+    return tl.sum(of_scale, 0 if COLUMNS else 1), tl.sum(clipped, 0 if COLUMNS else 1)
+
+
+@triton.jit
+def store_sums(
+    program, sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2, step1,
+    step2, splits, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Stores the gradients of the scales of a group if this is its last program, else this program's part of them."""
+    group = program // splits
+    _, _, exists, index = places(group, s2, step1, step2, SCALES)
+    last = splits == 1
+    if splits > 1:
+        own = (program % splits).to(tl.int64) * count + index
+        tl.store(parts_at + own, sum_of_scale, mask=exists)
+        tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
+        last = draws_last_ticket(tickets_at + group, splits)
         if last:
-            # a learned scale acts by its absolute value
-            sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
-            sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
-            tl.store(of_scale_at + index, sum_of_scale, mask=exists)
-            if OF_ZERO:
-                tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
+            sum_of_scale = tl.zeros_like(sum_of_scale)
+            sum_clipped = tl.zeros_like(sum_clipped)
+            for begin in range(0, splits, PARTS):
+                split = begin + tl.arange(0, PARTS)
+                at = split.to(tl.int64)[:, None] * count + index[None, :]
+                there = (split < splits)[:, None] & exists[None, :]
+                sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                at += splits.to(tl.int64) * count
+                sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+            tl.store(tickets_at + group, 0)
+    if last:
+        given = tl.load(scale_at + index, mask=exists, other=1.0)
+        own_scale = effective_scale(given)
+        # a learned scale acts by its absolute value
+        sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
+        sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
+        tl.store(of_scale_at + index, sum_of_scale, mask=exists)
+        if OF_ZERO:
+            tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
 
 
 @dataclass(frozen=True, slots=True)

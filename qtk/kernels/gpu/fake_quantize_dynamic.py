@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.fake_quantize import clamped, code_of, narrowed, rounded
+from qtk.kernels.gpu.codes import clamped, code_of, narrowed, rounded
 from qtk.kernels.gpu.launch import on_device_of, programs
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, arguments, is_dense, places, shape, spread, tile
