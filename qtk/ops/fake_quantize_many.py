@@ -67,13 +67,16 @@ def _columns(gradients: Sequence[Sequence[Tensor]]) -> Lists:
     return of_inputs, of_scales, of_zero_points
 
 
-def _one_launch_is_possible() -> bool:
-    """A graph of a CUDA stream would keep the address of a table that is gone when it is replayed."""
-    return triton_unavailable() is None and not torch.cuda.is_current_stream_capturing()
+def shares_launches(device: torch.device) -> bool:
+    """Whether tensors on a device share launches.
+
+    Not in a graph of a CUDA stream: it would keep the address of a table that is gone when it is replayed.
+    """
+    return device.type == "cuda" and triton_unavailable() is None and not torch.cuda.is_current_stream_capturing()
 
 
 def _on_gpu(inputs: Sequence[Tensor], *spec: Any) -> list[Tensor]:
-    if not _one_launch_is_possible():
+    if not shares_launches(inputs[0].device):
         return _loop(inputs, *spec)
     from qtk.kernels.gpu import fake_quantize_many as kernels
 
@@ -82,7 +85,7 @@ def _on_gpu(inputs: Sequence[Tensor], *spec: Any) -> list[Tensor]:
 
 
 def _backward_on_gpu(grads: Sequence[Tensor], inputs: Sequence[Tensor], *spec: Any) -> Lists:
-    if not _one_launch_is_possible():
+    if not shares_launches(inputs[0].device):
         return _backward_loop(grads, inputs, *spec)
     from qtk.kernels.gpu import fake_quantize_many as kernels
 
