@@ -78,6 +78,7 @@ class Code:
 
     ``wide`` and ``narrow`` are instructions that load or store global memory, by 128 bits or more, and by less: those
     of scales and sums are. ``divisions`` are true ones, of all elements that a thread has in a turn and of its scales.
+    ``sums`` are shapes and layouts of what is summed, which decide in what order.
     """
 
     registers: int
@@ -88,6 +89,7 @@ class Code:
     narrow: int
     divisions: int
     atomics: int
+    sums: tuple[str, ...]
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def _nvidia(made: Any, chip: Chip, warps: int) -> Code:
     return Code(
         usage["REG"], usage["STACK"] + usage["LOCAL"], shared, blocks * warps / chip.warps,
         sum(each >= 128 for each in bits), sum(each < 128 for each in bits), len(re.findall(r"div\.rn", text)),
-        len(re.findall(r"\b(?:atom|red)\.", text)),
+        len(re.findall(r"\b(?:atom|red)\.", text)), _sums(made.asm["ttgir"]),
     )
 
 
@@ -184,5 +186,12 @@ def _amd(made: Any, chip: Chip, warps: int) -> Code:
         registers, number("vgpr_spill_count") + number("sgpr_spill_count"), shared,
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
-        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)),
+        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), _sums(made.asm["ttgir"]),
     )
+
+
+def _sums(text: str) -> tuple[str, ...]:
+    """The shapes and layouts of the tensors of float32 that are reduced, in order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, re.MULTILINE))
+    found = re.findall(r"\}\) : \(tensor<([\dx]+xf32), (#\w+)>\) ->", text)
+    return tuple(f"{shape} {layouts[layout]}" for shape, layout in found)

@@ -91,6 +91,11 @@ def many_learned_backward(given: Given) -> None:
     fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [True] * len(xs), [True] * len(xs))
 
 
+def small_learned_backward(given: Given) -> None:
+    """Of one of the weights of ``many_learned_backward`` alone."""
+    learned_backward(replace(given, x=given.x[: SMALL[0][0], : SMALL[0][1]].contiguous()))
+
+
 def residual(given: Given) -> None:
     fake_quantize.fake_quantize_with_residual(given.x, given.scale, None, given.blocks, *CODES, True)
 
@@ -128,8 +133,9 @@ class Call:
 CALLS = {
     "forward": Call(forward, 2), "backward": Call(backward, 3), "backward, learned": Call(learned_backward, 3),
     "many": Call(many, 2), "many, backward": Call(many_backward, 3),
-    "many, backward, learned": Call(many_learned_backward, 3), "with residual": Call(residual, 2, bytes_beside=2),
-    "dynamic": Call(dynamic, 2), "min_max": Call(min_max, 1), "histogram": Call(histogram, 1),
+    "many, backward, learned": Call(many_learned_backward, 3),
+    "one of many, backward, learned": Call(small_learned_backward, 3),
+    "with residual": Call(residual, 2, bytes_beside=2), "dynamic": Call(dynamic, 2), "min_max": Call(min_max, 1), "histogram": Call(histogram, 1),
     "candidate_errors": Call(errors, 1),
 }
 
@@ -165,10 +171,12 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     table = Table(title=f"{len(found)} kernels")
-    for key in found[0]:
+    columns = [key for key in found[0] if key != "sums"]  # long texts
+    for key in columns:
         table.add_column(key)
     for row in found:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = [row[key] for key in columns]
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values))
     Console(width=200).print(table)
 
 

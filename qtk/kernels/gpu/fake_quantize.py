@@ -84,13 +84,13 @@ def backward_kernel(
     PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    sum_of_scale, sum_clipped = backward_tiles(
+    given, sum_of_scale, sum_clipped = backward_tiles(
         program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
         ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS,
     )
     if SUMS:
         store_sums(
-            program, sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2,
+            program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2,
             step1, step2, splits, OF_ZERO, SCALES, PARTS,
         )
 
@@ -101,9 +101,10 @@ def backward_tiles(
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """The turns of one program. Returns: for each scale the sum of its gradient, and of the clipped gradients."""
+    """The turns of one program. Returns: the scales, the sums of their gradients, of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
+    given = tl.load(scale_at + index, mask=exists, other=1.0)
+    scale = spread(effective_scale(given), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
@@ -139,12 +140,12 @@ def backward_tiles(
             upstream = g.to(tl.float32)
             of_scale += upstream * error
             clipped += tl.where(inside, 0.0, upstream)
-    return tl.sum(of_scale, 0 if COLUMNS else 1), tl.sum(clipped, 0 if COLUMNS else 1)
+    return given, tl.sum(of_scale, 0 if COLUMNS else 1), tl.sum(clipped, 0 if COLUMNS else 1)
 
 
 @triton.jit
 def store_sums(
-    program, sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2, step1,
+    program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2, step1,
     step2, splits, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """Stores the gradients of the scales of a group if this is its last program, else this program's part of them."""
@@ -168,7 +169,6 @@ def store_sums(
                 sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
             tl.store(tickets_at + group, 0)
     if last:
-        given = tl.load(scale_at + index, mask=exists, other=1.0)
         own_scale = effective_scale(given)
         # a learned scale acts by its absolute value
         sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)

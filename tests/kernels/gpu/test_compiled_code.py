@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CHIPS = {"90 H200": 16, "gfx942 MI300X": 8}
 """Elements of a tile that a thread has."""
-STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1}
+STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "many": 2, "many, backward": 3,
+           "many, backward, learned": 3, "one of many, backward, learned": 3}
 SIZES = {"float32": 4, "bfloat16": 2}
 
 
@@ -56,6 +57,16 @@ def test_one_true_division_an_element_and_one_ticket_a_program(found):
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
     """A quarter of the most; forward, which is called most often, half."""
     for row in found:
-        if row["call"] in ("forward", "min_max") and row["granularity"] != "last_axis":
+        if row["call"] in ("forward", "min_max", "many") and row["granularity"] != "last_axis":
             assert row["occupancy"] >= 0.375, row
         assert row["occupancy"] >= 0.125, row
+
+
+def test_many_tensors_are_summed_in_the_layouts_of_each_alone(found):
+    """The order of a sum decides its last bits."""
+    alone, many = ({(row["chip"], row["kind"], row["granularity"]): row["sums"] for row in found if row["call"] == call}
+                   for call in ("one of many, backward, learned", "many, backward, learned"))
+    assert alone.keys() == many.keys()
+    assert all(alone.values())
+    for case, layouts in alone.items():
+        assert many[case] == layouts, case
