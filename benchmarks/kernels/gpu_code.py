@@ -30,11 +30,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, row_streams, statistics
+from qtk.kernels.gpu import (
+    candidate_errors,
+    fake_quantize,
+    fake_quantize_dynamic,
+    fake_quantize_many,
+    row_streams,
+    statistics,
+)
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
-MODULES = fake_quantize, fake_quantize_dynamic, statistics, candidate_errors
+MODULES = fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16",
@@ -98,6 +105,8 @@ class Launch:
         """Bits that the launch reads and writes for an element of its tensor."""
         given = self.given
         names = ["x_at", "y_at", "g_at", "dx_at"]
+        if "table_at" in given:  # what is written is of the type of what was read last
+            names = ["x_at", "x_at"] if "g_at" not in given else ["x_at", "g_at", "g_at"]
         names += ["residual_at"] * bool(given.get("RESIDUAL")) + ["weights_at"] * bool(given.get("WEIGHTED"))
         return sum(8 * given[name].itemsize for name in names if name in given)
 
@@ -111,8 +120,25 @@ class Launch:
     def lanes(self) -> float:
         """Lanes of all tiles for an element of the tensor: 1 if no lane is idle, times the candidates."""
         given = self.given
-        tiles = self.grid[0] // given.get("splits", 1) * given.get("turns", 1)
-        return tiles * self.tile * (self.grid[1] if len(self.grid) > 1 else 1) / given["x_at"].numel()
+        candidates = self.grid[1] if len(self.grid) > 1 else 1
+        if "table_at" in given:
+            tiles, elements = self._of_table(given["table_at"].tolist())
+        else:
+            tiles = self.grid[0] // given.get("splits", 1) * given.get("turns", 1)
+            elements = given["x_at"].numel()
+        return tiles * self.tile * candidates / elements
+
+    def _of_table(self, table: list[list[int]]) -> tuple[int, int]:
+        """Tiles and elements of all tensors of a launch."""
+        given = self.given
+        tiles = elements = 0
+        begins = [row[fake_quantize_many.FIRST.value] for row in table] + [self.grid[0]]
+        for row, begin, end in zip(table, begins, begins[1:], strict=False):
+            _, s1, middle, s2, inner, _, _, turns, splits = row[fake_quantize_many.COUNT.value :]
+            chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-inner // given["REACH"]) * middle
+            tiles += (end - begin) // splits * turns
+            elements += turns // chunks * s1 * middle * s2 * inner
+        return tiles, elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +147,7 @@ class Code:
 
     ``wide`` and ``narrow`` are instructions that load or store global memory, by 128 bits or more, and by less: those
     of scales and sums are. ``divisions`` are true ones, of all elements that a thread has in a turn and of its scales.
+    ``sums`` are shapes and layouts of what is summed, which decide in what order.
 
     ``instructions`` an element of the tensor, and ``issues``, those that the chip's issue rate counts: on AMD those of
     the vector unit. ``None`` where the binary cannot be disassembled.
@@ -134,6 +161,7 @@ class Code:
     narrow: int
     divisions: int
     atomics: int
+    sums: tuple[str, ...]
     instructions: float | None
     issues: float | None
 
@@ -231,7 +259,8 @@ def _nvidia(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
     return Code(
         usage["REG"], usage["STACK"] + usage["LOCAL"], shared, blocks * warps / chip.warps,
         sum(each >= 128 for each in bits), sum(each < 128 for each in bits), len(re.findall(r"div\.rn", text)),
-        len(re.findall(r"\b(?:atom|red)\.", text)), *_an_element(sass(listing), launch, chip, warps),
+        len(re.findall(r"\b(?:atom|red)\.", text)), _sums(made.asm["ttgir"]),
+        *_an_element(sass(listing), launch, chip, warps),
     )
 
 
@@ -251,5 +280,13 @@ def _amd(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
         registers, number("vgpr_spill_count") + number("sgpr_spill_count"), shared,
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
-        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), *_an_element(amdgcn(text), launch, chip, warps),
+        len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), _sums(made.asm["ttgir"]),
+        *_an_element(amdgcn(text), launch, chip, warps),
     )
+
+
+def _sums(text: str) -> tuple[str, ...]:
+    """The shapes and layouts of the tensors of float32 that are reduced, in order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, re.MULTILINE))
+    found = re.findall(r"\}\) : \(tensor<([\dx]+xf32), (#\w+)>\) ->", text)
+    return tuple(f"{shape} {layouts[layout]}" for shape, layout in found)

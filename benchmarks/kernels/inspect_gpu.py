@@ -27,8 +27,9 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_code import CHIPS, Chip, compiled, recorded
@@ -37,7 +38,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, statistics
+from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
 
 SHAPE = 4096, 1024
 MICROSECONDS = 1e6
@@ -46,6 +47,8 @@ BLOCKS = {
     "tensor": (), "row": (1, -1), "last_axis": (-1, 1), "block16": (1, 16), "block32": (1, 32), "block64": (1, 64),
     "block128": (1, 128),
 }
+SMALL = (1024, 1024), (512, 768)
+"""Shapes of weights that share a launch; with learned ranges, those of one shape do."""
 KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
 
@@ -67,6 +70,12 @@ class Given:
         counts = {"tensor": (1,), "row": (rows,), "last_axis": (columns,)}
         return torch.ones(counts.get(self.granularity, (rows, columns // max(self.blocks, default=1))))
 
+    def weights(self, *shapes: tuple[int, int]) -> tuple[list[Any], ...]:
+        """The arguments of the ops of many tensors."""
+        parts = [replace(self, x=self.x[:rows, :columns].contiguous()) for rows, columns in shapes]
+        lists = ([part.x for part in parts], *([part.scale for part in parts] for _ in range(2)))
+        return *lists, *([each] * len(parts) for each in (self.blocks, *CODES))
+
 
 def forward(given: Given) -> None:
     fake_quantize.fake_quantize(given.x, given.scale, given.scale, given.blocks, *CODES)
@@ -78,6 +87,25 @@ def backward(given: Given) -> None:
 
 def learned_backward(given: Given) -> None:
     fake_quantize.fake_quantize_backward(given.x, given.x, given.scale, given.scale, given.blocks, *CODES, True, True)
+
+
+def many(given: Given) -> None:
+    fake_quantize_many.fake_quantize_many(*given.weights(*SMALL))
+
+
+def many_backward(given: Given) -> None:
+    xs, *rest = given.weights(*SMALL)
+    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [False] * len(xs), [False] * len(xs))
+
+
+def many_learned_backward(given: Given) -> None:
+    xs, *rest = given.weights(SMALL[0], SMALL[0])
+    fake_quantize_many.fake_quantize_many_backward(xs, xs, *rest, [True] * len(xs), [True] * len(xs))
+
+
+def small_learned_backward(given: Given) -> None:
+    """Of one of the weights of ``many_learned_backward`` alone."""
+    learned_backward(replace(given, x=given.x[: SMALL[0][0], : SMALL[0][1]].contiguous()))
 
 
 def residual(given: Given) -> None:
@@ -103,8 +131,10 @@ def errors(given: Given) -> None:
 
 
 CALLS: dict[str, Callable[[Given], None]] = {
-    "forward": forward, "backward": backward, "backward, learned": learned_backward, "with residual": residual,
-    "dynamic": dynamic, "min_max": min_max, "histogram": histogram, "candidate_errors": errors,
+    "forward": forward, "backward": backward, "backward, learned": learned_backward, "many": many,
+    "many, backward": many_backward, "many, backward, learned": many_learned_backward,
+    "one of many, backward, learned": small_learned_backward, "with residual": residual, "dynamic": dynamic,
+    "min_max": min_max, "histogram": histogram, "candidate_errors": errors,
 }
 
 
@@ -149,10 +179,11 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     table = Table(title=f"{len(found)} kernels")
-    for key in found[0]:
+    columns = [key for key in found[0] if key != "sums"]  # long texts
+    for key in columns:
         table.add_column(key)
     for row in found:
-        table.add_row(*map(_cell, row.values()))
+        table.add_row(*(_cell(row[key]) for key in columns))
     Console(width=260).print(table)
 
 

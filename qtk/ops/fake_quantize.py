@@ -121,7 +121,9 @@ def _autograd_twice(
     return of_grad, None, of_scale, None if zero_point is None else of_zero, *[None] * 5
 
 
-class _LearnedBackward(torch.autograd.Function):
+class LearnedBackward(torch.autograd.Function):
+    """The backward pass as a function with a derivative, for learned ranges too."""
+
     generate_vmap_rule = True
     forward = staticmethod(lambda *arguments: BACKWARD(*arguments))
     setup_context = staticmethod(_setup_twice)
@@ -137,7 +139,24 @@ class _Learned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _autograd(ctx, grad, _LearnedBackward.apply)
+        return _autograd(ctx, grad, LearnedBackward.apply)
+
+
+class _WithValue(torch.autograd.Function):
+    """The op where its result is there already; it is taken out of a list, or autograd would return a view of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int,
+        value: list[Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.spec = block_size, qmin, qmax
+        return value.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_autograd(ctx, grad, LearnedBackward.apply if torch.is_grad_enabled() else BACKWARD), None
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
@@ -182,3 +201,19 @@ def fake_quantize(
     except ValueError:
         check_range(scale, zero_point, x.shape, block_size)  # raises a SpecError with the shapes
         raise
+
+
+def with_value(
+    value: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], qmin: int, qmax: int
+) -> Tensor:
+    """``fake_quantize(x, …)``, whose result is ``value``: a tensor that nobody else has.
+
+    >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
+    >>> with_value(torch.tensor([0.25, 1.75]), x, torch.tensor([0.25]), None, (), -8, 7).sum().backward()
+    >>> x.grad
+    tensor([1., 0.])
+    """
+    if not (torch.is_grad_enabled() and (x.requires_grad or is_learned(scale, zero_point))):
+        return value
+    result: Tensor = _WithValue.apply(x, scale, zero_point, block_size, qmin, qmax, [value])
+    return result

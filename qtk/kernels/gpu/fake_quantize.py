@@ -43,7 +43,19 @@ def forward_kernel(
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    forward_tiles(
+        tl.program_id(0), x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2,
+        turns, splits, ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SCALES, REACH, COLUMNS, FLAT, TAIL,
+    )
+
+
+@triton.jit
+def forward_tiles(
+    program, x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
+):
+    """The turns of one program, whose number among those of its tensor is ``program``."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
@@ -71,11 +83,28 @@ def backward_kernel(
     FLAT: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    group = program // splits
-    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    given, sum_of_scale, sum_clipped = backward_tiles(
+        program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL,
+    )
+    if SUMS:
+        store_sums(
+            program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2,
+            step1, step2, splits, OF_ZERO, SCALES, PARTS,
+        )
+
+
+@triton.jit
+def backward_tiles(
+    program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
+    ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """The turns of one program. Returns: the scales, the sums of their gradients, of the clipped ones."""
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     given = tl.load(scale_at + index, mask=exists, other=1.0)
-    own_scale = effective_scale(given)
-    scale = spread(own_scale, COLUMNS)
+    scale = spread(effective_scale(given), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
@@ -86,7 +115,9 @@ def backward_kernel(
         of_scale = tl.zeros([SCALES, REACH], tl.float32)
         clipped = tl.zeros([SCALES, REACH], tl.float32)
     each = tl.cdiv(turns, splits)
-    first = (program % splits).to(tl.int64) * each
+    first = (program % splits) * each
+    if COLUMNS and SUMS:
+        first = first.to(tl.int64)  # with turns of 32 bits, compilers spill registers here
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, mask = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
@@ -102,33 +133,42 @@ def backward_kernel(
         if program % splits == splits - 1:
             offsets, mask = tail(inner)
             gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
-    if SUMS:
-        sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
-        sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
-        last = splits == 1
-        if splits > 1:
-            own = (program % splits).to(tl.int64) * count + index
-            tl.store(parts_at + own, sum_of_scale, mask=exists)
-            tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
-            last = draws_last_ticket(tickets_at + group, splits)
-            if last:
-                sum_of_scale = tl.zeros_like(sum_of_scale)
-                sum_clipped = tl.zeros_like(sum_clipped)
-                for begin in range(0, splits, PARTS):
-                    split = begin + tl.arange(0, PARTS)
-                    at = split.to(tl.int64)[:, None] * count + index[None, :]
-                    there = (split < splits)[:, None] & exists[None, :]
-                    sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-                    at += splits.to(tl.int64) * count
-                    sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-                tl.store(tickets_at + group, 0)
+    return given, tl.sum(of_scale, 0 if COLUMNS else 1), tl.sum(clipped, 0 if COLUMNS else 1)
+
+
+@triton.jit
+def store_sums(
+    program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2, step1,
+    step2, splits, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Stores the gradients of the scales of a group if this is its last program, else this program's part of them."""
+    group = program // splits
+    _, _, exists, index = places(group, s2, step1, step2, SCALES)
+    last = splits == 1
+    if splits > 1:
+        own = (program % splits).to(tl.int64) * count + index
+        tl.store(parts_at + own, sum_of_scale, mask=exists)
+        tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
+        last = draws_last_ticket(tickets_at + group, splits)
         if last:
-            # a learned scale acts by its absolute value
-            sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
-            sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
-            tl.store(of_scale_at + index, sum_of_scale, mask=exists)
-            if OF_ZERO:
-                tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
+            sum_of_scale = tl.zeros_like(sum_of_scale)
+            sum_clipped = tl.zeros_like(sum_clipped)
+            for begin in range(0, splits, PARTS):
+                split = begin + tl.arange(0, PARTS)
+                at = split.to(tl.int64)[:, None] * count + index[None, :]
+                there = (split < splits)[:, None] & exists[None, :]
+                sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                at += splits.to(tl.int64) * count
+                sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+            tl.store(tickets_at + group, 0)
+    if last:
+        own_scale = effective_scale(given)
+        # a learned scale acts by its absolute value
+        sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
+        sum_of_scale = tl.where(own_scale == tl.abs(given), sum_of_scale, 0.0)
+        tl.store(of_scale_at + index, sum_of_scale, mask=exists)
+        if OF_ZERO:
+            tl.store(of_zero_at + index, -sum_clipped * own_scale, mask=exists)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[st
     """Types of the arguments: pointers end in ``_at``."""
     parts = "*fp64" if kernel is candidate_errors.errors_kernel else "*fp32"
     own = {"x_at": f"*{kind}", "y_at": f"*{kind}", "g_at": f"*{kind}", "dx_at": f"*{kind}", "zero_at": "*i32",
-           "tickets_at": "*i32", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts,
-           "table_at": "*i64", "places_at": "*i64"}
+           "tickets_at": "*i32", "table_at": "*i64", "counts_at": "*i64", "errors_at": "*fp64", "parts_at": parts}
     return {
         name: "constexpr" if name in constants else own.get(name, "*fp32" if name.endswith("_at") else
                                                             NUMBERS.get(name, "i32"))
@@ -52,6 +51,10 @@ def main() -> None:
          {"ASYMMETRIC": False, "RESIDUAL": 8, "SUMS": False, "OF_ZERO": False, "PARTS": 32, **integers, **many}),
         (fake_quantize.backward_kernel,
          {"ASYMMETRIC": True, "RESIDUAL": 16, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
+        (fake_quantize_many.many_forward_kernel, {"ASYMMETRIC": True, "ONES": 0, "SIXTEENS": 0, "MOST": 32, **many}),
+        (fake_quantize_many.many_backward_kernel,
+         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO_POINT": True, "ONES": 0, "SIXTEENS": 0, "MOST": 1024, "PARTS": 32,
+          **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
@@ -60,8 +63,6 @@ def main() -> None:
         (candidate_errors.errors_kernel,
          {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
         (feedback_rounding.feedback_kernel, {"ASYMMETRIC": True, "BACKWARDS": True, "ROWS": 16, "WIDTH": 128}),
-        *((fake_quantize_many.many_kernel, {"KIND": kind, "BACKWARD": backward, "FIELDS": 8, "ELEMENTS": 2048})
-          for kind in fake_quantize_many.KINDS.values() for backward in (False, True)),
     ]
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
