@@ -76,12 +76,16 @@ class OnGpu(Tensor):
 
 
 class Pretending(TorchDispatchMode):
-    """Runs every op on the CPU and records what would make the host wait in ``waits``."""
+    """Runs every op on the CPU and records what would make the host wait in ``waits``.
+
+    ``launches`` counts those of Triton, ``ops`` are the others, by name.
+    """
 
     def __init__(self):
         super().__init__()
         self.waits: list[Wait] = []
         self.launches = 0
+        self.ops: list[str] = []
         self._pinned: set[int] = set()
         self._kept: list[Tensor] = []
 
@@ -103,6 +107,7 @@ class Pretending(TorchDispatchMode):
             self._pinned.add(result.data_ptr())
             self._kept.append(result)  # so that no other tensor gets its address
             return result
+        self.ops.append(func.name())
         self._record(func, tensors, has_gpu, args, kwargs)
         of_host = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, OnGpu)}
         if device is not None:

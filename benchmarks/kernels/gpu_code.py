@@ -32,6 +32,7 @@ from triton.compiler import ASTSource
 
 from qtk.kernels.gpu import (
     candidate_errors,
+    extremes,
     fake_quantize,
     fake_quantize_dynamic,
     fake_quantize_many,
@@ -41,7 +42,7 @@ from qtk.kernels.gpu import (
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
-MODULES = fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors
+MODULES = extremes, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16",
@@ -277,7 +278,7 @@ def _amd(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
     blocks = min(4 * a_simd // warps, chip.shared // max(shared, 1))
     accesses = re.findall(r"(?:global|buffer)_(?:load|store)_(\w+)", text)
     return Code(
-        registers, number("vgpr_spill_count") + number("sgpr_spill_count"), shared,
+        registers, number("vgpr_spill_count"), shared,  # spilled scalars are in vector registers, not in memory
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
         len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), _sums(made.asm["ttgir"]),

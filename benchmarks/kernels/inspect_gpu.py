@@ -39,6 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
+from qtk.kernels.gpu import extremes as extremes_kernels
 
 SHAPE = 4096, 1024
 MICROSECONDS = 1e6
@@ -120,6 +121,11 @@ def min_max(given: Given) -> None:
     statistics.min_max(given.x, given.blocks, given.scale.numel())
 
 
+def extremes(given: Given) -> None:
+    ends = given.scale.reshape(-1)
+    extremes_kernels.add_extremes_(given.x, given.blocks, -1e30, 0, ends, ends, torch.zeros(3, dtype=torch.int64))
+
+
 def histogram(given: Given) -> None:
     flat = given.scale.reshape(-1)
     statistics.histogram(given.x, flat, torch.zeros_like(flat, dtype=torch.int32), 1023, given.blocks)
@@ -134,7 +140,7 @@ CALLS: dict[str, Callable[[Given], None]] = {
     "forward": forward, "backward": backward, "backward, learned": learned_backward, "many": many,
     "many, backward": many_backward, "many, backward, learned": many_learned_backward,
     "one of many, backward, learned": small_learned_backward, "with residual": residual, "dynamic": dynamic,
-    "min_max": min_max, "histogram": histogram, "candidate_errors": errors,
+    "min_max": min_max, "extremes": extremes, "histogram": histogram, "candidate_errors": errors,
 }
 
 

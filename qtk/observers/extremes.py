@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from qtk.core.granularity import Granularity
 from qtk.core.transfer import HOST, moved
 from qtk.errors import CalibrationError
+from qtk.ops.extremes import add_extremes_
 from qtk.ops.statistics import min_max
 
 ADVICE = "clean the data, or find the layer that produces them"
@@ -28,7 +30,7 @@ class Extremes:
 
     ``count`` elements were counted, ``sentinels`` skipped. Where ``seen`` is false a scale has only sentinels, and its
     ``low`` and ``high`` are meaningless; ``seen`` is ``None`` if every scale has a value. On an accelerator the counts
-    stay tensors, and ``broken`` is whether the tensor held NaN or +inf.
+    stay tensors, and ``broken`` is not 0 if the tensor held NaN, +inf, or sentinels that are no mask.
 
     Shape: ``low``, ``high`` float32, ``seen`` bool, in the qparam shape.
     """
@@ -44,6 +46,40 @@ class Extremes:
     def nothing(self) -> bool:
         """Whether all elements are sentinels; false where that is not known without a synchronization."""
         return isinstance(self.count, int) and self.count == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """Extremes of all tensors that were added, on an accelerator: one launch a tensor, and nothing is waited for.
+
+    A scale that has only sentinels has inf and -inf. ``counts``: elements, sentinels, tensors that are broken.
+
+    Shape: ``low``, ``high`` float32 in the qparam shape; ``counts`` int64 [3].
+    """
+
+    low: Tensor
+    high: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, x: Tensor, granularity: Granularity) -> Running:
+        """Of no tensor yet, for such as ``x``."""
+        low = x.new_full(granularity.qparam_shape(tuple(x.shape)), torch.inf, dtype=torch.float32)
+        return cls(low, torch.full_like(low, -torch.inf), torch.zeros(3, dtype=torch.int64, device=x.device))
+
+    @property
+    def extremes(self) -> Extremes:
+        """As those of one tensor."""
+        count, sentinels, broken = self.counts.unbind()
+        return Extremes(self.low, self.high, count, sentinels, self.low != torch.inf, broken)
+
+    def add(self, x: Tensor, granularity: Granularity, *, allows_mask: bool) -> None:
+        """Adds a tensor that has elements. Raises: SpecError if the granularity does not fit it."""
+        least = 0 if allows_mask else math.ceil(LEAST_MASKED * x.numel())
+        add_extremes_(
+            x, granularity.block_size(x.ndim), sentinel_bound(x.dtype), least, self.low.view(-1), self.high.view(-1),
+            self.counts,
+        )
 
 
 class Counted:
@@ -122,7 +158,9 @@ def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -
         return None
     bound = sentinel_bound(x.dtype)
     if not on_cpu(x):
-        return _without_sync(x, granularity, bound, allows_mask=allows_mask)
+        running = Running.empty(x, granularity)
+        running.add(x, granularity, allows_mask=allows_mask)
+        return running.extremes
     low, high = _reduce(x, granularity)
     if bool(((low > bound) & (high < torch.inf)).all()):  # false at NaN too
         return Extremes(low, high, x.numel(), 0)
@@ -150,17 +188,6 @@ def extremes(x: Tensor, granularity: Granularity, *, allows_mask: bool = True) -
 def on_cpu(x: Tensor) -> bool:
     """Whether values of ``x`` can be read without synchronizing with an accelerator."""
     return x.device.type == "cpu"
-
-
-def _without_sync(x: Tensor, granularity: Granularity, bound: float, *, allows_mask: bool) -> Extremes:
-    masked = x <= bound
-    low, _ = _reduce(x.masked_fill(masked, torch.inf), granularity)
-    _, high = _reduce(x.masked_fill(masked, -torch.inf), granularity)
-    sentinels = masked.sum()
-    broken = (low.isnan() | (high == torch.inf)).any()
-    if not allows_mask:
-        broken |= (sentinels > 0) & (sentinels < LEAST_MASKED * x.numel())
-    return Extremes(low, high, x.numel() - sentinels, sentinels, low != torch.inf, broken)
 
 
 def _reduce(x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class FirstBatchHistogram(Counted):
             self._add(batch)
             return
         if self._seen is not None:
-            same_shape(self._seen.reshape(self.shape), batch.low)
+            same_shape(self.shape, batch.low.shape)
         self.shape, self.device = tuple(batch.low.shape), x.device
         seen = torch.ones_like(batch.low, dtype=torch.bool) if batch.seen is None else batch.seen
         self._seen = seen.reshape(-1) if self._seen is None else self._seen | seen.reshape(-1)

@@ -100,7 +100,7 @@ class Histogram(Counted):
             if batch.seen is not None:
                 low, high = low.where(batch.seen, torch.inf), high.where(batch.seen, -torch.inf)
             if self._low is not None:
-                same_shape(self._low.reshape(self._shape or ()), low)
+                same_shape(self._shape or (), low.shape)
             self._shape = low.shape
             self._widen(low.reshape(-1), high.reshape(-1))
             block_size = self.granularity.block_size(x.ndim)
@@ -122,7 +122,7 @@ class Histogram(Counted):
             assert other._first is not None
             assert other._exponent is not None
             if self._low is not None and self._shape != other._shape:
-                same_shape(self._low.reshape(self._shape or ()), other._low.reshape(other._shape or ()))
+                same_shape(self._shape or (), other._shape or ())
             self._shape = other._shape
             self._widen(other._low, other._high, other._limits)
             assert self._counts is not None

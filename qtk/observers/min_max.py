@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qtk.core.granularity import Granularity
 from qtk.errors import CalibrationError
-from qtk.observers.extremes import Counted, Extremes, extremes
+from qtk.observers.extremes import Counted, Extremes, Running, extremes, on_cpu
 
 
 class MinMax(Counted):
@@ -25,6 +27,7 @@ class MinMax(Counted):
         self.granularity = granularity
         self._low: Tensor | None = None
         self._high: Tensor | None = None
+        self._running: Running | None = None  # on an accelerator, what the ends and counts are parts of
 
     @property
     def minimum(self) -> Tensor | None:
@@ -42,6 +45,8 @@ class MinMax(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
+        if not on_cpu(x) and x.numel() and self._runs_on(x):
+            return
         batch = extremes(x, self.granularity, allows_mask=self.allows_mask)
         if batch is None:
             return
@@ -54,8 +59,23 @@ class MinMax(Counted):
         if other.granularity != self.granularity:
             raise CalibrationError(f"statistics {other.granularity} cannot join statistics {self.granularity}")
         if other._low is not None and other._high is not None:
-            self._take(Extremes(other._low, other._high, other.count, other.sentinels))
+            self._take(Extremes(other._low.clone(), other._high.clone(), other.count, other.sentinels))
         self._add_all(other)
+
+    def _runs_on(self, x: Tensor) -> bool:
+        """Adds a tensor of an accelerator in place; false if what was seen before is not there, or was joined."""
+        running = self._running
+        if running is None and self._low is None:
+            running = self._running = Running.empty(x, self.granularity)
+            self._low, self._high = running.low, running.high
+            self._count, self._sentinels, self._broken = running.counts.unbind()
+        if running is None or self._low is not running.low or not isinstance(self._count, Tensor):
+            return False
+        if x.device != running.low.device:
+            return False
+        same_shape(running.low.shape, self.granularity.qparam_shape(tuple(x.shape)))
+        running.add(x, self.granularity, allows_mask=self.allows_mask)
+        return True
 
     def _take(self, batch: Extremes) -> None:
         low, high = batch.low, batch.high
@@ -64,15 +84,15 @@ class MinMax(Counted):
         if self._low is None or self._high is None:
             self._low, self._high = low, high
             return
-        same_shape(self._low, low)
+        same_shape(self._low.shape, low.shape)
         self._low = torch.minimum(self._low.to(low.device), low)
         self._high = torch.maximum(self._high.to(high.device), high)
 
 
-def same_shape(before: Tensor, now: Tensor) -> None:
-    """Raises: CalibrationError if the number of scales changed between two tensors."""
-    if before.shape != now.shape:
+def same_shape(before: Sequence[int], now: Sequence[int]) -> None:
+    """Raises: CalibrationError if the shape of the scales changed between two tensors."""
+    if tuple(before) != tuple(now):
         raise CalibrationError(
-            f"the statistics of this site have shape {tuple(before.shape)}, the next tensor gives {tuple(now.shape)}; "
+            f"the statistics of this site have shape {tuple(before)}, the next tensor gives {tuple(now)}; "
             "every batch must have the same channels"
         )

@@ -85,7 +85,7 @@ class MovingAverage(Counted):
         if self._first is None or self._state is None or self._decay is None:
             self._first, self._state, self._decay = first, state, decay
             return
-        same_shape(self._decay, decay)
+        same_shape(self._decay.shape, decay.shape)
         earlier_first, earlier_state = self._first.to(first.device), self._state.to(first.device)
         joined = state + decay * (earlier_state - first)
         self._state = torch.where(earlier_state.isnan(), state, torch.where(state.isnan(), earlier_state, joined))

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.core.granularity import PerChannel, PerTensor
+from qtk.observers.min_max import MinMax
 from tests.pretend_gpu import OnGpu, Pretending, Wait, pretended_gpu, to_gpu
 from tests.zoo.attention import TinyViT
 
@@ -83,6 +85,28 @@ def test_a_calibration_waits_a_few_times_at_its_end_and_never_in_a_batch(make, s
         found = {name: (encoding.scale.host, encoding.zero_point) for name, encoding in sim.encodings().items()}
     for name, encoding in expected.encodings().items():
         torch.testing.assert_close(found[name][0], encoding.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
+def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):
+    observer, expected = MinMax(granularity), MinMax(granularity)
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(BATCHES)]
+    with pretended_gpu(monkeypatch) as gpu:
+        observer.observe(to_gpu(batches[0]))
+        gpu.ops.clear()
+        gpu.launches = 0
+        for x in map(to_gpu, batches[1:]):
+            observer.observe(x)
+        assert gpu.launches == BATCHES - 1
+        computes_nothing = {"aten::detach", "aten::view", "aten::new_empty", "aten::zeros"}  # the last for tickets
+        assert set(gpu.ops) <= computes_nothing
+        assert gpu.waits == []
+        found = [observer.minimum.host, observer.maximum.host, observer.count]
+    for x in batches:
+        expected.observe(x)
+    assert torch.equal(found[0], expected.minimum)
+    assert torch.equal(found[1], expected.maximum)
+    assert found[2] == expected.count
 
 
 @pytest.mark.parametrize("make", [tiny_cnn, TinyViT])

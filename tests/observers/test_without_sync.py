@@ -5,7 +5,7 @@ import torch
 
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.errors import CalibrationError
-from qtk.observers import extremes, histogram
+from qtk.observers import extremes, histogram, min_max
 from qtk.observers.histogram import Histogram
 from qtk.observers.min_max import MinMax
 from qtk.observers.moving_average import MovingAverage
@@ -24,8 +24,8 @@ def blind(monkeypatch):
 
     def run(action):
         with monkeypatch.context() as patched:
-            patched.setattr(extremes, "on_cpu", lambda x: False)
-            patched.setattr(histogram, "on_cpu", lambda x: False)
+            for module in (extremes, histogram, min_max):
+                patched.setattr(module, "on_cpu", lambda x: False)
             return action()
 
     return run

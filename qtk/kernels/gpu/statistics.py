@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.errors import SpecError
+from qtk.kernels.gpu.extremes import ends, joined
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
+from qtk.kernels.gpu.tiles import arguments, is_dense, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import statistics
 
@@ -25,14 +26,12 @@ def min_max_kernel(
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    group = program // splits
-    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
     if COLUMNS:
         low = tl.full([REACH, SCALES], float("inf"), tl.float32)
     else:
         low = tl.full([SCALES, REACH], float("inf"), tl.float32)
     high = -low
-    broken = tl.zeros_like(low)  # 1 where there was a NaN
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
@@ -41,33 +40,12 @@ def min_max_kernel(
         )
         x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
         low = tl.where(mask & (x < low), x, low)
+        low = tl.where(x == x, low, x)  # nothing is less than NaN: it stays
         high = tl.where(mask & (x > high), x, high)
-        broken = tl.where(x == x, broken, 1.0)
-    lowest = tl.min(low, 0 if COLUMNS else 1)
-    highest = tl.max(high, 0 if COLUMNS else 1)
-    lowest = tl.where(tl.max(broken, 0 if COLUMNS else 1) > 0, float("nan"), lowest)
-    last = splits == 1
-    if splits > 1:
-        own = (program % splits).to(tl.int64) * count + index
-        tl.store(parts_at + own, lowest, mask=exists)
-        tl.store(parts_at + splits.to(tl.int64) * count + own, highest, mask=exists)
-        last = draws_last_ticket(tickets_at + group, splits)
-        if last:
-            lowest = tl.full([SCALES], float("inf"), tl.float32)
-            highest = -lowest
-            spoilt = tl.zeros([SCALES], tl.float32)
-            for begin in range(0, splits, PARTS):
-                split = begin + tl.arange(0, PARTS)
-                at = split.to(tl.int64)[:, None] * count + index[None, :]
-                there = (split < splits)[:, None] & exists[None, :]
-                part = tl.load(parts_at + at, mask=there, other=float("inf"), cache_modifier=".cg")
-                spoilt = tl.maximum(spoilt, tl.max(tl.where(part == part, 0.0, 1.0), 0))
-                lowest = tl.minimum(lowest, tl.min(tl.where(part == part, part, float("inf")), 0))
-                at += splits.to(tl.int64) * count
-                part = tl.load(parts_at + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                highest = tl.maximum(highest, tl.max(part, 0))
-            lowest = tl.where(spoilt > 0, float("nan"), lowest)
-            tl.store(tickets_at + group, 0)
+    lowest, highest = ends(low, high, COLUMNS)
+    lowest, highest, last = joined(
+        program, lowest, highest, index, exists, parts_at, tickets_at, count, splits, SCALES, PARTS
+    )
     if last:
         tl.store(low_at + index, lowest, mask=exists)
         tl.store(high_at + index, tl.where(lowest == lowest, highest, float("nan")), mask=exists)

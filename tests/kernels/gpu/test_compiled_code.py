@@ -11,17 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CHIPS = {"90 H200": 16, "gfx942 MI300X": 8}
 """Elements of a tile that a thread has."""
-STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "many": 2, "many, backward": 3,
-           "many, backward, learned": 3, "one of many, backward, learned": 3}
+STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many": 2,
+           "many, backward": 3, "many, backward, learned": 3, "one of many, backward, learned": 3}
 WITHOUT_SUMS = "forward", "backward"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
 """The second has an odd number of elements, in rows of an odd length."""
-MOST = {"forward": 38, "backward": 40, "backward, learned": 60, "min_max": 34, "candidate_errors": 860,
+MOST = {"forward": 38, "backward": 40, "backward, learned": 60, "min_max": 37, "extremes": 58, "candidate_errors": 860,
         "many": 38, "many, backward": 40, "many, backward, learned": 60, "one of many, backward, learned": 60}
 """Instructions an element of the first shape on an H200, 20 candidates together; a tenth more than there are."""
-MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 10.5, "candidate_errors": 600,
-                    "many": 27, "many, backward": 28, "many, backward, learned": 37,
+MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 10.5, "extremes": 14.5,
+                    "candidate_errors": 600, "many": 27, "many, backward": 28, "many, backward, learned": 37,
                     "one of many, backward, learned": 37}
 
 
@@ -96,11 +96,12 @@ def test_no_more_instructions_than_there_were(found):
 
 
 def test_one_true_division_an_element_and_one_ticket_a_program(found):
+    """Extremes draw two tickets, and count what is rare."""
     for row in found:
         tail = row["kernel"].endswith("_rows_kernel") or (
             is_odd(row) and row["granularity"] == "tensor" and row["call"] in WITHOUT_SUMS)
-        assert row["divisions"] == (0 if row["call"] == "min_max" else CHIPS[row["chip"]] + tail), row
-        assert row["atomics"] <= 1, row
+        assert row["divisions"] == (0 if row["call"] in ("min_max", "extremes") else CHIPS[row["chip"]] + tail), row
+        assert row["atomics"] <= (6 if row["call"] == "extremes" else 1), row
 
 
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
@@ -112,9 +113,9 @@ def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
 
 
 def test_instructions_are_counted_and_the_longer_of_memory_and_issue_is_the_roofline(found):
-    """Fewer than seven an element would be another loop than the main one."""
+    """Fewer than five an element would be another loop than the main one."""
     for row in found:
-        assert 7 <= row["issues"] <= row["instructions"], row
+        assert 5 <= row["issues"] <= row["instructions"], row
         assert row["roofline_us"] == max(row["memory_us"], row["issue_us"]), row
         assert row["bound"] == ("memory" if row["memory_us"] >= row["issue_us"] else "instructions"), row
         streams = STREAMS.get(row["call"], 1)

@@ -1,0 +1,154 @@
+"""Smallest and largest elements gathered tensor by tensor, as a Triton kernel: formulas of ``qtk.numerics.extremes``.
+
+One launch a tensor. The last program of a group of scales joins what the others have found with what was known before,
+the last of the launch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtk.errors import SpecError
+from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, tile
+from qtk.kernels.gpu.tiling import tiling_of
+from qtk.numerics import extremes
+
+MOST_ELEMENTS = 1 << 31
+"""Elements left out are counted in 32 bits."""
+
+
+@triton.jit
+def extremes_kernel(
+    x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1, middle, s2, inner,
+    step1, step2, turns, splits,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+):
+    """After the tickets of the groups there are three numbers of the launch, all 0 before and after it."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    add_tiles(
+        program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
+        middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, PARTS,
+    )
+
+
+@triton.jit
+def add_tiles(
+    program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
+    middle, s2, inner, step1, step2, turns, splits,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+):
+    """What one of the ``programs`` of a tensor does."""
+    group = program // splits
+    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
+    if COLUMNS:
+        low = tl.full([REACH, SCALES], float("inf"), tl.float32)
+        left_out = tl.zeros([REACH, SCALES], tl.int32)
+    else:
+        low = tl.full([SCALES, REACH], float("inf"), tl.float32)
+        left_out = tl.zeros([SCALES, REACH], tl.int32)
+    high = -low
+    each = tl.cdiv(turns, splits)
+    first = (program % splits) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        offsets, mask = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        )
+        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        is_left_out = x <= bound
+        counts = mask & (is_left_out == 0)
+        low = tl.where(counts & (x < low), x, low)
+        low = tl.where(x == x, low, x)  # nothing is less than NaN: it stays
+        high = tl.where(counts & (x > high), x, high)
+        left_out += is_left_out.to(tl.int32)  # 0, which lies outside of the mask, is above every bound
+    sentinels = tl.sum(tl.reshape(left_out, [SCALES * REACH]), 0)
+    lowest, highest = ends(low, high, COLUMNS)
+    lowest, highest, last = joined(
+        program, lowest, highest, index, exists, parts_at, tickets_at, count, splits, SCALES, PARTS
+    )
+    launch_at = tickets_at + programs // splits
+    if last:
+        broken = exists & ((lowest != lowest) | (highest == float("inf")))
+        if tl.sum(broken.to(tl.int32), 0) > 0:
+            tl.atomic_add(launch_at + 2, 1, sem="relaxed")
+        before = tl.load(low_at + index, mask=exists, other=0.0)
+        before_high = tl.load(high_at + index, mask=exists, other=0.0)
+        is_known = before != before  # a NaN stays
+        tl.store(low_at + index, tl.where(is_known | (before < lowest), before, lowest), mask=exists)
+        highest = tl.where(lowest == lowest, highest, float("nan"))
+        tl.store(high_at + index, tl.where(is_known | (before_high > highest), before_high, highest), mask=exists)
+    if sentinels > 0:
+        tl.atomic_add(launch_at + 1, sentinels, sem="relaxed")
+    if draws_last_ticket(launch_at, programs):
+        sentinels = tl.atomic_xchg(launch_at + 1, 0)
+        broken_groups = tl.atomic_xchg(launch_at + 2, 0)
+        is_broken = (broken_groups > 0) | ((sentinels > 0) & (sentinels < least))
+        tl.store(counts_at, tl.load(counts_at) + elements - sentinels)
+        tl.store(counts_at + 1, tl.load(counts_at + 1) + sentinels)
+        tl.store(counts_at + 2, tl.load(counts_at + 2) + is_broken.to(tl.int64))
+        tl.store(launch_at, 0)
+
+
+@triton.jit
+def ends(low, high, COLUMNS: tl.constexpr):
+    """Smallest, NaN where there is one, and largest of each scale of a tile."""
+    broken = tl.max(tl.where(low == low, 0.0, 1.0), 0 if COLUMNS else 1)
+    lowest = tl.min(tl.where(low == low, low, float("inf")), 0 if COLUMNS else 1)
+    return tl.where(broken > 0, float("nan"), lowest), tl.max(high, 0 if COLUMNS else 1)
+
+
+@triton.jit
+def joined(
+    program, lowest, highest, index, exists, parts_at, tickets_at, count, splits,
+    SCALES: tl.constexpr, PARTS: tl.constexpr,
+):
+    """The ends of the whole group if this is its last program, and whether it is; else stores the program's part."""
+    last = splits == 1
+    if splits > 1:
+        own = (program % splits).to(tl.int64) * count + index
+        tl.store(parts_at + own, lowest, mask=exists)
+        tl.store(parts_at + splits.to(tl.int64) * count + own, highest, mask=exists)
+        last = draws_last_ticket(tickets_at + program // splits, splits)
+        if last:
+            lowest = tl.full([SCALES], float("inf"), tl.float32)
+            highest = -lowest
+            spoilt = tl.zeros([SCALES], tl.float32)
+            for begin in range(0, splits, PARTS):
+                split = begin + tl.arange(0, PARTS)
+                at = split.to(tl.int64)[:, None] * count + index[None, :]
+                there = (split < splits)[:, None] & exists[None, :]
+                part = tl.load(parts_at + at, mask=there, other=float("inf"), cache_modifier=".cg")
+                spoilt = tl.maximum(spoilt, tl.max(tl.where(part == part, 0.0, 1.0), 0))
+                lowest = tl.minimum(lowest, tl.min(tl.where(part == part, part, float("inf")), 0))
+                at += splits.to(tl.int64) * count
+                part = tl.load(parts_at + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+                highest = tl.maximum(highest, tl.max(part, 0))
+            lowest = tl.where(spoilt > 0, float("nan"), lowest)
+            tl.store(tickets_at + program // splits, 0)
+    return lowest, highest, last
+
+
+def add_extremes_(
+    x: Tensor, block_size: Sequence[int], bound: float, least: int, low: Tensor, high: Tensor, counts: Tensor
+) -> None:
+    """As ``qtk.ops.extremes.add_extremes_``. Raises: SpecError if ``x`` is empty."""
+    if not x.numel():
+        raise SpecError(f"a tensor of shape {tuple(x.shape)} has no extremes; observe one that has elements")
+    x = x if is_dense(x) else x.contiguous()
+    tiling = tiling_of(x, block_size) if x.numel() < MOST_ELEMENTS and x.dtype != torch.float64 else None
+    if tiling is None:
+        extremes.add_extremes_(x.contiguous(), block_size, bound, least, low, high, counts)
+        return
+    splits = tiling.splits(programs(x.device))
+    parts = low.new_empty(2 * splits * low.numel() if splits > 1 else 0)
+    with on_device_of(x):
+        extremes_kernel[(tiling.groups * splits,)](
+            x, low, high, counts, parts, tickets(x.device, tiling.groups + 3), bound, least, x.numel(), low.numel(),
+            *arguments(tiling), splits, PARTS=tiling.parts(splits), **shape(tiling),
+        )
