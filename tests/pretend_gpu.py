@@ -64,6 +64,9 @@ class OnGpu(Tensor):
     def __init__(self, host):
         self.host = host
 
+    def data_ptr(self):
+        return self.host.data_ptr()
+
     def tolist(self):  # torch has none for subclasses
         return self.cpu().tolist()
 
@@ -78,13 +81,13 @@ class OnGpu(Tensor):
 class Pretending(TorchDispatchMode):
     """Runs every op on the CPU and records what would make the host wait in ``waits``.
 
-    ``launches`` counts those of Triton, ``ops`` are the others, by name.
+    ``kernels`` are the launches of Triton, ``ops`` the others, by name.
     """
 
     def __init__(self):
         super().__init__()
         self.waits: list[Wait] = []
-        self.launches = 0
+        self.kernels: list[str] = []
         self.ops: list[str] = []
         self._pinned: set[int] = set()
         self._kept: list[Tensor] = []
@@ -154,12 +157,13 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     import triton.runtime.interpreter as interpreter
 
     from qtk.kernels.gpu import launch
+    from qtk.quantizers import shared_launch
 
     pretending = Pretending()
     launched = interpreter.GridExecutor.__call__
 
     def launch_on_host(self, *args, **kwargs):
-        pretending.launches += 1
+        pretending.kernels.append(self.fn.__name__)
         host_args, host_kwargs = tree_map_only(OnGpu, lambda tensor: tensor.host, (args, kwargs))
         with torch.utils._python_dispatch._disable_current_modes():
             return launched(self, *host_args, **host_kwargs)
@@ -179,6 +183,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_host)
     monkeypatch.setattr(launch, "_TICKETS", {})
+    monkeypatch.setattr(shared_launch, "PLAIN", (*shared_launch.PLAIN, OnGpu))
     host = {"on_device_of": lambda x: _nothing(), "programs": lambda device: 6, "triton_unavailable": lambda: None,
             "is_traced": lambda: False, "tickets": lambda device, count: _tickets(count)}
     for module in [module for name, module in sys.modules.items() if name.startswith("qtk.")]:

@@ -38,6 +38,7 @@ from qtk.kernels.gpu import (
     fake_quantize_many,
     row_streams,
     statistics,
+    table,
 )
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
@@ -106,7 +107,9 @@ class Launch:
         """Bits that the launch reads and writes for an element of its tensor."""
         given = self.given
         names = ["x_at", "y_at", "g_at", "dx_at"]
-        if "table_at" in given:  # what is written is of the type of what was read last
+        if "counts_at" in given:
+            names = ["x_at"]
+        elif "table_at" in given:  # what is written is of the type of what was read last
             names = ["x_at", "x_at"] if "g_at" not in given else ["x_at", "g_at", "g_at"]
         names += ["residual_at"] * bool(given.get("RESIDUAL")) + ["weights_at"] * bool(given.get("WEIGHTED"))
         return sum(8 * given[name].itemsize for name in names if name in given)
@@ -129,15 +132,14 @@ class Launch:
             elements = given["x_at"].numel()
         return tiles * self.tile * candidates / elements
 
-    def _of_table(self, table: list[list[int]]) -> tuple[int, int]:
+    def _of_table(self, rows: list[list[int]]) -> tuple[int, int]:
         """Tiles and elements of all tensors of a launch."""
         given = self.given
         tiles = elements = 0
-        begins = [row[fake_quantize_many.FIRST.value] for row in table] + [self.grid[0]]
-        for row, begin, end in zip(table, begins, begins[1:], strict=False):
-            _, s1, middle, s2, inner, _, _, turns, splits = row[fake_quantize_many.COUNT.value :]
+        for row in rows:
+            _, s1, middle, s2, inner, _, _, turns, splits = row[table.COUNT.value :]
             chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-inner // given["REACH"]) * middle
-            tiles += (end - begin) // splits * turns
+            tiles += row[table.PROGRAMS.value] // splits * turns
             elements += turns // chunks * s1 * middle * s2 * inner
         return tiles, elements
 
@@ -188,7 +190,10 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
     ]
     patches.append(mock.patch.object(row_streams, "is_amd", return_value=chip.target.backend == "hip"))
-    patches += [mock.patch.object(module, "programs", return_value=WAVES * chip.processors) for module in MODULES]
+    patches += [
+        mock.patch.object(module, "programs", return_value=WAVES * chip.processors)
+        for module in (*MODULES, table) if hasattr(module, "programs")
+    ]
     for patch in patches:
         patch.start()
     try:

@@ -126,6 +126,12 @@ def extremes(given: Given) -> None:
     extremes_kernels.add_extremes_(given.x, given.blocks, -1e30, 0, ends, ends, torch.zeros(3, dtype=torch.int64))
 
 
+def many_extremes(given: Given) -> None:
+    xs, scales, _, blocks, *_ = given.weights(*SMALL)
+    ends, counts = [scale.reshape(-1) for scale in scales], [torch.zeros(3, dtype=torch.int64) for _ in xs]
+    extremes_kernels.add_extremes_many_(xs, blocks, [-1e30] * len(xs), [0] * len(xs), ends, ends, counts)
+
+
 def histogram(given: Given) -> None:
     flat = given.scale.reshape(-1)
     statistics.histogram(given.x, flat, torch.zeros_like(flat, dtype=torch.int32), 1023, given.blocks)
@@ -140,7 +146,8 @@ CALLS: dict[str, Callable[[Given], None]] = {
     "forward": forward, "backward": backward, "backward, learned": learned_backward, "many": many,
     "many, backward": many_backward, "many, backward, learned": many_learned_backward,
     "one of many, backward, learned": small_learned_backward, "with residual": residual, "dynamic": dynamic,
-    "min_max": min_max, "extremes": extremes, "histogram": histogram, "candidate_errors": errors,
+    "min_max": min_max, "extremes": extremes, "many, extremes": many_extremes, "histogram": histogram,
+    "candidate_errors": errors,
 }
 
 

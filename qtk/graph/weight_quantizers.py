@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.insert import quantizer_nodes
-from qtk.ops.fake_quantize_many import shares_launches
+from qtk.kernels.backends import shares_launches
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantizers.shared_launch import Request
 

@@ -62,5 +62,13 @@ def triton_unavailable() -> str | None:
     return None
 
 
+def shares_launches(device: torch.device) -> bool:
+    """Whether tensors on a device share launches of Triton kernels.
+
+    Not in a graph of a CUDA stream: it would keep the address of a table that is gone when it is replayed.
+    """
+    return device.type == "cuda" and triton_unavailable() is None and not torch.cuda.is_current_stream_capturing()
+
+
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")

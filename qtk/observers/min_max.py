@@ -45,7 +45,9 @@ class MinMax(Counted):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Observes one tensor. Raises: CalibrationError if it holds NaN or +inf, or has another number of channels."""
-        if not on_cpu(x) and x.numel() and self._runs_on(x):
+        running = None if on_cpu(x) or not x.numel() else self._running_for(x)
+        if running is not None:
+            running.add(x, self.granularity, allows_mask=self.allows_mask)
             return
         batch = extremes(x, self.granularity, allows_mask=self.allows_mask)
         if batch is None:
@@ -62,20 +64,27 @@ class MinMax(Counted):
             self._take(Extremes(other._low.clone(), other._high.clone(), other.count, other.sentinels))
         self._add_all(other)
 
-    def _runs_on(self, x: Tensor) -> bool:
-        """Adds a tensor of an accelerator in place; false if what was seen before is not there, or was joined."""
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was seen yet."""
+        return self._low is None
+
+    def begin(self, running: Running) -> None:
+        """Goes on in ``running``, if nothing was seen yet."""
+        self._running, self._low, self._high = running, running.low, running.high
+        self._count, self._sentinels, self._broken = running.counts.unbind()
+
+    def _running_for(self, x: Tensor) -> Running | None:
+        """What a tensor of an accelerator adds to in place; ``None`` if what was seen is elsewhere, or was joined."""
+        if self.is_new:
+            self.begin(Running.empty(x, self.granularity))
         running = self._running
-        if running is None and self._low is None:
-            running = self._running = Running.empty(x, self.granularity)
-            self._low, self._high = running.low, running.high
-            self._count, self._sentinels, self._broken = running.counts.unbind()
         if running is None or self._low is not running.low or not isinstance(self._count, Tensor):
-            return False
+            return None
         if x.device != running.low.device:
-            return False
+            return None
         same_shape(running.low.shape, self.granularity.qparam_shape(tuple(x.shape)))
-        running.add(x, self.granularity, allows_mask=self.allows_mask)
-        return True
+        return running
 
     def _take(self, batch: Extremes) -> None:
         low, high = batch.low, batch.high

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from qtk.core.granularity import WHOLE
-from qtk.kernels.backends import triton_unavailable
-from qtk.numerics.blocks import check_range
+from qtk.kernels.backends import shares_launches
+from qtk.numerics.blocks import check_range, flat_sizes, split_sizes
 from qtk.ops.fake_quantize import BACKWARD, LearnedBackward, fake_quantize
 from qtk.ops.forward_mode import refuse_forward_mode
 
@@ -34,23 +33,10 @@ _OP = torch.ops.qtk.fake_quantize_many.default
 _BACKWARD = torch.ops.qtk.fake_quantize_many_backward.default
 
 
-def _split(inputs: Sequence[Tensor], block_sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The block size of each tensor, ``[]`` for one scale."""
-    begin = 0
-    for x in inputs:
-        sizes = block_sizes[begin : begin + x.ndim]
-        yield [] if all(size == WHOLE for size in sizes) else sizes
-        begin += x.ndim
-
-
-def _flat(inputs: Sequence[Tensor], block_sizes: Sequence[Sequence[int]]) -> list[int]:
-    return [size for x, sizes in zip(inputs, block_sizes, strict=True) for size in (sizes or [WHOLE] * x.ndim)]
-
-
 def _calls(inputs: Sequence[Tensor], *spec: Any) -> Iterator[tuple[Any, ...]]:
     """The arguments of ``qtk::fake_quantize`` for each tensor."""
     scales, zero_points, block_sizes, *rest = spec
-    return zip(inputs, scales, zero_points, _split(inputs, block_sizes), *rest, strict=True)
+    return zip(inputs, scales, zero_points, split_sizes(inputs, block_sizes), *rest, strict=True)
 
 
 def _loop(inputs: Sequence[Tensor], *spec: Any) -> list[Tensor]:
@@ -67,21 +53,13 @@ def _columns(gradients: Sequence[Sequence[Tensor]]) -> Lists:
     return of_inputs, of_scales, of_zero_points
 
 
-def shares_launches(device: torch.device) -> bool:
-    """Whether tensors on a device share launches.
-
-    Not in a graph of a CUDA stream: it would keep the address of a table that is gone when it is replayed.
-    """
-    return device.type == "cuda" and triton_unavailable() is None and not torch.cuda.is_current_stream_capturing()
-
-
 def _on_gpu(inputs: Sequence[Tensor], *spec: Any) -> list[Tensor]:
     if not shares_launches(inputs[0].device):
         return _loop(inputs, *spec)
     from qtk.kernels.gpu import fake_quantize_many as kernels
 
     scales, zero_points, block_sizes, *codes = spec
-    return kernels.fake_quantize_many(inputs, scales, zero_points, list(_split(inputs, block_sizes)), *codes)
+    return kernels.fake_quantize_many(inputs, scales, zero_points, list(split_sizes(inputs, block_sizes)), *codes)
 
 
 def _backward_on_gpu(grads: Sequence[Tensor], inputs: Sequence[Tensor], *spec: Any) -> Lists:
@@ -91,7 +69,7 @@ def _backward_on_gpu(grads: Sequence[Tensor], inputs: Sequence[Tensor], *spec: A
 
     scales, zero_points, block_sizes, *rest = spec
     return _columns(kernels.fake_quantize_many_backward(
-        grads, inputs, scales, zero_points, list(_split(inputs, block_sizes)), *rest
+        grads, inputs, scales, zero_points, list(split_sizes(inputs, block_sizes)), *rest
     ))
 
 
@@ -144,7 +122,7 @@ def _gradients(
         xs, scales, zero_points, block_sizes, qmins, qmaxs = (list(column) for column in zip(*calls, strict=True))
         wants_scales, wants_zero_points = (list(column) for column in zip(*wants, strict=True))
         yield from zip(*_BACKWARD(
-            grads, xs, scales, zero_points, _flat(xs, block_sizes), qmins, qmaxs, wants_scales, wants_zero_points
+            grads, xs, scales, zero_points, flat_sizes(xs, block_sizes), qmins, qmaxs, wants_scales, wants_zero_points
         ), strict=True)
 
 
@@ -179,6 +157,6 @@ def fake_quantize_many(
     refuse_forward_mode("qtk::fake_quantize_many", *xs, *scales, *zero_points)
     for call in zip(xs, scales, zero_points, block_sizes, strict=True):
         check_range(call[1], call[2], call[0].shape, call[3])
-    lists = list(xs), list(scales), list(zero_points), _flat(xs, block_sizes), list(qmins), list(qmaxs)
+    lists = list(xs), list(scales), list(zero_points), flat_sizes(xs, block_sizes), list(qmins), list(qmaxs)
     results: list[Tensor] = _OP(*lists)
     return results

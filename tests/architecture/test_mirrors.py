@@ -17,6 +17,7 @@ ELSEWHERE = {
     "numerics/*.py": ("tests/ops/test_{stem}.py", "qtk.numerics.{stem}"),
     "numerics/dynamic.py": ("tests/ops/test_fake_quantize_dynamic.py", "qtk.numerics.dynamic"),
     "kernels/gpu/codes.py": ("tests/kernels/gpu/test_fake_quantize.py", "qtk.kernels.gpu.fake_quantize"),
+    "kernels/gpu/table.py": ("tests/ops/test_fake_quantize_many.py", "qtk.kernels.gpu.table"),
     "kernels/gpu/tiles.py": ("tests/kernels/gpu/test_fake_quantize.py", "qtk.kernels.gpu.fake_quantize"),
     "kernels/backends.py": ("tests/kernels/test_native.py", "qtk.kernels.backends"),
     # parts that only their whole runs

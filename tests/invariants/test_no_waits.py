@@ -81,7 +81,7 @@ def test_a_calibration_waits_a_few_times_at_its_end_and_never_in_a_batch(make, s
         assert Counter(batches.waits) == {}
         allowed = AT_THE_END + (V1_A_SITE * len(sim.quantizers) if "v1" in scheme else 0)
         assert len(gpu.waits) <= allowed, Counter(gpu.waits)
-        assert gpu.launches > len(sim.quantizers)
+        assert len(gpu.kernels) > len(sim.quantizers)
         found = {name: (encoding.scale.host, encoding.zero_point) for name, encoding in sim.encodings().items()}
     for name, encoding in expected.encodings().items():
         torch.testing.assert_close(found[name][0], encoding.scale, rtol=1e-6, atol=0)
@@ -94,10 +94,10 @@ def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):
     with pretended_gpu(monkeypatch) as gpu:
         observer.observe(to_gpu(batches[0]))
         gpu.ops.clear()
-        gpu.launches = 0
+        gpu.kernels.clear()
         for x in map(to_gpu, batches[1:]):
             observer.observe(x)
-        assert gpu.launches == BATCHES - 1
+        assert gpu.kernels == ["extremes_kernel"] * (BATCHES - 1)
         computes_nothing = {"aten::detach", "aten::view", "aten::new_empty", "aten::zeros"}  # the last for tickets
         assert set(gpu.ops) <= computes_nothing
         assert gpu.waits == []
@@ -109,6 +109,21 @@ def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):
     assert found[2] == expected.count
 
 
+def test_all_weights_of_a_model_are_observed_in_a_launch_for_each_kind_of_them(monkeypatch):
+    """Not one for each: the ViT's are of rows of one length or another, and biases."""
+    sim, _ = on_gpu(TinyViT, activation_bits=None)
+    expected, _ = on_gpu(TinyViT, activation_bits=None)
+    expected.compute_encodings(None, progress=False)
+    with pretended_gpu(monkeypatch) as gpu:
+        to_gpu(sim.model)
+        gpu.kernels.clear()
+        sim.compute_encodings(None, progress=False)
+        assert set(gpu.kernels) == {"many_extremes_kernel"}
+        assert len(gpu.kernels) <= 3 < len(sim.encodings())
+        found = {name: encoding.scale.host for name, encoding in sim.encodings().items()}
+    assert all(torch.equal(found[name], encoding.scale) for name, encoding in expected.encodings().items())
+
+
 @pytest.mark.parametrize("make", [tiny_cnn, TinyViT])
 def test_simulating_and_training_never_wait(make, monkeypatch):
     sim, x = on_gpu(make)
@@ -117,9 +132,11 @@ def test_simulating_and_training_never_wait(make, monkeypatch):
         to_gpu(sim.model)
         x = to_gpu(x)
         gpu.waits.clear()
+        gpu.kernels.clear()
         with torch.no_grad():
             assert isinstance(sim.model(x), OnGpu)
         assert Counter(gpu.waits) == {}, "a simulated forward"
+        assert gpu.kernels.count("many_forward_kernel") in (1, 2), "weights share launches"
         for learned in (False, True):
             if learned:
                 sim.learn_ranges()

@@ -5,6 +5,7 @@ import torch
 
 from qtk.errors import SpecError
 from qtk.numerics import extremes as reference
+from qtk.numerics.blocks import flat_sizes, split_sizes
 from qtk.numerics.statistics import count_scales
 from qtk.ops import extremes
 from tests.kernels import conformance
@@ -135,5 +136,74 @@ def test_a_bound_is_rounded_to_the_kind_of_the_tensor(kind):
 def test_opcheck():
     torch.library.opcheck(
         torch.ops.qtk.add_extremes_.default, (torch.randn(3, 4), [1, -1], BOUND, 0, *empty(3)),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def many_in_triton(xs, block_sizes, bounds, leasts, *states):
+    on_device = [[tensor.to(DEVICE) for tensor in column] for column in states]
+    kernels.add_extremes_many_([x.to(DEVICE) for x in xs], block_sizes, bounds, leasts, *on_device)
+    for column, results in zip(states, on_device, strict=True):
+        for tensor, result in zip(column, results, strict=True):
+            tensor.copy_(result)
+
+
+def many_weights(kind):
+    """Tensors of many granularities; some hold sentinels, NaN or +inf."""
+    xs = []
+    for seed, (shape, _) in enumerate(CASES.values()):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kind)
+        places = {1: -torch.inf, 2: torch.nan, 3: torch.inf}
+        if seed % 4 in places:
+            x.view(-1)[x.numel() // 2] = places[seed % 4]
+        xs.append(x)
+    return xs, [block_size for _, block_size in CASES.values()], [seed % 3 for seed in range(len(CASES))]
+
+
+@pytest.mark.parametrize("add", [extremes.add_extremes_many_, many_in_triton], ids=["op", "triton"])
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+def test_many_tensors_are_as_each_alone(add, kind):
+    xs, block_sizes, leasts = many_weights(kind)
+    scales = [count_scales(x.shape, block_size) for x, block_size in zip(xs, block_sizes, strict=True)]
+    found, expected = [empty(count) for count in scales], [empty(count) for count in scales]
+    for _ in range(2):  # the second time on top of the first
+        add(xs, block_sizes, [BOUND] * len(xs), leasts, *map(list, zip(*found, strict=True)))
+        for x, block_size, least, state in zip(xs, block_sizes, leasts, expected, strict=True):
+            reference.add_extremes_(x, block_size, BOUND, least, *state)
+    for name, own, other in zip(CASES, found, expected, strict=True):
+        for part, same in zip(own, other, strict=True):
+            torch.testing.assert_close(part, same, rtol=0, atol=0, equal_nan=True, msg=name)
+    assert sum(int(state[2][2]) for state in found) > 4
+
+
+def test_weights_that_are_alike_share_a_launch(monkeypatch):
+    launched = []
+
+    class Watched:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(kernels, name)
+
+        def __getitem__(self, grid):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("extremes_kernel", "many_extremes_kernel"):
+        monkeypatch.setattr(kernels, name, Watched(name))
+    xs = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]
+    states = [[tensor.to(DEVICE) for tensor in empty(len(x))] for x in xs]
+    kernels.add_extremes_many_(xs, [(1, -1)] * 4, [BOUND] * 4, [0] * 4, *map(list, zip(*states, strict=True)))
+    assert launched == ["many_extremes_kernel"]
+    assert all(torch.equal(low, x.amin(1)) for x, (low, _, _) in zip(xs, states, strict=True))
+
+
+def test_opcheck_of_many():
+    xs, block_sizes, leasts = many_weights(torch.float32)
+    states = [empty(count_scales(x.shape, block_size)) for x, block_size in zip(xs, block_sizes, strict=True)]
+    sizes = flat_sizes(xs, block_sizes)
+    assert [list(each) for each in split_sizes(xs, sizes)] == [
+        [] if all(size == -1 for size in each) else list(each) for each in block_sizes]
+    torch.library.opcheck(
+        torch.ops.qtk.add_extremes_many_.default,
+        (xs, sizes, [BOUND] * len(xs), leasts, *map(list, zip(*states, strict=True))),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -12,6 +12,7 @@ from tests.kernels import conformance
 one = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
+table = pytest.importorskip("qtk.kernels.gpu.table")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ZERO_POINTS = {"symmetric": None, "int32": torch.int32, "learned": torch.float32}
@@ -228,7 +229,7 @@ def test_what_cannot_share_a_launch_is_launched_alone(launches):
 
 
 def test_more_tensors_than_a_launch_takes(monkeypatch, launches):
-    monkeypatch.setattr(many, "MOST_TENSORS", 3)
+    monkeypatch.setattr(table, "MOST_TENSORS", 3)
     calls = [(torch.randn(16, device=DEVICE), torch.rand(1, device=DEVICE) + 0.1, None, (), -8, 7) for _ in range(7)]
     for own, call in zip(many.fake_quantize_many(*columns(calls)), calls, strict=True):
         assert torch.equal(own, one.fake_quantize(*call))

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qtk
 from qtk.graph import weight_quantizers
+from qtk.kernels.backends import shares_launches
 from qtk.ops.fake_quantize import fake_quantize
-from qtk.ops.fake_quantize_many import shares_launches
 from qtk.quantizers import shared_launch
 from qtk.quantizers.quantizer import Mode
 

@@ -1,12 +1,13 @@
-"""Smallest and largest elements gathered tensor by tensor, as a Triton kernel: formulas of ``qtk.numerics.extremes``.
+"""Smallest and largest elements gathered tensor by tensor, as Triton kernels: formulas of ``qtk.numerics.extremes``.
 
-One launch a tensor. The last program of a group of scales joins what the others have found with what was known before,
-the last of the launch counts.
+One launch a tensor, or one for many of them. The last program of a group of scales joins what the others have found
+with what was known before; the last of a tensor counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,12 +16,41 @@ from torch import Tensor
 
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.table import (
+    COUNT,
+    INNER,
+    MIDDLE,
+    PARTS_AT,
+    PROGRAMS,
+    S1,
+    S2,
+    SPLITS,
+    STEP1,
+    STEP2,
+    TICKETS,
+    TURNS,
+    Job,
+    are_aligned,
+    launches,
+    pointer,
+    row_of,
+    shared_tiling,
+    size,
+    uploaded,
+    with_one_tile,
+)
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, tile
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.numerics import extremes
 
 MOST_ELEMENTS = 1 << 31
 """Elements left out are counted in 32 bits."""
+
+X, LOW, HIGH, COUNTS, LEAST, ELEMENTS = map(tl.constexpr, range(6))
+"""The kernel's own columns of the table: addresses, then numbers."""
+
+COUNTERS = 3
+"""Of a tensor, beside the tickets of its groups: its ticket, the elements left out, the groups that are broken."""
 
 
 @triton.jit
@@ -35,6 +65,25 @@ def extremes_kernel(
     add_tiles(
         program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
         middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, PARTS,
+    )
+
+
+@triton.jit
+def many_extremes_kernel(
+    table_at, tensors, x_at, low_at, counts_at, tickets_at, bound,
+    ONES: tl.constexpr, SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
+    COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+):
+    """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
+    row_at, program = row_of(table_at, tensors, MOST)
+    add_tiles(
+        program, tl.load(row_at + PROGRAMS).to(tl.int32), pointer(row_at, X, x_at), pointer(row_at, LOW, low_at),
+        pointer(row_at, HIGH, low_at), pointer(row_at, COUNTS, counts_at), pointer(row_at, PARTS_AT, low_at),
+        tickets_at + tl.load(row_at + TICKETS), bound, tl.load(row_at + LEAST), tl.load(row_at + ELEMENTS),
+        size(row_at, COUNT, ONES, SIXTEENS), size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS),
+        size(row_at, S2, ONES, SIXTEENS), size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS),
+        size(row_at, STEP2, ONES, SIXTEENS), size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
+        SCALES, REACH, COLUMNS, FLAT, PARTS,
     )
 
 
@@ -149,6 +198,60 @@ def add_extremes_(
     parts = low.new_empty(2 * splits * low.numel() if splits > 1 else 0)
     with on_device_of(x):
         extremes_kernel[(tiling.groups * splits,)](
-            x, low, high, counts, parts, tickets(x.device, tiling.groups + 3), bound, least, x.numel(), low.numel(),
-            *arguments(tiling), splits, PARTS=tiling.parts(splits), **shape(tiling),
+            x, low, high, counts, parts, tickets(x.device, tiling.groups + COUNTERS), bound, least, x.numel(),
+            low.numel(), *arguments(tiling), splits, PARTS=tiling.parts(splits), **shape(tiling),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtremesJob(Job):
+    """What is gathered into ``low``, ``high`` and ``counts``."""
+
+    bound: float
+    least: int
+    low: Tensor
+    high: Tensor
+    counts: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.low.numel()
+
+    @property
+    def own(self) -> tuple[Tensor | int, ...]:
+        return self.x, self.low, self.high, self.counts, self.least, self.x.numel()
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        return self.x.device, self.x.dtype, self.bound, self.tiling.columns, self.tiling.flat, self.is_aligned
+
+    @property
+    def has_parts(self) -> bool:
+        return True
+
+    @property
+    def counters(self) -> int:
+        return COUNTERS
+
+
+def add_extremes_many_(
+    xs: Sequence[Tensor], block_sizes: Sequence[Sequence[int]], bounds: Sequence[float], leasts: Sequence[int],
+    lows: Sequence[Tensor], highs: Sequence[Tensor], counts: Sequence[Tensor],
+) -> None:
+    """As ``qtk.ops.extremes.add_extremes_many_``. Raises: SpecError if a tensor is empty."""
+    jobs = []
+    for x, block_size, bound, least, *state in zip(
+        xs, block_sizes, bounds, leasts, lows, highs, counts, strict=True
+    ):
+        tiling = shared_tiling(x, block_size)
+        if tiling is None or not are_aligned(x, *state):
+            add_extremes_(x, block_size, bound, least, *state)
+        else:
+            jobs.append(ExtremesJob(x, tiling, bound, least, *state))
+    for launched in launches(jobs):
+        first, table = launched[0], uploaded(with_one_tile(launched))
+        with on_device_of(first.x):
+            many_extremes_kernel[(table.programs,)](
+                table.rows, len(launched), first.x, first.low, first.counts, tickets(first.x.device, table.tickets),
+                first.bound, **table.constants,
+            )

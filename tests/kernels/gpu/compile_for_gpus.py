@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from qtk.kernels.gpu import (
     candidate_errors,
+    extremes,
     fake_quantize,
     fake_quantize_dynamic,
     fake_quantize_many,
@@ -20,7 +21,7 @@ from qtk.kernels.gpu import (
 from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32", "largest": "fp32"}
+NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32", "largest": "fp32", "bound": "fp32"}
 
 
 def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
@@ -58,6 +59,8 @@ def main() -> None:
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
         (statistics.min_max_kernel, {"PARTS": 32, **many}),
+        (extremes.extremes_kernel, {"PARTS": 32, **many}),
+        (extremes.many_extremes_kernel, {"ONES": 0, "SIXTEENS": 0, "MOST": 32, "PARTS": 32, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
         (candidate_errors.errors_kernel,
