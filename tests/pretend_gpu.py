@@ -31,6 +31,9 @@ READ = {
 }
 """Ops that read numbers of a GPU on the host, by the name of the op."""
 
+COPIES = "_to_copy", "to"
+"""Copies to a device; the second within ops, where nothing takes it apart."""
+
 WITHOUT_KERNEL = {"qtk::histogram_of_squares": statistics.histogram_of_squares}
 """Ops of qtk whose reference runs on GPUs."""
 
@@ -121,7 +124,7 @@ class Pretending(TorchDispatchMode):
         stays = device is not None and not to_gpu  # a copy to the CPU
         stays |= name == "copy_" and not isinstance(args[0], OnGpu)
         if stays:
-            return results.clone() if name == "_to_copy" and any(results is each for each in inner_args) else results
+            return results.clone() if name in COPIES and any(results is each for each in inner_args) else results
         return tree_map_only(Tensor, lambda host: of_host[id(host)] if id(host) in of_host else OnGpu(host), results)
 
     def _record(self, func, tensors, has_gpu, args, kwargs):
@@ -131,9 +134,9 @@ class Pretending(TorchDispatchMode):
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
             filled = name != "index" and args[2].numel() == 1  # masked_fill
             waits = bool(masks) and not filled
-        if name in ("_to_copy", "copy_"):
-            source = args[0] if name == "_to_copy" else args[1]
-            target = kwargs.get("device") if name == "_to_copy" else args[0].device
+        if name in (*COPIES, "copy_"):
+            source = args[0] if name in COPIES else args[1]
+            target = kwargs.get("device") if name in COPIES else args[0].device
             other = target is not None and (target.type == "cpu") == isinstance(source, OnGpu)
             on_host = args[0] if name == "copy_" and isinstance(source, OnGpu) else source
             non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])

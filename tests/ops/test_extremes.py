@@ -207,3 +207,20 @@ def test_opcheck_of_many():
         (xs, sizes, [BOUND] * len(xs), leasts, *map(list, zip(*states, strict=True))),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_each_tensor_of_a_launch_has_counters_of_its_own(monkeypatch):
+    """The interpreter runs one program after the other, and would not see that they meet."""
+    tables = []
+    upload = kernels.uploaded
+    monkeypatch.setattr(kernels, "uploaded", lambda jobs: tables.append(upload(jobs)) or tables[-1])
+    xs = [torch.randn(rows, 400, device=DEVICE) for rows in (300, 4, 90)]
+    states = [[tensor.to(DEVICE) for tensor in empty(len(x))] for x in xs]
+    kernels.add_extremes_many_(xs, [(1, -1)] * 3, [BOUND] * 3, [0] * 3, *map(list, zip(*states, strict=True)))
+    (made,) = tables
+    ends = [0]
+    for row in made.rows.tolist():
+        groups = row[kernels.PROGRAMS.value] // row[kernels.SPLITS.value]
+        assert row[kernels.TICKETS.value] >= ends[-1]
+        ends.append(row[kernels.TICKETS.value] + groups + kernels.COUNTERS)
+    assert made.tickets >= ends[-1]
