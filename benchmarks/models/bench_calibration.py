@@ -4,7 +4,7 @@ Over the same batches run: the original model, the prepared model with every qua
 (scheme min_max, weights and activations) and the W8A8 simulation; then training steps (forward, backward, SGD; ranges
 fixed) of the original and of the simulation. They take turns inside one process; each figure is the median over the
 repeats, each ratio the median of ratios within a repeat. Weights are random: the time does not depend on them. No speed
-is printed unless the bypassed model is bit-equal to the original.
+is printed unless the bypassed model is the original, up to the rounding of batch norms that are folded into layers.
 Calibration and simulation each pay for the weights once a repeat. A ``*`` behind the commit means that the
 working tree held changes.
 
@@ -42,6 +42,8 @@ ORIGINAL = "original fp32 forward"
 TRAINING, SIMULATED_TRAINING = "original fp32 training step", "simulated training step"
 BASES = {TRAINING: TRAINING, SIMULATED_TRAINING: TRAINING}
 """The baseline of an action, where it is not the original forward."""
+ROUNDING = 1e-5
+"""Of the largest output: what folding batch norms may change."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Figure:
 
 
 def measure(name: str, *, num_batches: int, batch_size: int, repeats: int, progress: tqdm) -> list[Figure]:
-    """Raises: SystemExit if the bypassed model is not bit-equal to the original, or the simulation changes nothing."""
+    """Raises: SystemExit if the bypassed model is not the original, or the simulation changes nothing."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     size = model.default_cfg["input_size"]
@@ -99,15 +101,16 @@ def prove(name: str, model: nn.Module, sim: qtk.QuantSim, batches: list[Tensor])
         expected = outputs(model, batch)
         with in_mode(sim.quantizers.values(), Mode.BYPASS):
             got = outputs(sim.model, batch)
-        if not torch.equal(got, expected):
-            worst = float((got - expected).abs().max())
-            raise SystemExit(f"{name}: bypassed is off the original on batch {number} by {worst:g}; no speed is given")
+        worst = float((got - expected).abs().max() / expected.abs().max())
+        if not worst <= ROUNDING:
+            raise SystemExit(f"{name}: bypassed is off the original on batch {number} by {worst:g} of its largest "
+                             "output; no speed is given")
     simulated = outputs(sim.model, batches[0])
     expected = outputs(model, batches[0])
     if torch.equal(simulated, expected) or not torch.isfinite(simulated).all():
         raise SystemExit(f"{name}: the simulation quantizes nothing, or is not finite; no speed is given")
     loss_db = sqnr_db(expected, simulated)
-    tqdm.write(f"{name}: bypassed is bit-equal to the original; W8A8 SQNR {loss_db:.1f} dB (random weights)")
+    tqdm.write(f"{name}: bypassed is off the original by {worst:.1g}; W8A8 SQNR {loss_db:.1f} dB (random weights)")
 
 
 @torch.no_grad()
