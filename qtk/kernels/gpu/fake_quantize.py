@@ -27,8 +27,9 @@ from qtk.kernels.gpu.row_streams import (
     stream_arguments,
     stream_shape,
 )
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, has_tail, is_dense, places, shape, spread, tail, tile
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tail, tile
 from qtk.kernels.gpu.tiling import tiling_of
+from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_range
@@ -180,6 +181,11 @@ class Grid:
     mantissa: int = -1
     smallest: int = 0
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.lowest, self.highest
+
+    @property
     def constants(self) -> dict[str, int]:
         return {"MANTISSA": self.mantissa, "SMALLEST": self.smallest}
 
@@ -205,23 +211,15 @@ def forward(
     if tiling is None:
         flat, flat_kept = forward(x.contiguous(), scale, zero_point, block_size, grid, reference, residual)
         return result.copy_(flat), kept if residual is None else kept.copy_(flat_kept)
-    splits = tiling.splits(programs(x.device))
-    zero = scale if zero_point is None else zero_point.contiguous()
+    given = x, result, kept, scale.contiguous(), scale if zero_point is None else zero_point.contiguous(), *grid.ends
+    constants = {"ASYMMETRIC": zero_point is not None, "RESIDUAL": 0 if residual is None else 8 * residual.itemsize,
+                 **grid.constants}
     if is_row_stream(tiling):
         sizes = stream_arguments(x, tiling, programs(x.device))
         with on_device_of(x):
-            forward_rows_kernel[(sizes[-1],)](
-                x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
-                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
-                **grid.constants(), **stream_shape(),
-            )
+            forward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
         return result, kept
-    with on_device_of(x):
-        forward_kernel[(tiling.groups * splits,)](
-            x, result, kept, scale.contiguous(), zero, grid.lowest, grid.highest, *arguments(tiling), splits,
-            ASYMMETRIC=zero_point is not None, RESIDUAL=0 if residual is None else 8 * residual.itemsize,
-            **grid.constants(), **shape(tiling), TAIL=has_tail(tiling),
-        )
+    launch(forward_kernel, x, tiling, given, constants)
     return result, kept
 
 
@@ -252,25 +250,24 @@ def backward(
         )
         return dx.copy_(flat), of_scale, of_zero
     upstream = grad if grad.stride() == x.stride() else torch.empty_like(dx).copy_(grad)
-    splits = tiling.splits(programs(x.device))
-    parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
-    zero = scale if zero_point is None else zero_point.contiguous()
+    given = x, upstream, dx, scale.contiguous(), scale if zero_point is None else zero_point.contiguous(), *grid.ends
+    constants = {"ASYMMETRIC": zero_point is not None, "RESIDUAL": 0 if x.is_floating_point() else 8 * x.itemsize,
+                 **grid.constants}
     if not sums and is_row_stream(tiling):
         sizes = stream_arguments(x, tiling, programs(x.device))
         with on_device_of(x):
-            backward_rows_kernel[(sizes[-1],)](
-                x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, *sizes,
-                ASYMMETRIC=zero_point is not None, RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize,
-                **grid.constants(), **stream_shape(),
-            )
+            backward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
+        return dx, of_scale, of_zero
+    splits = tiling.splits(programs(x.device))
+    parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
+    given = *given, parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()
+    constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "PARTS": tiling.parts(splits) if sums else 1}
+    if not sums:
+        launch(backward_kernel, x, tiling, given, constants)
         return dx, of_scale, of_zero
     with on_device_of(x):
         backward_kernel[(tiling.groups * splits,)](
-            x, upstream, dx, scale.contiguous(), zero, grid.lowest, grid.highest, parts, of_scale, of_zero,
-            tickets(x.device, tiling.groups if sums else 0), scale.numel(), *arguments(tiling), splits,
-            ASYMMETRIC=zero_point is not None,
-            RESIDUAL=0 if x.is_floating_point() else 8 * x.itemsize, SUMS=sums, OF_ZERO=wants_zero_point,
-            PARTS=tiling.parts(splits), TAIL=has_tail(tiling) and not sums, **grid.constants(), **shape(tiling),
+            *given, *arguments(tiling), splits, TAIL=False, **constants, **shape(tiling)
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

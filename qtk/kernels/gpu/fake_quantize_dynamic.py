@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
-from qtk.kernels.gpu.launch import on_device_of, programs
+from qtk.kernels.gpu.launch import on_device_of
 from qtk.kernels.gpu.statistics import min_max
-from qtk.kernels.gpu.tiles import WARPS, arguments, has_tail, is_dense, places, shape, spread, tail, tile
+from qtk.kernels.gpu.tiles import WARPS, is_dense, places, spread, tail, tile
 from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
@@ -128,9 +129,6 @@ def fake_quantize_dynamic(
             )
         else:
             low, high = min_max(x, block_size, scale.numel())
-            splits = tiling.splits(programs(x.device))
-            given_extremes_kernel[(tiling.groups * splits,)](
-                x, result, low, high, scale, zero, *codes, *arguments(tiling), splits, SYMMETRIC=symmetric,
-                TAIL=has_tail(tiling), **shape(tiling),
-            )
+            launch(given_extremes_kernel, x, tiling, (x, result, low, high, scale, zero, *codes),
+                   {"SYMMETRIC": symmetric})
     return result, scale, zero

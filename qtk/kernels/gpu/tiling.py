@@ -104,7 +104,7 @@ def _tiling(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[
     columns = inner == 1 and s2 > 1
     if not columns and len(scaled) == 1:
         outer, middle = middle, 1
-    scales_a_tile, reach = _tile(s2, middle, inner, columns)
+    scales_a_tile, reach = tile_of(s2, middle, inner, columns)
     tiling = Tiling(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
     return tiling if tiling.turns <= MOST_TURNS else None
 
@@ -131,13 +131,19 @@ def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[i
     return axes
 
 
-def _tile(s2: int, middle: int, inner: int, columns: bool) -> tuple[int, int]:
-    """Scales and elements of a tile: long contiguous runs of memory, with few idle lanes."""
+def tile_of(s2: int, middle: int, inner: int, columns: bool, elements: int = TILE) -> tuple[int, int]:
+    """Scales and reach of a tile of at most ``elements``, a power of two: long runs of memory, with few idle lanes.
+
+    >>> tile_of(64, 1, 768, False), tile_of(64, 1, 768, False, 512)
+    ((4, 1024), (1, 512))
+    """
     if columns:
         scales = min(_power_of_two(s2), 128)
-        return scales, min(TILE // scales, _power_of_two(middle))
-    reach = min((2**power for power in range(2, 13)), key=lambda reach: (_waste(inner, reach), -reach))
-    return min(TILE // reach, _power_of_two(s2)), reach
+        return scales, min(elements // scales, _power_of_two(middle))
+    reach = min(
+        (2**power for power in range(2, elements.bit_length())), key=lambda reach: (_waste(inner, reach), -reach)
+    )
+    return min(elements // reach, _power_of_two(s2)), reach
 
 
 def _waste(length: int, reach: int) -> float:
