@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace qtk {
 namespace {
@@ -9,6 +10,8 @@ namespace {
 constexpr int LANES = 16;          // sums are kept apart by lane, so that the compiler need not reorder them
 constexpr int64_t STRETCH = 4096;  // elements summed in float before they are added in double
 constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
+constexpr int64_t RUN = 512;       // elements of half precision that are floats at a time
+constexpr int64_t SHORT_RUN = 128;  // fewer are converted at once
 constexpr int DEPTH = 4;           // rows summed in registers before the column sums are written
 
 using qtk::clamped;  // beside those for minifloats
@@ -120,14 +123,41 @@ INLINE void pass_residual_of(const R* r, const T* g, T* dx, int64_t n) {
   }
 }
 
+INLINE float at(float value, int64_t) { return value; }
+INLINE float at(const float* values, int64_t i) { return values[i]; }
+
+template <class T, class S, class Grid, class... R>
+INLINE void forward_at_once(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
+  for (int64_t i = 0; i < n; ++i) {
+    store(fake_quantized(load(x[i]), at(scale, i), at(zero, i), grid, residual + i...), y + i);
+  }
+}
+
+// Half precision goes by way of floats in the first cache: conversion in a loop of its own is vectorized better.
+template <class T, class S, class Grid, class... R>
+INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
+  if (std::is_same_v<T, float> || n < SHORT_RUN) {
+    forward_at_once(x, y, n, scale, zero, grid, residual...);
+    return;
+  }
+  float values[RUN];
+  for (int64_t begin = 0; begin < n; begin += RUN) {
+    const int64_t count = std::min(RUN, n - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t j = begin + i;
+      values[i] = fake_quantized(load(x[j]), at(scale, j), at(zero, j), grid, residual + j...);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      store(values[i], y + begin + i);
+    }
+  }
+}
+
 template <class T, class Grid, class... R>
 INLINE void forward_rows_of(
     const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
-    const float scale = scales.scale[row], zero = zero_of(scales, row);
-    for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale, zero, grid, residual + row * width + i...), y + i);
-    }
+    forward_of(x, y, width, scales.scale[row], zero_of(scales, row), grid, residual + row * width...);
   }
 }
 
@@ -137,9 +167,7 @@ INLINE void forward_columns_of(
   const float* __restrict scale = scales.scale;
   const float* __restrict zero = scales.zero;
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
-    for (int64_t i = 0; i < width; ++i) {
-      store(fake_quantized(load(x[i]), scale[i], zero[i], grid, residual + row * width + i...), y + i);
-    }
+    forward_of(x, y, width, scale, zero, grid, residual + row * width...);
   }
 }
 
