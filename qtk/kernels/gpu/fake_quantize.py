@@ -260,14 +260,14 @@ def backward(
         return dx, of_scale, of_zero
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
-    given = *given, parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()
+    of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()
     constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:
-        launch(backward_kernel, x, tiling, given, constants)
+        launch(backward_kernel, x, tiling, (*given, *of_sums), constants)
         return dx, of_scale, of_zero
     with on_device_of(x):
         backward_kernel[(tiling.groups * splits,)](
-            *given, *arguments(tiling), splits, TAIL=False, **constants, **shape(tiling)
+            *given, *of_sums, *arguments(tiling), splits, TAIL=False, **constants, **shape(tiling)
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 
