@@ -50,9 +50,9 @@ def inspect(
 
     Raises: QtkError if the model cannot be built or captured, or the configuration is wrong.
     """
-    for bits in (weight_bits, activation_bits):
+    for where, bits in {"weight_bits": weight_bits, "activation_bits": activation_bits}.items():
         if isinstance(bits, int):
-            integer(bits, signed=True)  # raises for an invalid width before the model is built
+            integer(bits, signed=True, where=where)  # raises for an invalid width before the model is built
     shapes = [parse_shape(text) for text in input_shapes]
     if meta and weights is not None:
         raise ConfigError(f"--meta makes a model without values, and --weights names some: {weights}; give one of them")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,12 +31,12 @@ class Source:
     Args:
         build: (name, whether pretrained, the key for messages) → the model.
         input_shape: (name, model) → the input shape with batch size 1; ``None`` if unknown.
-        has: whether there is a model of that name. Raises: ImportError if the library is not installed.
+        names: those of its models. Raises: ImportError if the library is not installed.
     """
 
     build: Callable[[str, bool, str], nn.Module]
     input_shape: Callable[[str, nn.Module], Shape | None]
-    has: Callable[[str], bool]
+    names: Callable[[], Collection[str]]
 
 
 def build_model(spec: str, *, weights: str | None = None, where: str = "model") -> nn.Module:
@@ -54,8 +55,8 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
     if prefix in SOURCES:
         model = SOURCES[prefix].build(name, pretrained, where)
     else:
-        if ":" not in spec and (found := [f"{library}:{spec}" for library in SOURCES if _has(library, spec)]):
-            raise ConfigError(f"{where}: {spec!r} does not say where the model is from; write {' or '.join(found)}")
+        if ":" not in spec:
+            raise ConfigError(f"{where}: {spec!r} does not say where the model is from; {_way_out(spec)}")
         if pretrained:
             raise ConfigError(f"{where}: weights: {PRETRAINED} is for timm: and torchvision:; give a file for {spec}")
         built = called(spec, where=where)
@@ -67,12 +68,23 @@ def build_model(spec: str, *, weights: str | None = None, where: str = "model") 
     return model.eval()
 
 
-def _has(library: str, name: str) -> bool:
-    """Whether an installed library has a model of that name; nothing is built."""
+def _way_out(name: str) -> str:
+    """What to write in place of a name alone; nothing is built."""
+    known = {library: _names(library) for library in SOURCES}
+    if found := [f"{library}:{name}" for library, names in known.items() if name.partition(".")[0] in names]:
+        return f"write {' or '.join(found)}"
+    close = get_close_matches(name, sorted({each for names in known.values() for each in names}), n=1)
+    meant = [f"{library}:{each}" for each in close for library, names in known.items() if each in names]
+    asked = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    return f"write {', '.join(f'{library}:…' for library in SOURCES)} or module:callable{asked}"
+
+
+def _names(library: str) -> Collection[str]:
+    """The models of a library; none if it is not installed."""
     try:
-        return SOURCES[library].has(name)
+        return SOURCES[library].names()
     except ImportError:
-        return False
+        return ()
 
 
 def usual_input_shape(spec: str, model: nn.Module) -> Shape | None:
@@ -173,11 +185,9 @@ def _demo(name: str, pretrained: bool, where: str) -> nn.Module:
 
 
 SOURCES: Mapping[str, Source] = {
-    "timm": Source(_timm, _timm_shape, lambda name: bool(import_module("timm").is_model(name))),
+    "timm": Source(_timm, _timm_shape, lambda: list(import_module("timm").list_models())),
     "torchvision": Source(
-        _torchvision, _torchvision_shape, lambda name: name in import_module("torchvision.models").list_models()
+        _torchvision, _torchvision_shape, lambda: list(import_module("torchvision.models").list_models())
     ),
-    "demo": Source(
-        _demo, lambda name, model: (1, 1, 8, 8), lambda name: name in import_module("qtk.demo.models").DEMO_MODELS
-    ),
+    "demo": Source(_demo, lambda name, model: (1, 1, 8, 8), lambda: list(import_module("qtk.demo.models").DEMO_MODELS)),
 }

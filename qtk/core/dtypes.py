@@ -101,8 +101,8 @@ def dtype(name: str) -> QDtype:
 
 
 @public
-def integer(bits: int, *, signed: bool) -> QDtype:
-    """The integer format of this width. Raises: SpecError outside 2…16 bits."""
+def integer(bits: int, *, signed: bool, where: str = "bits") -> QDtype:
+    """The integer format of this width; ``where`` it is given, for the message. Raises: SpecError outside 2…16 bits."""
     if isinstance(bits, bool) or not isinstance(bits, Integral) or bits not in BITS:
-        raise SpecError(f"bits must be an int from {BITS.start} to {BITS.stop - 1}, got {bits!r}")
+        raise SpecError(f"{where} must be an int from {BITS.start} to {BITS.stop - 1}, got {bits!r}")
     return DTYPES[f"{'int' if signed else 'uint'}{bits}"]

@@ -284,7 +284,7 @@ def _default(what: str, value: TensorSetting | str | None, bits: Width, *, symme
     if isinstance(bits, FromConfig) or bits is None:
         width = DEFAULT_BITS
     else:
-        width = integer(bits, signed=symmetric).bits
+        width = integer(bits, signed=symmetric, where=f"{what}_bits").bits
         if config_bits not in (None, width):
             raise ConfigError(f"defaults.{what} of the config says {config_bits} bits, {what}_bits={bits} was given; "
                               f"leave {what}_bits out, pass {config_bits}, or take the width out of the config")

@@ -98,14 +98,17 @@ def check_target(
         format that the runtime takes, says nothing of a target, or there is none.
     """
     given = Path(path)
+    asked = None if target is None else _runtime_of(target)
     if not given.is_dir():
         file = _read(given)
-        return [_check(given, file, _runtime(target, file, given))]
+        return [_check(given, file, asked or _runtime_in(file, given))]
     paths = sorted(each for each in given.iterdir() if each.suffix in (".onnx", ".pt2") or each.name == ENCODINGS_FILE)
     if not paths:
-        raise ExportError(f"{path} holds no .onnx, .pt2 or {ENCODINGS_FILE}; name a directory that sim.export wrote")
+        inner = sorted(each.parent for depth in ("*", "*/*") for each in given.glob(f"{depth}/{ENCODINGS_FILE}"))
+        way_out = f"name one of {', '.join(map(str, inner[:8]))}" if inner else "name a directory that sim.export wrote"
+        raise ExportError(f"{path} holds no .onnx, .pt2 or {ENCODINGS_FILE}; {way_out}")
     files = {each: _read(each) for each in paths}
-    wanted = {each: _runtime(target, file, each) for each, file in files.items()}
+    wanted = {each: asked or _runtime_in(file, each) for each, file in files.items()}
     fitting = [each for each in paths if files[each].format in wanted[each].formats] or paths[:1]
     return [_check(each, files[each], wanted[each]) for each in fitting]
 
@@ -126,17 +129,18 @@ def _check(path: Path, file: QuantizedFile, runtime: Runtime) -> TargetCheck:
     return TargetCheck(path, runtime, len(file.tensors), tuple(violations(file, runtime)), unchecked, partly)
 
 
-def _runtime(
-    target: str | os.PathLike[str] | Mapping[str, object] | QuantConfig | None, file: QuantizedFile, path: Path
-) -> Runtime:
-    if target is None and file.target is None:
-        raise ExportError(f"{path} does not say which target it is for; name one (--target): {', '.join(runtimes())}")
-    if target is None:
-        known = runtimes()
-        if file.target not in known:
-            raise ConfigError(f"{path} is for the target {file.target!r}, which does not come with qtk; give the "
-                              f"config it was made with, or name one of {', '.join(known)}")
-        return known[str(file.target)]
+def _runtime_in(file: QuantizedFile, path: Path) -> Runtime:
+    """That of the target which the file names."""
+    known = runtimes()
+    if file.target is None:
+        raise ExportError(f"{path} does not say which target it is for; name one (--target): {', '.join(known)}")
+    if file.target not in known:
+        raise ConfigError(f"{path} is for the target {file.target!r}, which does not come with qtk; give the "
+                          f"config it was made with, or name one of {', '.join(known)}")
+    return known[file.target]
+
+
+def _runtime_of(target: str | os.PathLike[str] | Mapping[str, object] | QuantConfig) -> Runtime:
     runtime = load_config(Path(target) if isinstance(target, os.PathLike) else target).runtime
     if runtime is None:
         raise ConfigError(f"the config {target!r} is for no runtime in particular, so there are no rules to check; "

@@ -35,6 +35,7 @@ from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import ScaleParameter, steps_of
+from qtk.workflow.check_target import runtimes
 
 ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
@@ -223,7 +224,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
-    if names:
+    if names and _may_run_without_vnni(simulation.target):
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
             f"products of uint8 and the int8 codes of {names[0]}{others} can overflow the int16 that "
@@ -238,6 +239,12 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
             f"products of floats with {names[0]}{others}: ONNX Runtime by default rounds these to 8 bits in blocks; "
             f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
+
+
+def _may_run_without_vnni(target: str | None) -> bool:
+    """Not if the target's runtime is another than ONNX Runtime on any CPU, whose rules bound codes for that reason."""
+    runtime = runtimes().get(target or "")
+    return runtime is None or any(rule.name == "saturation" for rule in runtime.rules)
 
 
 def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_width_left_out_is_that_of_the_config_else_8():
 
 @pytest.mark.parametrize("bits", [0, 1, 17, 40])
 def test_widths_without_a_dtype_are_refused(bits):
-    with pytest.raises(SpecError, match=f"bits must be an int from 2 to 16, got {bits}"):
+    with pytest.raises(SpecError, match=f"^weight_bits must be an int from 2 to 16, got {bits}"):
         plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9), weight_bits=bits)
 
 

@@ -1,6 +1,7 @@
 """Files that keep the rules of their targets, and each rule broken once in a file that says it keeps them."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -196,8 +197,16 @@ def test_a_file_in_a_format_that_the_runtime_does_not_take_is_an_error(tmp_path)
     (tmp_path / "model.bin").touch()
     with pytest.raises(ExportError, match="files to check end in"):
         check_target(tmp_path / "model.bin")
-    with pytest.raises(ExportError, match=r"holds no .onnx"):
+
+
+def test_a_directory_of_exports_names_them_and_an_unknown_target_comes_first(tmp_path):
+    with pytest.raises(ExportError, match=r"holds no .onnx.*; name a directory that sim.export wrote"):
         check_target(tmp_path)
+    folder = exported(tmp_path / "net" / "w8a8", "tensorrt", formats=["onnx", "encodings_json"])
+    with pytest.raises(ExportError, match=rf"name one of {re.escape(str(folder))}$"):
+        check_target(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'tensorrt'"):
+        check_target(tmp_path, "tensort")
 
 
 def test_every_format_carries_the_target(tmp_path):

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +34,17 @@ def simulated(**options):
 @pytest.fixture(scope="module")
 def sim():
     return simulated()
+
+
+@pytest.mark.parametrize("config, warns", [
+    ("default", True), ({"version": 1, "extends": "onnxruntime", "defaults": {"weight": {"reduced_range": False}}}, True),
+    ("onnxruntime", False), ("onnxruntime_vnni", False), ("qnn_htp", False),
+])
+def test_saturating_sums_are_warned_of_where_the_file_may_meet_such_a_cpu(config, warns, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export(simulated(config=config), EXAMPLE, tmp_path / "out", check=fit, formats="onnx")
+    assert any("on x86 without VNNI" in str(each.message) for each in caught) == warns
 
 
 def encodings_of(simulation):
