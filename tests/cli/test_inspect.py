@@ -45,7 +45,7 @@ def test_a_rule_that_matches_nothing_is_told(project, tmp_path):
 
 
 def test_a_width_that_does_not_exist(project):
-    with pytest.raises(QtkError, match="^weight_bits must be an int from 2 to 16, got 40"):
+    with pytest.raises(QtkError, match=r"^weight_bits must be an int from 2 to 16, got 40"):
         shown(f"{project.module}:net", input_shapes=["1,6"], weight_bits=40)
 
 
