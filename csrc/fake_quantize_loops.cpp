@@ -11,7 +11,7 @@ constexpr int LANES = 16;          // sums are kept apart by lane, so that the c
 constexpr int64_t STRETCH = 4096;  // elements summed in float before they are added in double
 constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
 constexpr int64_t RUN = 512;       // elements of half precision that are floats at a time
-constexpr int64_t SHORT_RUN = 128;  // fewer are converted at once
+constexpr int64_t SHORT_RUN = 128;  // shorter rows are converted several at a time, or element by element
 constexpr int DEPTH = 4;           // rows summed in registers before the column sums are written
 
 using qtk::clamped;  // beside those for minifloats
@@ -60,15 +60,20 @@ INLINE void pass(T x, T g, T* dx, float scale, float zero, Grid grid) {
   *dx = masked(g, inside(number, clamped(number, grid)));
 }
 
-// Writes dx and adds to the sums of the range gradients.
-template <class T, class Grid>
-INLINE void backward(T x, T g, T* dx, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
+template <class T>
+INLINE void pass_inside(T g, uint32_t mask, T* dx) { *dx = masked(g, mask); }
+
+INLINE void pass_inside(float, uint32_t mask, uint32_t* into) { *into = mask; }
+
+// Writes dx, or the mask of what dx passes on, and adds to the sums of the range gradients.
+template <class T, class D, class Grid>
+INLINE void backward(T x, T g, D* dx, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
   const float steps = load(x) / scale;
   const float number = nearest_of(steps, zero, grid);
   const float nearest = clamped(number, grid);
   const uint32_t mask = inside(number, nearest);
   const float slope = load(g);
-  *dx = masked(g, mask);
+  pass_inside(g, mask, dx);
   *of_scale += slope * ((nearest - zero) - masked(steps, mask));
   *clipped += masked(slope, ~mask);
 }
@@ -101,8 +106,8 @@ INLINE uint32_t inside(int8_t r) { return (r >> 1) == 0 ? 0xffffffffu : 0u; }
 INLINE uint32_t inside(int16_t r) { return r > NOT_A_NUMBER && r < HIGH ? 0xffffffffu : 0u; }
 
 // As the function of x, from its residual.
-template <class T>
-INLINE void backward(int16_t r, T g, T* dx, float, float zero, Codes grid, float* of_scale, float* clipped) {
+template <class T, class D>
+INLINE void backward(int16_t r, T g, D* dx, float, float zero, Codes grid, float* of_scale, float* clipped) {
   const float units = static_cast<float>(r);
   const uint32_t low = same(units, LOW), high = same(units, HIGH), nan = same(units, NOT_A_NUMBER);
   const uint32_t mask = ~(low | high | nan);
@@ -111,7 +116,7 @@ INLINE void backward(int16_t r, T g, T* dx, float, float zero, Codes grid, float
       as_bits(within) | as_bits(masked(grid.qmin - zero, low)) | as_bits(masked(grid.qmax - zero, high)) |
       as_bits(masked(NAN, nan)));
   const float slope = load(g);
-  *dx = masked(g, mask);
+  pass_inside(g, mask, dx);
   *of_scale += slope * error;
   *clipped += masked(slope, ~mask);
 }
@@ -121,6 +126,16 @@ INLINE void pass_residual_of(const R* r, const T* g, T* dx, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     dx[i] = masked(g[i], inside(r[i]));
   }
+}
+
+INLINE const int16_t* as_floats(const int16_t* residuals, int64_t, float*) { return residuals; }
+
+template <class T>
+INLINE const float* as_floats(const T* values, int64_t n, float* into) {
+  for (int64_t i = 0; i < n; ++i) {
+    into[i] = load(values[i]);
+  }
+  return into;
 }
 
 INLINE float at(float value, int64_t) { return value; }
@@ -153,9 +168,34 @@ INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, 
   }
 }
 
+// Several rows of half precision at a time.
+template <class T, class Grid, class... R>
+INLINE void forward_short_rows(
+    const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
+  const int64_t together = RUN / std::max<int64_t>(width, 1);
+  float values[RUN];
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t here = std::min(together, rows - first), begin = first * width;
+    as_floats(x + begin, here * width, values);
+    for (int64_t i = 0; i < here; ++i) {
+      const int64_t row = first + i;
+      forward_at_once(
+          values + i * width, values + i * width, width, scales.scale[row], zero_of(scales, row), grid,
+          residual + row * width...);
+    }
+    for (int64_t i = 0; i < here * width; ++i) {
+      store(values[i], y + begin + i);
+    }
+  }
+}
+
 template <class T, class Grid, class... R>
 INLINE void forward_rows_of(
     const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
+  if (!std::is_same_v<T, float> && width < SHORT_RUN) {
+    forward_short_rows(x, y, rows, width, scales, grid, residual...);
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
     forward_of(x, y, width, scales.scale[row], zero_of(scales, row), grid, residual + row * width...);
   }
@@ -211,11 +251,13 @@ INLINE void add_lanes(const float* lanes, int64_t rows, double* totals) {
   }
 }
 
-// A row or a part of one; the sums by lane are written.
-template <class X, class T, class Grid>
-INLINE void backward_stretch(
-    const X* x, const T* g, T* dx, int64_t n, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
-  float sums_of_scale[LANES] = {}, sums_clipped[LANES] = {};
+// A row or a part of one; the sums by lane are added to.
+template <class X, class T, class D, class Grid>
+INLINE void backward_lanes(
+    const X* x, const T* g, D* dx, int64_t n, float scale, float zero, Grid grid, float* of_scale, float* clipped) {
+  float sums_of_scale[LANES], sums_clipped[LANES];
+  std::copy_n(of_scale, LANES, sums_of_scale);
+  std::copy_n(clipped, LANES, sums_clipped);
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     for (int lane = 0; lane < LANES; ++lane) {
@@ -230,19 +272,47 @@ INLINE void backward_stretch(
   }
 }
 
+// Rows of n elements, or one part of a row. Half precision goes by way of floats, as in the forward.
+template <class X, class T, class Grid>
+INLINE void backward_parts(
+    const X* x, const T* g, T* dx, int64_t rows, int64_t n, Scales scales, int64_t row, Grid grid, float* of_scale,
+    float* clipped) {
+  const auto each = [&](const auto* x, const auto* g, auto* dx) {
+    for (int64_t i = 0; i < rows; ++i) {
+      backward_lanes(
+          x + i * n, g + i * n, dx + i * n, n, scales.scale[row + i], zero_of(scales, row + i), grid,
+          of_scale + i * LANES, clipped + i * LANES);
+    }
+  };
+  if constexpr (std::is_same_v<T, float>) {
+    each(x, g, dx);
+  } else {
+    float values[RUN], slopes[RUN];
+    uint32_t masks[RUN];
+    each(as_floats(x, rows * n, values), as_floats(g, rows * n, slopes), masks);
+    for (int64_t i = 0; i < rows * n; ++i) {
+      dx[i] = masked(g[i], masks[i]);
+    }
+  }
+}
+
 template <int GROUP, class X, class T, class Grid>
 INLINE void backward_groups(
     const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<double> sums) {
+  const int64_t longest = std::is_same_v<T, float> ? STRETCH : RUN;
+  const int64_t together = longest / std::clamp<int64_t>(width, 1, longest);
   for (int64_t first = 0; first < rows; first += GROUP) {
     const int64_t here = std::min<int64_t>(GROUP, rows - first);
     for (int64_t begin = 0; begin < width; begin += STRETCH) {
       const int64_t n = std::min(STRETCH, width - begin);
       float of_scale[GROUP * LANES] = {}, clipped[GROUP * LANES] = {};
-      for (int64_t row = 0; row < here; ++row) {
-        const int64_t at = (first + row) * width + begin;
-        backward_stretch(
-            x + at, g + at, dx + at, n, scales.scale[first + row], zero_of(scales, first + row), grid,
-            of_scale + row * LANES, clipped + row * LANES);
+      for (int64_t row = 0; row < here; row += together) {
+        for (int64_t part = 0; part < n; part += longest) {
+          const int64_t at = (first + row) * width + begin + part;
+          backward_parts(
+              x + at, g + at, dx + at, std::min(together, here - row), std::min(longest, n - part), scales, first + row,
+              grid, of_scale + row * LANES, clipped + row * LANES);
+        }
       }
       add_lanes<GROUP>(of_scale, here, sums.of_scale + first);
       add_lanes<GROUP>(clipped, here, sums.clipped + first);

@@ -49,7 +49,7 @@ def test_pretrained_weights_are_asked_of_the_library(monkeypatch):
         ("timm:resnet81", None, "models.a: timm has no model 'resnet81'; did you mean 'resnet18'"),
         ("torchvision:mobilenet_v4", None, "torchvision has no model 'mobilenet_v4'; did you mean 'mobilenet_v2'"),
         ("demo:digits_cn", None, "unknown demo model 'digits_cn'; did you mean 'digits_cnn'"),
-        ("digits_cn", None, "models.a: 'digits_cn' does not say where .* callable; did you mean demo:digits_cnn"),
+        ("digits_cn", None, "models.a: 'digits_cn' does not say where .*:callable; did you mean demo:digits_cnn"),
         ("qqqq", None, r"write timm:…, torchvision:…, demo:… or module:callable$"),
         ("math:hypot", "pretrained", "weights: pretrained is for timm: and torchvision:"),
         ("collections:OrderedDict", None, r"OrderedDict\(\) returned a OrderedDict; it must return an nn.Module"),

@@ -39,7 +39,7 @@ def sim():
 @pytest.mark.parametrize(("config", "warns"), [
     ("default", True),
     ({"version": 1, "extends": "onnxruntime", "defaults": {"weight": {"reduced_range": False}}}, True),
-    ("onnxruntime", False), ("onnxruntime_vnni", False), ("qnn_htp", False),
+    ("onnxruntime", False), ("onnxruntime_vnni", True), ("qnn_htp", False),
 ])
 def test_saturating_sums_are_warned_of_where_the_file_may_meet_such_a_cpu(config, warns, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
