@@ -16,13 +16,22 @@ LISTED = 400
 """Longest list of known names in an error message, in characters; a longer one is left out."""
 
 
+def closest(name: str, known: Iterable[str], *, most: int = 1) -> list[str]:
+    """Up to ``most`` known names close to ``name``.
+
+    >>> closest("min_mx", ["min_max", "mse"])
+    ['min_max']
+    """
+    return difflib.get_close_matches(name, known, n=most)
+
+
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
     """A suggestion of up to ``most`` known names close to ``name``; empty if none is close.
 
     >>> did_you_mean("min_mx", ["min_max", "mse"])
     "did you mean 'min_max'?"
     """
-    close = difflib.get_close_matches(name, known, n=most)
+    close = closest(name, known, most=most)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

@@ -1,9 +1,10 @@
 """Compiles the GPU kernels for chips that need not be here, and prints what the compiled code does.
 
-For every kernel, dtype, granularity and chip: launches a call; registers a thread and bytes spilled (must be 0); shared
-memory; occupancy (the share of the resident warps that registers and shared memory leave room for); instructions that
-load or store 128 bits, and less; true divisions in a turn of a thread, which has 16 elements; atomics; machine
-instructions an element (``machine_code``, ``gpu_code``), all and those that the chip's issue rate counts.
+For every kernel but GPTQ's, which goes column by column, dtype, granularity and chip: launches a call; registers a
+thread and bytes spilled (must be 0); shared memory; occupancy (the share of the resident warps that registers and
+shared memory leave room for); instructions that load or store 128 bits, and less; true divisions in a turn of a thread,
+which has 16 elements; atomics; machine instructions an element (``machine_code``, ``gpu_code``), all and those that the
+chip's issue rate counts.
 
 The roofline of 64 million elements, in µs, is a floor and an estimate, not a measurement: the longer of ``memory_us``,
 the bytes of the kernel's streams over the chip's bandwidth, and ``issue_us``, the counted instructions over its issue
@@ -38,6 +39,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
+from qtk.core.dtypes import DTYPES, FloatDtype
 from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
 from qtk.kernels.gpu import extremes as extremes_kernels
 
@@ -52,6 +54,8 @@ SMALL = (1024, 1024), (512, 768)
 """Shapes of weights that share a launch; with learned ranges, those of one shape do."""
 KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
+FORMAT = DTYPES["fp8_e4m3"]
+assert isinstance(FORMAT, FloatDtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,26 @@ def residual(given: Given) -> None:
     fake_quantize.fake_quantize_with_residual(given.x, given.scale, None, given.blocks, *CODES, True)
 
 
+def residual_backward(given: Given) -> None:
+    kept = torch.ones_like(given.x, dtype=torch.int8)
+    fake_quantize.fake_quantize_residual_backward(
+        given.x, kept, given.scale, None, given.blocks, *CODES, False, False)
+
+
+def residual_learned_backward(given: Given) -> None:
+    kept = torch.ones_like(given.x, dtype=torch.int16)
+    fake_quantize.fake_quantize_residual_backward(
+        given.x, kept, given.scale, given.scale, given.blocks, *CODES, True, True)
+
+
+def minifloat(given: Given) -> None:
+    fake_quantize.fake_quantize_float(given.x, given.scale, given.blocks, FORMAT)
+
+
+def minifloat_backward(given: Given) -> None:
+    fake_quantize.fake_quantize_float_backward(given.x, given.x, given.scale, given.blocks, FORMAT, True)
+
+
 def dynamic(given: Given) -> None:
     fake_quantize_dynamic.fake_quantize_dynamic(given.x, given.blocks, 0, 255, False)
 
@@ -145,7 +169,9 @@ def errors(given: Given) -> None:
 CALLS: dict[str, Callable[[Given], None]] = {
     "forward": forward, "backward": backward, "backward, learned": learned_backward, "many": many,
     "many, backward": many_backward, "many, backward, learned": many_learned_backward,
-    "one of many, backward, learned": small_learned_backward, "with residual": residual, "dynamic": dynamic,
+    "one of many, backward, learned": small_learned_backward, "with residual": residual,
+    "residual, backward": residual_backward, "residual, backward, learned": residual_learned_backward,
+    "minifloat": minifloat, "minifloat, backward, learned": minifloat_backward, "dynamic": dynamic,
     "min_max": min_max, "extremes": extremes, "many, extremes": many_extremes, "histogram": histogram,
     "candidate_errors": errors,
 }

@@ -40,7 +40,7 @@ def assign_bits(
     >>> found = qtk.assign_bits(sim, batches, budget={"weight_bits": 6}, choices=(4, 8), progress=False)
     >>> {row.name: row.width for row in found.rows}
     {'0.weight': 4, '2.weight': 8}
-    >>> found.save("/tmp/widths.yaml", force=True)  # doctest: +SKIP
+    >>> found.save("widths.yaml", force=True)  # doctest: +SKIP
 
     What each width costs the outputs is estimated for every site, by one backward pass a width (``sim.sensitivity``).
     Estimates are summed, and the best sum under the budget is found exactly (``qtk.algorithms.frontier``). The result

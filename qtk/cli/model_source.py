@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from qtk.cli.imported import called
 from qtk.errors import ConfigError, first_line
-from qtk.registry import nearest
+from qtk.registry import closest, nearest
 
 PRETRAINED = "pretrained"
 """The value of ``weights`` that asks for the weights the library downloads."""
@@ -73,7 +72,7 @@ def _way_out(name: str) -> str:
     known = {library: _names(library) for library in SOURCES}
     if found := [f"{library}:{name}" for library, names in known.items() if name.partition(".")[0] in names]:
         return f"write {' or '.join(found)}"
-    close = get_close_matches(name, sorted({each for names in known.values() for each in names}), n=1)
+    close = closest(name, sorted({each for names in known.values() for each in names}))
     meant = [f"{library}:{each}" for each in close for library, names in known.items() if each in names]
     asked = f"; did you mean {' or '.join(meant)}?" if meant else ""
     return f"write {', '.join(f'{library}:…' for library in SOURCES)} or module:callable{asked}"

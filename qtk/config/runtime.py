@@ -199,6 +199,7 @@ class Runtime(Frozen):
         precise: what is left of a site that loses too much: a width that the runtime has fast kernels for, or
             ``float``.
         unchecked: what the documents ask beside, and nothing checks.
+        int16_sums: whether some of its CPUs add products of uint8 and int8 in pairs in int16: x86 without VNNI.
     """
 
     target: Text
@@ -208,6 +209,7 @@ class Runtime(Frozen):
     rules: Annotated[tuple[RuntimeRule, ...], Field(min_length=1)]
     precise: Literal[16, "float"] = "float"
     unchecked: tuple[Unchecked, ...] = ()
+    int16_sums: bool = False
 
     @model_validator(mode="after")
     def _sources_are_there(self) -> Runtime:

@@ -242,9 +242,9 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
 
 
 def _may_run_without_vnni(target: str | None) -> bool:
-    """Whether the file is for ONNX Runtime, or for no runtime in particular."""
+    """Also if it is for no runtime in particular."""
     runtime = runtimes().get(target or "")
-    return runtime is None or runtime.name.startswith("ONNX Runtime")
+    return runtime is None or runtime.int16_sums
 
 
 def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:

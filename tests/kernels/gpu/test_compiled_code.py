@@ -12,19 +12,20 @@ ROOT = Path(__file__).parents[3]
 CHIPS = {"90 H200": 16, "gfx942 MI300X": 8}
 """Elements of a tile that a thread has."""
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,
-           "many": 2, "many, backward": 3, "many, backward, learned": 3, "one of many, backward, learned": 3}
+           "many": 2, "many, backward": 3, "many, backward, learned": 3, "one of many, backward, learned": 3,
+           "minifloat": 2}
 OF_ENDS = "min_max", "extremes", "many, extremes"
-WITHOUT_SUMS = "forward", "backward"
+WITHOUT_SUMS = "forward", "backward", "minifloat"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
 """The second has an odd number of elements, in rows of an odd length."""
 MOST = {"forward": 38, "backward": 40, "backward, learned": 60, "min_max": 37, "extremes": 58, "many, extremes": 58,
         "candidate_errors": 860, "many": 38, "many, backward": 40, "many, backward, learned": 60,
-        "one of many, backward, learned": 60}
+        "one of many, backward, learned": 60, "minifloat": 40}
 """Instructions an element of the first shape on an H200, 20 candidates together; a tenth more than there are."""
 MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 10.5, "extremes": 14.5,
                     "many, extremes": 15.5, "candidate_errors": 600, "many": 27, "many, backward": 28,
-                    "many, backward, learned": 37, "one of many, backward, learned": 37}
+                    "many, backward, learned": 37, "one of many, backward, learned": 37, "minifloat": 32}
 
 
 @pytest.fixture(scope="module")
