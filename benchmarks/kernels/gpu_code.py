@@ -39,6 +39,7 @@ from qtk.kernels.gpu import (
     row_streams,
     statistics,
     table,
+    tiles,
 )
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
@@ -189,7 +190,9 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         for module in MODULES for name, value in vars(module).items()
         if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
     ]
-    patches.append(mock.patch.object(row_streams, "is_amd", return_value=chip.target.backend == "hip"))
+    patches += [
+        mock.patch.object(module, "is_amd", return_value=chip.target.backend == "hip") for module in (row_streams, tiles)
+    ]
     patches += [
         mock.patch.object(module, "programs", return_value=WAVES * chip.processors)
         for module in (*MODULES, table) if hasattr(module, "programs")

@@ -223,7 +223,7 @@ class ExtremesJob(Job):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        return self.x.device, self.x.dtype, self.bound, self.tiling.columns, self.tiling.flat, self.is_aligned
+        return self.x.device, self.x.dtype, self.bound, self.tiling.columns, self.tiling.flat, self.tiling.is_aligned
 
     @property
     def has_parts(self) -> bool:

@@ -27,7 +27,19 @@ from qtk.kernels.gpu.row_streams import (
     stream_arguments,
     stream_shape,
 )
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tail, tile
+from qtk.kernels.gpu.tiles import (
+    arguments,
+    draws_last_ticket,
+    has_tail,
+    is_dense,
+    lanes,
+    places,
+    shape,
+    spread,
+    sums_of_lanes,
+    tail,
+    tile,
+)
 from qtk.kernels.gpu.tiling import tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
@@ -81,12 +93,12 @@ def backward_kernel(
     s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    FLAT: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
+    FLAT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     given, sum_of_scale, sum_clipped = backward_tiles(
         program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL,
+        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL, LANES,
     )
     if SUMS:
         store_sums(
@@ -100,7 +112,7 @@ def backward_tiles(
     program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, LANES: tl.constexpr,
 ):
     """The turns of one program. Returns: the scales, the sums of their gradients, of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -110,11 +122,10 @@ def backward_tiles(
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
     if COLUMNS:
-        of_scale = tl.zeros([REACH, SCALES], tl.float32)
-        clipped = tl.zeros([REACH, SCALES], tl.float32)
+        of_scale = tl.zeros([LANES, SCALES], tl.float32)
     else:
-        of_scale = tl.zeros([SCALES, REACH], tl.float32)
-        clipped = tl.zeros([SCALES, REACH], tl.float32)
+        of_scale = tl.zeros([SCALES, LANES], tl.float32)
+    clipped = of_scale
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     if COLUMNS and SUMS:
@@ -128,13 +139,21 @@ def backward_tiles(
         )
         if SUMS:
             upstream = g.to(tl.float32)
-            of_scale += upstream * error
-            clipped += tl.where(inside, 0.0, upstream)
+            of_scale += sums_of_lanes(upstream * error, SCALES, REACH, COLUMNS, LANES)
+            clipped += sums_of_lanes(tl.where(inside, 0.0, upstream), SCALES, REACH, COLUMNS, LANES)
+    sum_of_scale = tl.sum(of_scale, 0 if COLUMNS else 1)
+    sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, mask = tail(inner)
-            gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
-    return given, tl.sum(of_scale, 0 if COLUMNS else 1), tl.sum(clipped, 0 if COLUMNS else 1)
+            g, inside, error = gradient(
+                x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL
+            )
+            if SUMS:
+                upstream = g.to(tl.float32)
+                sum_of_scale += tl.sum(upstream * error, 1)
+                sum_clipped += tl.sum(tl.where(inside, 0.0, upstream), 1)
+    return given, sum_of_scale, sum_clipped
 
 
 @triton.jit
@@ -261,13 +280,14 @@ def backward(
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()
-    constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "PARTS": tiling.parts(splits) if sums else 1}
+    constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "LANES": lanes(tiling, x, grad) if sums else 1,
+                  "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:
         launch(backward_kernel, x, tiling, (*given, *of_sums), constants)
         return dx, of_scale, of_zero
     with on_device_of(x):
         backward_kernel[(tiling.groups * splits,)](
-            *given, *of_sums, *arguments(tiling), splits, TAIL=False, **constants, **shape(tiling)
+            *given, *of_sums, *arguments(tiling), splits, TAIL=has_tail(tiling), **constants, **shape(tiling)
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

@@ -43,7 +43,7 @@ from qtk.kernels.gpu.table import (
     uploaded,
     with_one_tile,
 )
-from qtk.kernels.gpu.tiles import has_tail, shape
+from qtk.kernels.gpu.tiles import has_tail, lanes, shape
 from qtk.numerics.blocks import check_range
 
 X, Y, GRAD, SCALE, ZERO, OF_SCALE, OF_ZERO, QMIN, QMAX = map(tl.constexpr, range(9))
@@ -74,7 +74,7 @@ def many_backward_kernel(
     table_at, tensors, x_at, g_at, scale_at, zero_at, tickets_at,
     ASYMMETRIC: tl.constexpr, SUMS: tl.constexpr, OF_ZERO_POINT: tl.constexpr, ONES: tl.constexpr,
     SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    FLAT: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
+    FLAT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``g_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
@@ -86,7 +86,7 @@ def many_backward_kernel(
         tl.load(row_at + QMIN).to(tl.float32), tl.load(row_at + QMAX).to(tl.float32),
         size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), s2,
         size(row_at, INNER, ONES, SIXTEENS), step1, step2, size(row_at, TURNS, ONES, SIXTEENS), splits,
-        ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL,
+        ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL, LANES,
     )
     if SUMS:  # the addresses are loaded here, so that they take no registers before
         store_sums(
@@ -128,7 +128,7 @@ class QuantizeJob(Job):
         tensors = self.grad, self.zero_point
         types = (self.x.device, self.x.dtype, *(None if each is None else each.dtype for each in tensors))
         if self.sums is None:
-            return (*types, self.granularity, self.tiling.columns, self.tiling.flat, self.is_aligned)
+            return (*types, self.granularity, self.tiling.columns, self.tiling.flat, self.tiling.is_aligned)
         tile = tuple(shape(self.tiling).values())
         return (*types, tile, self.tiling.parts(self.splits), self.sums[1].numel() > 0, *self.known.values())
 
@@ -184,7 +184,8 @@ def fake_quantize_many_backward(
                 table.rows, len(launched), first.x, first.grad, first.scale, first.zero,
                 tickets(first.x.device, table.tickets), ASYMMETRIC=first.zero_point is not None,
                 SUMS=sums is not None, OF_ZERO_POINT=sums is not None and sums[1].numel() > 0,
-                TAIL=sums is None and has_tail(first.tiling), **{"PARTS": 1, **table.constants},
+                TAIL=has_tail(first.tiling), LANES=lanes(first.tiling, first.x, first.grad),
+                **{"PARTS": 1, **table.constants},
             )
     return results
 

@@ -9,13 +9,12 @@ summed, so the order of elements is free. Where this takes fewer instructions wa
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
-from qtk.kernels.gpu.tiles import WARPS, tail, wide
+from qtk.kernels.gpu.tiles import WARPS, is_amd, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling
 
 CHUNK = 8
@@ -122,11 +121,6 @@ def backward_rows_kernel(
         offsets, mask = tail(total)
         scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
         gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
-
-
-def is_amd() -> bool:
-    """Whether this torch is built for AMD's GPUs."""
-    return torch.version.hip is not None
 
 
 def is_row_stream(tiling: Tiling) -> bool:

@@ -112,11 +112,6 @@ class Job(ABC):
         sixteens = sum(1 << COUNT.value + place for place, length in enumerate(self.sizes) if length % 16 == 0)
         return {"ONES": ones, "SIXTEENS": sixteens}
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether what is contiguous in memory begins at multiples of 16 elements."""
-        return (self.tiling.s2 if self.tiling.columns else self.tiling.inner) % 16 == 0
-
 
 Jobs = TypeVar("Jobs", bound=Job)
 

@@ -78,6 +78,15 @@ def spread(value, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def sums_of_lanes(values, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr):
+    """Of a tile, ``LANES`` sums a scale: [SCALES, LANES], or [LANES, SCALES] if ``COLUMNS``."""
+    if COLUMNS:
+        return tl.sum(tl.reshape(values, [REACH // LANES, LANES, SCALES]), 0)
+    else:
+        return tl.sum(tl.reshape(values, [SCALES, LANES, REACH // LANES]), 2)
+
+
+@triton.jit
 def draws_last_ticket(ticket_at, splits):
     """Whether this program is the last of its group to finish; all stores of the group are then visible to it."""
     tl.debug_barrier()  # every thread of the program has stored
@@ -93,6 +102,24 @@ def shape(tiling: Tiling) -> dict[str, int | bool]:
     """The ``tl.constexpr`` arguments of a tiling."""
     return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "FLAT": tiling.flat,
             "num_warps": WARPS}
+
+
+def lanes(tiling: Tiling, *read: Tensor) -> int:
+    """How many sums a scale are kept from turn to turn: of what one thread reads, one takes fewer registers than all.
+
+    A thread reads 128 bits of the narrowest of ``read`` at a time, and where scales are along columns several rows of that.
+    """
+    run = 16 // min(each.itemsize for each in read)
+    if not tiling.is_aligned and not tiling.flat:
+        return tiling.reach
+    if tiling.columns:
+        return min(tiling.reach, run * WARPS * (64 if is_amd() else 32) // tiling.scales_a_tile)
+    return tiling.reach // min(run, tiling.reach)
+
+
+def is_amd() -> bool:
+    """Whether this torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
 
 
 def has_tail(tiling: Tiling) -> bool:

@@ -53,6 +53,11 @@ class Tiling:
         return self.inner == self.outer * self.s1 * self.middle * self.s2 * self.inner
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether what is contiguous in memory begins at multiples of 16 elements."""
+        return (self.s2 if self.columns else self.inner) % 16 == 0
+
+    @property
     def groups(self) -> int:
         """Number of tiles with different scales."""
         return self.s1 * -(-self.s2 // self.scales_a_tile)
