@@ -40,6 +40,7 @@ from qtk.kernels.gpu import (
     statistics,
     table,
     tiles,
+    tiling,
 )
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
@@ -139,7 +140,8 @@ class Launch:
         tiles = elements = 0
         for row in rows:
             _, s1, middle, s2, inner, _, _, turns, splits = row[table.COUNT.value :]
-            chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-inner // given["REACH"]) * middle
+            reached = inner + max(given["SHIFT"] - 1, 0)
+            chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-reached // given["REACH"]) * middle
             tiles += row[table.PROGRAMS.value] // splits * turns
             elements += turns // chunks * s1 * middle * s2 * inner
         return tiles, elements
@@ -191,7 +193,8 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
     ]
     patches += [
-        mock.patch.object(module, "is_amd", return_value=chip.target.backend == "hip") for module in (row_streams, tiles)
+        mock.patch.object(module, "is_amd", return_value=chip.target.backend == "hip")
+        for module in (row_streams, tiles, tiling)
     ]
     patches += [
         mock.patch.object(module, "programs", return_value=WAVES * chip.processors)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, effective_scale, effective_zero_point
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.tiling import tiling_of
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, spread, tile
+from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import candidate_errors as reference
 
 
@@ -26,7 +26,7 @@ def errors_kernel(
     x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
     s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     candidate = tl.program_id(1).to(tl.int64) * count
@@ -42,16 +42,17 @@ def errors_kernel(
     if COLUMNS:
         first = first.to(tl.int64)  # with turns of 32 bits, compilers spill registers here
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        mask, _, _ = masks
+        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         code = code_of(tl.div_rn(x, scale), zero)
         nearest = clamped(code, qmin, qmax)
         error = x - (nearest - zero) * scale
         size = (error * error if SQUARED else tl.abs(error)) * tl.where(nearest == code, 1.0, clipped_factor)
         if WEIGHTED:
-            size *= tl.load(weights_at + offsets, mask=mask, other=0.0)
+            size *= load(weights_at + offsets, masks, SHIFT)
         sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
     last = splits == 1
     if splits > 1:
@@ -86,6 +87,7 @@ def candidate_errors(
     candidates, count = scales.shape
     errors = torch.empty(scales.shape, dtype=torch.float64, device=x.device)
     weights = x if importance is None else torch.empty_like(x, dtype=torch.float32).copy_(importance.expand(x.shape))
+    tiling = shifted(tiling, x, weights)
     splits = tiling.splits(max(1, programs(x.device) // max(candidates, 1)))
     parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
     steps = scales.to(torch.float32).contiguous()

@@ -10,6 +10,8 @@ import os
 import triton
 import triton.language as tl
 
+from qtk.kernels.gpu.tiles import load, store
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter truncates to bfloat16; GPUs round."""
 
@@ -93,30 +95,30 @@ def residual_of(x, distance, code, nearest, RESIDUAL: tl.constexpr):
 
 @triton.jit
 def quantize(
-    x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax,
-    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax,
+    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """Fake-quantizes the elements of a tile."""
-    x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
     steps = tl.div_rn(x, scale)
     code = number_of(steps, zero, MANTISSA, SMALLEST)
     nearest = clamped(code, qmin, qmax)
-    tl.store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), mask=mask)
+    store(y_at + offsets, narrowed((nearest - zero) * scale, y_at.dtype.element_ty), masks, SHIFT)
     if RESIDUAL:
         residual = residual_of(x, (nearest - zero) - steps, code, nearest, RESIDUAL)
-        tl.store(residual_at + offsets, residual, mask=mask)
+        store(residual_at + offsets, residual, masks, SHIFT)
 
 
 @triton.jit
 def gradient(
-    x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax,
-    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
+    x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax,
+    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """Stores the gradient of the elements of a tile. Returns: that of the result, which are inside, their error."""
-    g = tl.load(g_at + offsets, mask=mask, other=0.0)
+    g = load(g_at + offsets, masks, SHIFT)
     error = 0.0
     if RESIDUAL:
-        residual = tl.load(x_at + offsets, mask=mask, other=0).to(tl.int32)
+        residual = load(x_at + offsets, masks, SHIFT).to(tl.int32)
         if RESIDUAL == 8:
             inside = (residual >> 1) == 0
         else:
@@ -126,10 +128,10 @@ def gradient(
             distance = tl.where(residual == 32766, 0, residual).to(tl.float32) * (1 / 65530)
             error = tl.where(inside, distance, limit)
     else:
-        steps = tl.div_rn(tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32), scale)
+        steps = tl.div_rn(load(x_at + offsets, masks, SHIFT).to(tl.float32), scale)
         code = number_of(steps, zero, MANTISSA, SMALLEST)
         nearest = clamped(code, qmin, qmax)
         inside = nearest == code
         error = (nearest - zero) - tl.where(inside, steps, 0.0)
-    tl.store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), mask=mask)
+    store(dx_at + offsets, tl.where(inside, g, 0.0).to(dx_at.dtype.element_ty), masks, SHIFT)
     return g, inside, error

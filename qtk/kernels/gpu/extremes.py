@@ -39,8 +39,8 @@ from qtk.kernels.gpu.table import (
     uploaded,
     with_one_tile,
 )
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, places, shape, tile
-from qtk.kernels.gpu.tiling import tiling_of
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, tile
+from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import extremes
 
 MOST_ELEMENTS = 1 << 31
@@ -57,14 +57,15 @@ COUNTERS = 3
 def extremes_kernel(
     x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1, middle, s2, inner,
     step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """After the tickets of the groups there are three numbers of the launch, all 0 before and after it."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     add_tiles(
         program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
-        middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, PARTS,
+        middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT, PARTS,
     )
 
 
@@ -72,7 +73,7 @@ def extremes_kernel(
 def many_extremes_kernel(
     table_at, tensors, x_at, low_at, counts_at, tickets_at, bound,
     ONES: tl.constexpr, SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
-    COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
@@ -83,7 +84,7 @@ def many_extremes_kernel(
         size(row_at, COUNT, ONES, SIXTEENS), size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS),
         size(row_at, S2, ONES, SIXTEENS), size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS),
         size(row_at, STEP2, ONES, SIXTEENS), size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
-        SCALES, REACH, COLUMNS, FLAT, PARTS,
+        SCALES, REACH, COLUMNS, FLAT, SHIFT, PARTS,
     )
 
 
@@ -91,7 +92,8 @@ def many_extremes_kernel(
 def add_tiles(
     program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
     middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """What one of the ``programs`` of a tensor does."""
     group = program // splits
@@ -106,10 +108,11 @@ def add_tiles(
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        mask, _, _ = masks
+        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         is_left_out = x <= bound
         counts = mask & (is_left_out == 0)
         low = tl.where(counts & (x < low), x, low)
@@ -194,6 +197,7 @@ def add_extremes_(
     if tiling is None:
         extremes.add_extremes_(x.contiguous(), block_size, bound, least, low, high, counts)
         return
+    tiling = shifted(tiling, x, light=True)
     splits = tiling.splits(programs(x.device))
     parts = low.new_empty(2 * splits * low.numel() if splits > 1 else 0)
     with on_device_of(x):
@@ -223,7 +227,8 @@ class ExtremesJob(Job):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        return self.x.device, self.x.dtype, self.bound, self.tiling.columns, self.tiling.flat, self.tiling.is_aligned
+        tiling = self.tiling
+        return self.x.device, self.x.dtype, self.bound, tiling.columns, tiling.flat, tiling.is_aligned, tiling.shift
 
     @property
     def has_parts(self) -> bool:
@@ -247,7 +252,7 @@ def add_extremes_many_(
         if tiling is None or not are_aligned(x, *state):
             add_extremes_(x, block_size, bound, least, *state)
         else:
-            jobs.append(ExtremesJob(x, tiling, bound, least, *state))
+            jobs.append(ExtremesJob(x, shifted(tiling, x, light=True), bound, least, *state))
     for launched in launches(jobs):
         first, table = launched[0], uploaded(with_one_tile(launched))
         with on_device_of(first.x):

@@ -40,7 +40,7 @@ from qtk.kernels.gpu.tiles import (
     tail,
     tile,
 )
-from qtk.kernels.gpu.tiling import tiling_of
+from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
@@ -54,11 +54,12 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 def forward_kernel(
     x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     forward_tiles(
         tl.program_id(0), x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2,
-        turns, splits, ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SCALES, REACH, COLUMNS, FLAT, TAIL,
+        turns, splits, ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL,
     )
 
 
@@ -66,7 +67,8 @@ def forward_kernel(
 def forward_tiles(
     program, x_at, y_at, residual_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """The turns of one program, whose number among those of its tensor is ``program``."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -77,14 +79,20 @@ def forward_tiles(
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
-        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        quantize(
+            x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL,
+            SHIFT,
+        )
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
-            offsets, mask = tail(inner)
-            quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+            offsets, masks = tail(inner)
+            quantize(
+                x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST,
+                RESIDUAL, 0,
+            )
 
 
 @triton.jit
@@ -93,12 +101,12 @@ def backward_kernel(
     s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    FLAT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     given, sum_of_scale, sum_clipped = backward_tiles(
         program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
-        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL, LANES,
+        ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
     )
     if SUMS:
         store_sums(
@@ -112,7 +120,7 @@ def backward_tiles(
     program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
-    TAIL: tl.constexpr, LANES: tl.constexpr,
+    SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
 ):
     """The turns of one program. Returns: the scales, the sums of their gradients, of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -121,21 +129,19 @@ def backward_tiles(
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
-    if COLUMNS:
-        of_scale = tl.zeros([LANES, SCALES], tl.float32)
-    else:
-        of_scale = tl.zeros([SCALES, LANES], tl.float32)
+    of_scale = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.float32)
     clipped = of_scale
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     if COLUMNS and SUMS:
         first = first.to(tl.int64)  # with turns of 32 bits, compilers spill registers here
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
         g, inside, error = gradient(
-            x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL
+            x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL,
+            SHIFT,
         )
         if SUMS:
             upstream = g.to(tl.float32)
@@ -145,9 +151,9 @@ def backward_tiles(
     sum_clipped = tl.sum(clipped, 0 if COLUMNS else 1)
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
-            offsets, mask = tail(inner)
+            offsets, masks = tail(inner)
             g, inside, error = gradient(
-                x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL
+                x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0
             )
             if SUMS:
                 upstream = g.to(tl.float32)
@@ -238,7 +244,7 @@ def forward(
         with on_device_of(x):
             forward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
         return result, kept
-    launch(forward_kernel, x, tiling, given, constants)
+    launch(forward_kernel, x, shifted(tiling, x, result, kept), given, constants)
     return result, kept
 
 
@@ -277,6 +283,7 @@ def backward(
         with on_device_of(x):
             backward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
         return dx, of_scale, of_zero
+    tiling = shifted(tiling, x, upstream, dx)
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()

@@ -18,7 +18,7 @@ from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.launch import on_device_of
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, places, spread, tail, tile
-from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu.tiling import TILE, shifted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
@@ -74,7 +74,7 @@ def given_extremes_kernel(
     x_at, y_at, low_at, high_at, scale_at, zero_at, qmin, qmax, largest, s1, middle, s2, inner, step1, step2, turns,
     splits,
     SYMMETRIC: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
-    TAIL: tl.constexpr,
+    SHIFT: tl.constexpr, TAIL: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -92,14 +92,14 @@ def given_extremes_kernel(
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, TAIL
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
-        quantize(x_at, y_at, y_at, offsets, mask, scale, zero, qmin, qmax, -1, 0, 0)
+        quantize(x_at, y_at, y_at, offsets, masks, scale, zero, qmin, qmax, -1, 0, 0, SHIFT)
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
-            offsets, mask = tail(inner)
-            quantize(x_at, y_at, y_at, offsets, mask, scale, zero, qmin, qmax, -1, 0, 0)
+            offsets, masks = tail(inner)
+            quantize(x_at, y_at, y_at, offsets, masks, scale, zero, qmin, qmax, -1, 0, 0, 0)
 
 
 def fake_quantize_dynamic(
@@ -129,6 +129,6 @@ def fake_quantize_dynamic(
             )
         else:
             low, high = min_max(x, block_size, scale.numel())
-            launch(given_extremes_kernel, x, tiling, (x, result, low, high, scale, zero, *codes),
+            launch(given_extremes_kernel, x, shifted(tiling, x, result), (x, result, low, high, scale, zero, *codes),
                    {"SYMMETRIC": symmetric})
     return result, scale, zero

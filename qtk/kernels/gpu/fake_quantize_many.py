@@ -44,6 +44,7 @@ from qtk.kernels.gpu.table import (
     with_one_tile,
 )
 from qtk.kernels.gpu.tiles import has_tail, lanes, shape
+from qtk.kernels.gpu.tiling import shifted
 from qtk.numerics.blocks import check_range
 
 X, Y, GRAD, SCALE, ZERO, OF_SCALE, OF_ZERO, QMIN, QMAX = map(tl.constexpr, range(9))
@@ -54,7 +55,7 @@ X, Y, GRAD, SCALE, ZERO, OF_SCALE, OF_ZERO, QMIN, QMAX = map(tl.constexpr, range
 def many_forward_kernel(
     table_at, tensors, x_at, scale_at, zero_at,
     ASYMMETRIC: tl.constexpr, ONES: tl.constexpr, SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
+    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr,
 ):
     """``x_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
@@ -65,7 +66,7 @@ def many_forward_kernel(
         size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
         size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
         size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
-        ASYMMETRIC, -1, 0, 0, SCALES, REACH, COLUMNS, FLAT, TAIL,
+        ASYMMETRIC, -1, 0, 0, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL,
     )
 
 
@@ -74,7 +75,7 @@ def many_backward_kernel(
     table_at, tensors, x_at, g_at, scale_at, zero_at, tickets_at,
     ASYMMETRIC: tl.constexpr, SUMS: tl.constexpr, OF_ZERO_POINT: tl.constexpr, ONES: tl.constexpr,
     SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
-    FLAT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``g_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
@@ -86,7 +87,7 @@ def many_backward_kernel(
         tl.load(row_at + QMIN).to(tl.float32), tl.load(row_at + QMAX).to(tl.float32),
         size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), s2,
         size(row_at, INNER, ONES, SIXTEENS), step1, step2, size(row_at, TURNS, ONES, SIXTEENS), splits,
-        ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, TAIL, LANES,
+        ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
     )
     if SUMS:  # the addresses are loaded here, so that they take no registers before
         store_sums(
@@ -128,7 +129,8 @@ class QuantizeJob(Job):
         tensors = self.grad, self.zero_point
         types = (self.x.device, self.x.dtype, *(None if each is None else each.dtype for each in tensors))
         if self.sums is None:
-            return (*types, self.granularity, self.tiling.columns, self.tiling.flat, self.tiling.is_aligned)
+            return (*types, self.granularity, self.tiling.columns, self.tiling.flat, self.tiling.is_aligned,
+                    self.tiling.shift)
         tile = tuple(shape(self.tiling).values())
         return (*types, tile, self.tiling.parts(self.splits), self.sums[1].numel() > 0, *self.known.values())
 
@@ -202,6 +204,7 @@ def _job(
     result = torch.empty_like(x, dtype=x.dtype if grad is None else grad.dtype)
     if grad is not None and (grad.stride() != x.stride() or not are_aligned(grad)):
         grad = torch.empty_like(result).copy_(grad)
+    tiling = shifted(tiling, x, result) if grad is None else shifted(tiling, x, grad, result)
     sums = None
     if wants_scale or wants_zero_point:
         sums = torch.empty_like(scale), torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)

@@ -14,17 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
-from qtk.kernels.gpu.tiles import WARPS, is_amd, tail, wide
-from qtk.kernels.gpu.tiling import TILE, Tiling
+from qtk.kernels.gpu.tiles import WARPS, tail, wide
+from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
 CHUNK = 8
 """Elements of a chunk; no row is shorter."""
 
 MOST = 1 << 30
 """Most rows, and most elements of a row: kernels count them in 32 bits."""
-
-LONG = 512
-"""Length of a tile of whole rows that has few addresses and scales a thread."""
 
 
 @triton.jit
@@ -63,10 +60,11 @@ def ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETR
 
 @triton.jit
 def run_of_stream(turn, total, REACH: tl.constexpr, CHUNK: tl.constexpr):
-    """Offsets and mask of a tile, up to the last 16 elements together."""
+    """Offsets and masks of a tile, up to the last 16 elements together."""
     start = wide(turn) * REACH
     lane = tl.arange(0, REACH // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    return start + lane, lane < tl.minimum(total // 16 * 16 - start, REACH).to(tl.int32)
+    mask = lane < tl.minimum(total // 16 * 16 - start, REACH).to(tl.int32)
+    return start + lane, (mask, mask, mask)
 
 
 @triton.jit
@@ -85,15 +83,15 @@ def forward_rows_kernel(
         scale, zero = ranges_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
         )
-        offsets, mask = run_of_stream(turn, total, REACH, CHUNK)
-        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
+        quantize(x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
         before += REACH
         row += before // inner
         before = before % inner
     if program == splits - 1:
-        offsets, mask = tail(total)
+        offsets, masks = tail(total)
         scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
-        quantize(x_at, y_at, residual_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        quantize(x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
 
 
 @triton.jit
@@ -112,15 +110,15 @@ def backward_rows_kernel(
         scale, zero = ranges_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
         )
-        offsets, mask = run_of_stream(turn, total, REACH, CHUNK)
-        gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
+        gradient(x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
         before += REACH
         row += before // inner
         before = before % inner
     if program == splits - 1:
-        offsets, mask = tail(total)
+        offsets, masks = tail(total)
         scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
-        gradient(x_at, g_at, dx_at, offsets, mask, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL)
+        gradient(x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
 
 
 def is_row_stream(tiling: Tiling) -> bool:
@@ -128,8 +126,7 @@ def is_row_stream(tiling: Tiling) -> bool:
     is_rows = tiling.outer == tiling.s1 == tiling.middle == tiling.step2 == 1 and tiling.s2 > 1
     if is_amd() or not is_rows or tiling.inner % 16 == 0 or tiling.s2 * tiling.inner < 2 * TILE:
         return False
-    is_a_tile_of_whole_rows = tiling.turns == 1 and tiling.reach >= LONG
-    return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST and not is_a_tile_of_whole_rows
+    return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST and not tiling.is_of_long_rows
 
 
 def stream_arguments(x: Tensor, tiling: Tiling, programs: int) -> tuple[int, ...]:

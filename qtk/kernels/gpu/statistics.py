@@ -12,8 +12,8 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.extremes import ends, joined
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, is_dense, places, shape, spread, tile
-from qtk.kernels.gpu.tiling import tiling_of
+from qtk.kernels.gpu.tiles import arguments, is_dense, load, places, shape, spread, tile
+from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import statistics
 
 MOST_BINS = 4096
@@ -23,7 +23,8 @@ MOST_BINS = 4096
 @triton.jit
 def min_max_kernel(
     x_at, low_at, high_at, parts_at, tickets_at, count, s1, middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, PARTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
@@ -35,10 +36,11 @@ def min_max_kernel(
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        mask, _, _ = masks
+        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         low = tl.where(mask & (x < low), x, low)
         low = tl.where(x == x, low, x)  # nothing is less than NaN: it stays
         high = tl.where(mask & (x > high), x, high)
@@ -54,7 +56,8 @@ def min_max_kernel(
 @triton.jit
 def histogram_kernel(
     x_at, counts_at, first_at, unit_at, bins, s1, middle, s2, inner, step1, step2, turns, splits,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SLOTS: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Counts in shared memory if the tile has one scale, else with atomic adds; integer sums are deterministic."""
     program = tl.program_id(0)
@@ -65,10 +68,11 @@ def histogram_kernel(
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
-        offsets, mask = tile(
-            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, False
+        offsets, masks = tile(
+            turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)
+        mask, _, _ = masks
+        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         place = tl.floor(x * unit)
         place = tl.where((x < 0) & (place > -1.0), -1.0, place) - first_bin  # the product may underflow to 0
         counted = mask & (place >= 0) & (place < bins)
@@ -92,6 +96,7 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     tiling = tiling_of(x, block_size)
     if tiling is None:
         return statistics.min_max(x.contiguous(), block_size)
+    tiling = shifted(tiling, x, light=True)
     low = torch.empty(scales, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
     splits = tiling.splits(programs(x.device))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.tiling import Tiling
+from qtk.kernels.gpu.tiling import Tiling, is_amd
 
 WARPS = 8
 
@@ -30,11 +30,15 @@ def wide(number):
 @triton.jit
 def tile(
     turn, along1, along2, exists, s1, middle, s2, inner,
-    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, TAIL: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Offsets and mask of the elements of one tile: [SCALES, REACH], or [REACH, SCALES] if ``COLUMNS``.
+    """Offsets of the elements of one tile, [SCALES, REACH], or [REACH, SCALES] if ``COLUMNS``, and three masks.
 
-    ``FLAT`` is a tensor with one scale, a stream: no division of turns. If it has a ``TAIL``, the mask ends before it.
+    The masks: what belongs to the tile; what is read, and what is written, 128 bits at a time. They differ where a row,
+    which begins anywhere, has a ``SHIFT``.
+
+    ``FLAT`` is a tensor with one scale, a stream: no division of turns. If it has a ``TAIL``, the masks end before it.
     """
     if FLAT:
         start = wide(turn) * REACH
@@ -42,30 +46,65 @@ def tile(
         end = inner // 16 * 16 if TAIL else inner
         offsets = start + lane
         mask = lane < tl.minimum(end - start, REACH).to(tl.int32)
+        read = mask
+        written = mask
     elif COLUMNS:
         chunks = tl.cdiv(middle, REACH)
         row = (turn % chunks) * REACH + tl.arange(0, REACH)
         start = (wide(turn // chunks) * s1 + along1) * middle
         offsets = (start + row)[:, None] * s2 + along2[None, :]
         mask = (row < middle)[:, None] & exists[None, :]
+        read = mask
+        written = mask
     else:
-        chunks = tl.cdiv(inner, REACH)
+        chunks = tl.cdiv(inner + SHIFT - 1 if SHIFT else inner, REACH)
         column = (turn % chunks) * REACH + tl.arange(0, REACH)
         rest = wide(turn // chunks)
         start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
-        offsets = (start + along2)[:, None] * inner + column[None, :]
-        mask = exists[:, None] & (column < inner)[None, :]
-    return offsets, mask
+        begin = (start + along2) * inner
+        if SHIFT:
+            before = (begin % SHIFT).to(tl.int32)[:, None]
+            begin = begin // SHIFT * SHIFT
+            run = (column // SHIFT * SHIFT)[None, :]  # where the 128 bits of an element begin
+            read = exists[:, None] & (run < before + inner)
+            mask = exists[:, None] & (column[None, :] >= before) & (column[None, :] < before + inner)
+            written = exists[:, None] & (run >= before) & (run + SHIFT <= before + inner)
+        else:
+            mask = exists[:, None] & (column < inner)[None, :]
+            read = mask
+            written = mask
+        offsets = begin[:, None] + column[None, :]
+    return offsets, (mask, read, written)
+
+
+@triton.jit
+def load(at, masks, SHIFT: tl.constexpr):
+    """The elements of a tile, 0 outside of it."""
+    mask, read, _ = masks
+    value = tl.load(at, mask=read, other=0)
+    if SHIFT:
+        value = tl.where(mask, value, tl.zeros_like(value))
+    return value
+
+
+@triton.jit
+def store(at, value, masks, SHIFT: tl.constexpr):
+    """Writes the elements of a tile: those at the ends of a row that has a ``SHIFT`` one by one."""
+    mask, _, written = masks
+    tl.store(at, value, mask=written)
+    if SHIFT:
+        tl.store(at, value, mask=mask & (written == 0))
 
 
 @triton.jit
 def tail(inner):
-    """Offsets and mask of the last elements of a stream, [1, 16]: fewer than 128 bits may be left.
+    """Offsets and masks of the last elements of a stream, [1, 16]: fewer than 128 bits may be left.
 
     A mask that ends at any element would make all accesses of a tile scalar.
     """
     offsets = inner // 16 * 16 + tl.arange(0, 16)[None, :]
-    return offsets, offsets < inner
+    mask = offsets < inner
+    return offsets, (mask, mask, mask)
 
 
 @triton.jit
@@ -101,25 +140,21 @@ def arguments(tiling: Tiling) -> tuple[int, ...]:
 def shape(tiling: Tiling) -> dict[str, int | bool]:
     """The ``tl.constexpr`` arguments of a tiling."""
     return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "FLAT": tiling.flat,
-            "num_warps": WARPS}
+            "SHIFT": tiling.shift, "num_warps": WARPS}
 
 
 def lanes(tiling: Tiling, *read: Tensor) -> int:
     """How many sums a scale are kept from turn to turn: of what one thread reads, one takes fewer registers than all.
 
-    A thread reads 128 bits of the narrowest of ``read`` at a time, and where scales are along columns several rows of that.
+    A thread reads 128 bits of the narrowest of ``read`` at a time, and where scales are along columns several rows of
+    that.
     """
     run = 16 // min(each.itemsize for each in read)
-    if not tiling.is_aligned and not tiling.flat:
+    if not (tiling.is_aligned or tiling.flat or tiling.shift):
         return tiling.reach
     if tiling.columns:
         return min(tiling.reach, run * WARPS * (64 if is_amd() else 32) // tiling.scales_a_tile)
     return tiling.reach // min(run, tiling.reach)
-
-
-def is_amd() -> bool:
-    """Whether this torch is built for AMD's GPUs."""
-    return torch.version.hip is not None
 
 
 def has_tail(tiling: Tiling) -> bool:

@@ -15,14 +15,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from qtk.core.granularity import WHOLE
 
 TILE = 4096
 """Elements of a tile."""
+
+LONG = 512
+"""Elements of a row that is long."""
+
+SHORTEST = 16
+"""Shortest rows that are worth a shift."""
 
 MOST_TURNS = 1 << 30
 """Kernels count turns in 32 bits: 64-bit division takes three times the instructions."""
@@ -33,7 +40,8 @@ class Tiling:
     """The lengths of the five axes, the steps between scales, and the size of a tile.
 
     A tile has ``scales_a_tile`` scales times ``reach`` elements, both powers of two. If ``columns``, ``inner`` has
-    length 1 and the elements of a tile are along ``middle``.
+    length 1 and the elements of a tile are along ``middle``. With a ``shift``, tiles along ``inner`` begin at the
+    multiple of it before their first element.
     """
 
     outer: int
@@ -46,6 +54,7 @@ class Tiling:
     columns: bool
     scales_a_tile: int
     reach: int
+    shift: int = 0
 
     @property
     def flat(self) -> bool:
@@ -58,6 +67,11 @@ class Tiling:
         return (self.s2 if self.columns else self.inner) % 16 == 0
 
     @property
+    def is_of_long_rows(self) -> bool:
+        """Whether a tile has whole rows, so long that a thread has few addresses and scales."""
+        return self.turns == 1 and self.reach >= LONG
+
+    @property
     def groups(self) -> int:
         """Number of tiles with different scales."""
         return self.s1 * -(-self.s2 // self.scales_a_tile)
@@ -65,7 +79,7 @@ class Tiling:
     @property
     def turns(self) -> int:
         """Number of tiles with the same scales."""
-        reached = self.middle if self.columns else self.inner
+        reached = self.middle if self.columns else self.inner + max(self.shift - 1, 0)
         return -(-reached // self.reach) * self.outer * (1 if self.columns else self.middle)
 
     def splits(self, programs: int) -> int:
@@ -76,6 +90,31 @@ class Tiling:
     def parts(self, splits: int) -> int:
         """How many partial sums a program adds at a time, a power of two: few registers where there are few."""
         return min(TILE // self.scales_a_tile, _power_of_two(splits))
+
+
+def shifted(tiling: Tiling, *tensors: Tensor, light: bool = False) -> Tiling:
+    """The tiling, with a shift if rows begin anywhere: so that 128 bits are read and written at a time.
+
+    ``tensors`` are those that are read and written in tiles. Where one of them itself begins anywhere, none is shifted:
+    a tile reads the whole 128 bits that its first and last element lie in, and these belong to the tensor's memory only
+    where its own beginning is aligned. Nor is, but on AMD, what is already a tile of whole long rows: lanes that a
+    longer one leaves idle would take more instructions than the loads save, unless the work on an element is ``light``.
+    (Counted in compiled code, benchmarks/RESULTS.md.)
+
+    >>> import torch
+    >>> x = torch.zeros(64, 197)
+    >>> tiling = shifted(tiling_of(x, (1, -1)), x)
+    >>> tiling.shift, tiling.scales_a_tile, tiling.reach
+    (4, 16, 256)
+    """
+    if tiling.columns or tiling.flat or tiling.is_aligned or tiling.inner < SHORTEST:
+        return tiling
+    if any(each.data_ptr() % 16 for each in tensors) or not (light or is_amd() or not tiling.is_of_long_rows):
+        return tiling
+    shift = 16 // max(each.itemsize for each in tensors)
+    scales_a_tile, reach = tile_of(tiling.s2, tiling.middle, tiling.inner + shift - 1, columns=False)
+    moved = replace(tiling, shift=shift, scales_a_tile=scales_a_tile, reach=reach)
+    return moved if moved.turns <= MOST_TURNS else tiling
 
 
 def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:
@@ -134,6 +173,11 @@ def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[i
             else:
                 axes.append((length, scale_step))
     return axes
+
+
+def is_amd() -> bool:
+    """Whether this torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
 
 
 def tile_of(s2: int, middle: int, inner: int, columns: bool, elements: int = TILE) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from qtk.kernels.gpu.tiling import Tiling, tile_of
 
 KEY = (
     "s1", "middle", "s2", "inner", "ASYMMETRIC", "SYMMETRIC", "MANTISSA", "SMALLEST", "RESIDUAL", "COLUMNS", "FLAT",
-    "TAIL",
+    "SHIFT", "TAIL",
 )
 """Names of arguments of the kernels; those that a kernel has."""
 
@@ -44,7 +44,7 @@ def launch(
     with on_device_of(x):
         if tunes(x.device):
             kernel = with_fastest_tile(kernel)
-            flags = {"COLUMNS": tiling.columns, "FLAT": tiling.flat}
+            flags = {"COLUMNS": tiling.columns, "FLAT": tiling.flat, "SHIFT": tiling.shift}
             kernel[functools.partial(_grid, x, tiling)](*given, *sizes, **constants, **flags)
             return
         splits = tiling.splits(programs(x.device))
@@ -66,7 +66,7 @@ def with_fastest_tile(kernel: Any, do_bench: Any = None) -> Any:
 def candidates(configs: Sequence[object], named: Mapping[str, Any], **constants: Any) -> list[triton.Config]:
     """The tiles that are timed for the arguments of a launch; at least one, each once."""
     given = {**named, **constants}
-    sizes = given["s2"], given["middle"], given["inner"], given["COLUMNS"]
+    sizes = given["s2"], given["middle"], given["inner"] + max(given["SHIFT"] - 1, 0), given["COLUMNS"]
     tiles = dict.fromkeys(tile_of(*sizes, elements) for elements in TILES)
     return [
         triton.Config({"SCALES": scales, "REACH": reach}, num_warps=warps) for scales, reach in tiles for warps in WARPS
@@ -77,7 +77,8 @@ def _tiling(named: Mapping[str, Any]) -> Tiling:
     s1, middle, s2, inner = (named[name] for name in ("s1", "middle", "s2", "inner"))
     outer = named["x_at"].numel() // (s1 * middle * s2 * inner)
     return Tiling(
-        outer, s1, middle, s2, inner, named["step1"], named["step2"], named["COLUMNS"], named["SCALES"], named["REACH"]
+        outer, s1, middle, s2, inner, named["step1"], named["step2"], named["COLUMNS"], named["SCALES"], named["REACH"],
+        named["SHIFT"],
     )
 
 

@@ -45,16 +45,16 @@ def main() -> None:
         (fake_quantize.forward_kernel, {"ASYMMETRIC": True, "RESIDUAL": 8, **integers, **many}),
         (fake_quantize.forward_kernel, {"ASYMMETRIC": True, "RESIDUAL": 16, **integers, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": True, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": True, "LANES": 8, "PARTS": 32, **integers, **many}),
+         {"ASYMMETRIC": True, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": False, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": False, "LANES": 8, "PARTS": 32, **floats, **many}),
+         {"ASYMMETRIC": False, "RESIDUAL": 0, "SUMS": True, "OF_ZERO": False, "PARTS": 32, **floats, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": False, "RESIDUAL": 8, "SUMS": False, "OF_ZERO": False, "LANES": 8, "PARTS": 32, **integers, **many}),
+         {"ASYMMETRIC": False, "RESIDUAL": 8, "SUMS": False, "OF_ZERO": False, "PARTS": 32, **integers, **many}),
         (fake_quantize.backward_kernel,
-         {"ASYMMETRIC": True, "RESIDUAL": 16, "SUMS": True, "OF_ZERO": True, "LANES": 8, "PARTS": 32, **integers, **many}),
+         {"ASYMMETRIC": True, "RESIDUAL": 16, "SUMS": True, "OF_ZERO": True, "PARTS": 32, **integers, **many}),
         (fake_quantize_many.many_forward_kernel, {"ASYMMETRIC": True, "ONES": 0, "SIXTEENS": 0, "MOST": 32, **many}),
         (fake_quantize_many.many_backward_kernel,
-         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO_POINT": True, "ONES": 0, "SIXTEENS": 0, "MOST": 1024, "LANES": 8, "PARTS": 32,
+         {"ASYMMETRIC": True, "SUMS": True, "OF_ZERO_POINT": True, "ONES": 0, "SIXTEENS": 0, "MOST": 1024, "PARTS": 32,
           **many}),
         (fake_quantize_dynamic.rows_kernel, {"SYMMETRIC": False, "ROWS": 4, "WIDTH": 1024}),
         (fake_quantize_dynamic.given_extremes_kernel, {"SYMMETRIC": False, **many}),
@@ -70,7 +70,8 @@ def main() -> None:
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
     rows = pairwise(axes) if sys.argv[1:] == ["pairwise"] else full(axes)
     for (name, target), (kernel, flags), kind, columns, alone in rows:
-        constants = {**flags, "COLUMNS": columns, "FLAT": flags.get("SCALES") == 1 and not columns, "TAIL": False}
+        constants = {**flags, "COLUMNS": columns, "FLAT": flags.get("SCALES") == 1 and not columns, "TAIL": False,
+                     "SHIFT": 0, "LANES": 8}
         constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
         if alone:  # the launcher makes a constant of a number that is 1
             constants |= dict.fromkeys(("s1", "middle", "inner", "step2", "turns", "splits", "count"), 1)
