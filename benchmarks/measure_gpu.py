@@ -2,7 +2,8 @@
 
 Runs the benchmarks below one after the other, each in a process of its own, and writes what they measured as Markdown:
 all tables to ``benchmarks/results/gpu.md``, and each between its marks in RESULTS.md, ``<!-- gpu:NAME -->`` and
-``<!-- /gpu:NAME -->``. A benchmark that fails, or that the time does not suffice for, leaves its table as it was.
+``<!-- /gpu:NAME -->``; the figures to ``benchmarks/results/NAME_gpu.csv``, from which ``kernels/inspect_gpu.py`` shows
+them beside its roofline. A benchmark that fails, or that the time does not suffice for, leaves its table as it was.
 
 Exits with 0 if all tables were written, 1 if some were not, 2 if there is no GPU: then nothing is run or written.
 
@@ -144,6 +145,14 @@ def write(tables: Mapping[str, str], results: Path, into: Path) -> None:
     results.write_text(text, encoding="utf-8")
 
 
+def keep(name: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Writes the figures of a section beside the tables."""
+    with TABLES.with_name(f"{name}_gpu.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status."""
     names = [section.name for section in SECTIONS]
@@ -157,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return 2
     end = time.monotonic() + 60 * given.minutes
-    tables, missing = {}, {}
+    tables, figures, missing = {}, {}, {}
     for section in [section for section in SECTIONS if section.name in given.only]:
         print(f"== {section.name}: {section.script}, {end - time.monotonic():.0f} s left", flush=True)
         found = measured(section, quick=given.quick, timeout_s=max(1.0, end - time.monotonic()))
@@ -165,10 +174,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missing[section.name] = found
         else:
             tables[section.name] = described(section, found, device, date.today())
+            figures[section.name] = found
     for table in tables.values():
         print(f"\n{table}")
     if tables and not given.quick:
         write(tables, RESULTS, TABLES)
+        for name, rows in figures.items():
+            keep(name, rows)
         print(f"\n{len(tables)} tables written to {TABLES} and {RESULTS}")
     for name, reason in missing.items():
         print(f"{name}: no table: {reason}", file=sys.stderr)

@@ -36,6 +36,7 @@ from qtk.kernels.gpu import (
     fake_quantize,
     fake_quantize_dynamic,
     fake_quantize_many,
+    feedback_rounding,
     row_streams,
     statistics,
     table,
@@ -45,7 +46,9 @@ from qtk.kernels.gpu import (
 from qtk.kernels.gpu.launch import WAVES
 from qtk.kernels.gpu.tiles import WARPS
 
-MODULES = extremes, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors
+MODULES = (
+    extremes, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics, candidate_errors, feedback_rounding
+)
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64", torch.int8: "*i8", torch.int16: "*i16",
@@ -113,6 +116,7 @@ class Launch:
             names = ["x_at"]
         elif "table_at" in given:  # what is written is of the type of what was read last
             names = ["x_at", "x_at"] if "g_at" not in given else ["x_at", "g_at", "g_at"]
+        names += ["target_at", "change_at"] * 2  # GPTQ's, read and written
         names += ["residual_at"] * bool(given.get("RESIDUAL")) + ["weights_at"] * bool(given.get("WEIGHTED"))
         return sum(8 * given[name].itemsize for name in names if name in given)
 
@@ -156,7 +160,7 @@ class Code:
     ``sums`` are shapes and layouts of what is summed, which decide in what order.
 
     ``instructions`` an element of the tensor, and ``issues``, those that the chip's issue rate counts: on AMD those of
-    the vector unit. ``None`` where the binary cannot be disassembled.
+    the vector unit. ``None`` where the binary cannot be disassembled, and for GPTQ's kernel.
     """
 
     registers: int
@@ -229,7 +233,12 @@ def compiled(launch: Launch, chip: Chip) -> Code:
 
 
 def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int) -> tuple[float | None, float | None]:
-    """Instructions, and those that the issue rate counts, for an element of the launch's tensor."""
+    """Instructions, and those that the issue rate counts, for an element of the launch's tensor.
+
+    ``None`` for GPTQ's kernel, which comes back to an element once for every column.
+    """
+    if "target_at" in launch.given:
+        return None, None
     lanes = launch.tile / (warps * chip.target.warp_size)  # of a thread
     body, is_loop = main_loop(code, lanes * launch.bits)
     if not body:

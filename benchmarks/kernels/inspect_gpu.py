@@ -1,10 +1,9 @@
 """Compiles the GPU kernels for chips that need not be here, and prints what the compiled code does.
 
-For every kernel but GPTQ's, which goes column by column, dtype, granularity and chip: launches a call; registers a
-thread and bytes spilled (must be 0); shared memory; occupancy (the share of the resident warps that registers and
-shared memory leave room for); instructions that load or store 128 bits, and less; true divisions in a turn of a thread,
-which has 16 elements; atomics; machine instructions an element (``machine_code``, ``gpu_code``), all and those that the
-chip's issue rate counts.
+For every kernel, dtype, granularity and chip: launches a call; registers a thread and bytes spilled (must be 0);
+shared memory; occupancy (the share of the resident warps that registers and shared memory leave room for); instructions
+that load or store 128 bits, and less; true divisions in a turn of a thread, which has 16 elements; atomics; machine
+instructions an element (``machine_code``, ``gpu_code``), all and those that the chip's issue rate counts.
 
 The roofline of 64 million elements, in µs, is a floor and an estimate, not a measurement: the longer of ``memory_us``,
 the bytes of the kernel's streams over the chip's bandwidth, and ``issue_us``, the counted instructions over its issue
@@ -18,6 +17,12 @@ rate; ``bound`` says which. It assumes that
 - an instruction takes its slot if its predicate is off, too; branches on AMD skip nothing; atomics meet no conflict;
 - what is before and after a loop costs nothing, and the share of idle lanes is that of the shape inspected.
 
+GPTQ's kernel (``round_with_feedback``) goes column by column, in float32, and strides over its scales whatever their
+granularity: one row of the table, without a count of instructions.
+
+``measured_us`` is what ``measure_gpu.py`` has measured on that chip for so many elements, if it has
+(``results/kernels_gpu.csv``); of a learned backward, forward + backward less forward.
+
     python benchmarks/kernels/inspect_gpu.py
     python benchmarks/kernels/inspect_gpu.py --chips sm_90 --kinds float32 --shapes 4095x1023 4096x197 --json code.json
 """
@@ -25,8 +30,11 @@ rate; ``bound`` says which. It assumes that
 from __future__ import annotations
 
 import argparse
+import csv
+import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +48,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qtk.core.dtypes import DTYPES, FloatDtype
-from qtk.kernels.gpu import candidate_errors, fake_quantize, fake_quantize_dynamic, fake_quantize_many, statistics
+from qtk.kernels.gpu import (
+    candidate_errors,
+    fake_quantize,
+    fake_quantize_dynamic,
+    fake_quantize_many,
+    feedback_rounding,
+    statistics,
+)
 from qtk.kernels.gpu import extremes as extremes_kernels
 
 SHAPE = 4096, 1024
@@ -52,6 +67,9 @@ BLOCKS = {
 }
 SMALL = (1024, 1024), (512, 768)
 """Shapes of weights that share a launch; with learned ranges, those of one shape do."""
+MEASURED = Path(__file__).parents[1] / "results" / "kernels_gpu.csv"
+MEASURED_AS = {"tensor": "tensor", "row": "channel", "last_axis": "channel_last", "block32": "block"}
+"""Granularities as ``bench_fake_quantize.py`` calls them."""
 KINDS = ("float32", "bfloat16", "float16")
 CODES = -128, 127
 FORMAT = DTYPES["fp8_e4m3"]
@@ -161,6 +179,14 @@ def histogram(given: Given) -> None:
     statistics.histogram(given.x, flat, torch.zeros_like(flat, dtype=torch.int32), 1023, given.blocks)
 
 
+def round_with_feedback(given: Given) -> None:
+    target = given.x[None, :, :128].contiguous()
+    columns = target.shape[2]
+    scale = torch.ones(1, len(given.x), 1).expand(target.shape)
+    feedback_rounding.round_with_feedback_(
+        target, target.clone(), torch.ones(1, columns, columns), scale, None, *CODES, backwards=False)
+
+
 def errors(given: Given) -> None:
     scales = given.scale.reshape(1, -1).expand(20, -1).contiguous()
     candidate_errors.candidate_errors(given.x, scales, None, given.blocks, *CODES, True, None, 1.0)
@@ -173,8 +199,10 @@ CALLS: dict[str, Callable[[Given], None]] = {
     "residual, backward": residual_backward, "residual, backward, learned": residual_learned_backward,
     "minifloat": minifloat, "minifloat, backward, learned": minifloat_backward, "dynamic": dynamic,
     "min_max": min_max, "extremes": extremes, "many, extremes": many_extremes, "histogram": histogram,
-    "candidate_errors": errors,
+    "candidate_errors": errors, "round_with_feedback": round_with_feedback,
 }
+ONLY = {"round_with_feedback": ("float32", "row")}
+"""Calls that are compiled for one dtype and granularity."""
 
 
 def rows(
@@ -182,7 +210,8 @@ def rows(
 ) -> Iterator[dict[str, object]]:
     cases = itertools.product(chips, calls, kinds, granularities, shapes)
     for chip, name, kind, granularity, shape in tqdm(list(cases), unit="case"):
-        if shape[1] % max(BLOCKS[granularity], default=1) == 0:
+        has_blocks = shape[1] % max(BLOCKS[granularity], default=1) == 0
+        if has_blocks and ONLY.get(name, (kind, granularity)) == (kind, granularity):
             yield from inspected(CHIPS[chip], name, getattr(torch, kind), granularity, shape)
 
 
@@ -202,7 +231,29 @@ def inspected(
             "columns": shape[1], "launches": len(launches), **asdict(code), "bytes": size,
             "memory_us": memory, "issue_us": issue, "roofline_us": max(memory, issue or 0.0),
             "bound": None if issue is None else "memory" if memory >= issue else "instructions",
+            "measured_us": measured_us(MEASURED, chip.name, name, str(kind).removeprefix("torch."), granularity),
         }
+
+
+def measured_us(path: Path, chip: str, call: str, kind: str, granularity: str) -> float | None:
+    """What was measured on a chip, for ``ELEMENTS``; ``None`` if nothing was."""
+    found: dict[str, float] = {}
+    for row in _figures(path):
+        is_this = row["way"] == "qtk" and row["kind"] == kind and row["granularity"] == MEASURED_AS.get(granularity)
+        elements = int(row["elements"])
+        if is_this and re.search(rf"\b{chip}\b", row["device_name"]) and elements >= ELEMENTS / 2:
+            found[row["action"]] = float(row["median_us"]) * ELEMENTS / elements
+    if call == "backward, learned" and len(found) == 2:
+        return found["forward + backward"] - found["forward"]
+    return found.get(call)
+
+
+@functools.cache
+def _figures(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:

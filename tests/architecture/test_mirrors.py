@@ -18,7 +18,6 @@ ELSEWHERE = {
     "numerics/dynamic.py": ("tests/ops/test_fake_quantize_dynamic.py", "qtk.numerics.dynamic"),
     "kernels/gpu/codes.py": ("tests/kernels/gpu/test_fake_quantize.py", "qtk.kernels.gpu.fake_quantize"),
     "kernels/gpu/table.py": ("tests/ops/test_fake_quantize_many.py", "qtk.kernels.gpu.table"),
-    "kernels/gpu/tiles.py": ("tests/kernels/gpu/test_fake_quantize.py", "qtk.kernels.gpu.fake_quantize"),
     "kernels/backends.py": ("tests/kernels/test_native.py", "qtk.kernels.backends"),
     # parts that only their whole runs
     "planning/plan_*.py": ("tests/planning/test_planner.py", "qtk.planning.planner"),

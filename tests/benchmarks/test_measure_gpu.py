@@ -78,6 +78,9 @@ def test_what_failed_is_named_and_the_rest_written(monkeypatch, tmp_path, capsys
     assert "kernels: no table: broken" in capsys.readouterr().err
     written = results.read_text(encoding="utf-8")
     assert "| qtk | 12.3 | 1.5 |" in written
+    with (tmp_path / "launch_gpu.csv").open(newline="", encoding="utf-8") as file:
+        assert list(csv.DictReader(file)) == ROWS
+    assert not (tmp_path / "kernels_gpu.csv").exists()
     assert written.count("Not measured.") == len(driver.SECTIONS) - 1
     assert driver.main(["--only", "launch"]) == 0
     before = results.read_bytes()

@@ -40,7 +40,7 @@ from qtk.kernels.gpu.tiles import (
     tail,
     tile,
 )
-from qtk.kernels.gpu.tiling import shifted, tiling_of
+from qtk.kernels.gpu.tiling import fitted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
@@ -244,7 +244,7 @@ def forward(
         with on_device_of(x):
             forward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
         return result, kept
-    launch(forward_kernel, x, shifted(tiling, x, result, kept), given, constants)
+    launch(forward_kernel, x, fitted(tiling, x, result, kept), given, constants)
     return result, kept
 
 
@@ -283,7 +283,7 @@ def backward(
         with on_device_of(x):
             backward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
         return dx, of_scale, of_zero
-    tiling = shifted(tiling, x, upstream, dx)
+    tiling = fitted(tiling, x, upstream, dx, sums=sums)
     splits = tiling.splits(programs(x.device))
     parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
     of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()

@@ -18,7 +18,7 @@ from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.launch import on_device_of
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, places, spread, tail, tile
-from qtk.kernels.gpu.tiling import TILE, shifted, tiling_of
+from qtk.kernels.gpu.tiling import TILE, fitted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
@@ -129,6 +129,6 @@ def fake_quantize_dynamic(
             )
         else:
             low, high = min_max(x, block_size, scale.numel())
-            launch(given_extremes_kernel, x, shifted(tiling, x, result), (x, result, low, high, scale, zero, *codes),
+            launch(given_extremes_kernel, x, fitted(tiling, x, result), (x, result, low, high, scale, zero, *codes),
                    {"SYMMETRIC": symmetric})
     return result, scale, zero

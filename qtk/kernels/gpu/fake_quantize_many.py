@@ -44,7 +44,7 @@ from qtk.kernels.gpu.table import (
     with_one_tile,
 )
 from qtk.kernels.gpu.tiles import has_tail, lanes, shape
-from qtk.kernels.gpu.tiling import shifted
+from qtk.kernels.gpu.tiling import fitted
 from qtk.numerics.blocks import check_range
 
 X, Y, GRAD, SCALE, ZERO, OF_SCALE, OF_ZERO, QMIN, QMAX = map(tl.constexpr, range(9))
@@ -204,10 +204,10 @@ def _job(
     result = torch.empty_like(x, dtype=x.dtype if grad is None else grad.dtype)
     if grad is not None and (grad.stride() != x.stride() or not are_aligned(grad)):
         grad = torch.empty_like(result).copy_(grad)
-    tiling = shifted(tiling, x, result) if grad is None else shifted(tiling, x, grad, result)
     sums = None
     if wants_scale or wants_zero_point:
         sums = torch.empty_like(scale), torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
+    tiling = fitted(tiling, x, result if grad is None else grad, result, sums=sums is not None)
     zero = None if zero_point is None else zero_point.contiguous()
     kind = "tensor" if set(block_size) <= {WHOLE} else "channel" if set(block_size) <= {1, WHOLE} else "blocks"
     return QuantizeJob(x, tiling, grad, scale.contiguous(), zero, (qmin, qmax), kind, result, sums)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qtk.kernels.gpu.launch import programs
 from qtk.kernels.gpu.tiles import arguments, is_dense, shape
-from qtk.kernels.gpu.tiling import TILE, Tiling, tiling_of
+from qtk.kernels.gpu.tiling import MOST_COLUMNS, Tiling, tiling_of
 
 MOST_TENSORS = 1024
 """Tensors of a launch; every program loads where each of them begins."""
@@ -141,14 +141,16 @@ def with_one_tile(jobs: Sequence[Jobs]) -> list[Jobs]:
     """The tensors with the tile that has the fewest turns in all."""
     widest, columns = max(job.tiling.s2 for job in jobs), jobs[0].tiling.columns
     scales = 1 << (widest - 1).bit_length()
+    elements = max(job.tiling.scales_a_tile * job.tiling.reach for job in jobs)
     best: list[Tiling] = []
-    for power in range(5 if columns else 2, TILE.bit_length()):
-        reach = 1 << power
+    reach = max(1, elements // MOST_COLUMNS) if columns else min(4, elements)
+    while reach <= elements:
         tilings = [
-            replace(job.tiling, scales_a_tile=min(TILE // reach, scales), reach=reach) for job in jobs
+            replace(job.tiling, scales_a_tile=min(elements // reach, scales), reach=reach) for job in jobs
         ]
         if not best or _turns(tilings) <= _turns(best):
             best = tilings
+        reach *= 2
     return [replace(job, tiling=tiling) for job, tiling in zip(jobs, best, strict=True)]
 
 

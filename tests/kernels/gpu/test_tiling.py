@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from qtk.kernels.gpu.tiling import TILE, tiling_of
+from qtk.kernels.gpu import tiling as tilings
+from qtk.kernels.gpu.tiling import TILE, shifted, tiling_of
 from tests.kernels import conformance
 
 
@@ -50,3 +51,42 @@ def test_more_turns_than_32_bits_count_are_left_to_the_reference():
 ])
 def test_a_tensor_with_one_scale_is_a_stream(shape, block_size, flat):
     assert tiling_of(torch.zeros(shape), block_size).flat == flat
+
+
+@pytest.mark.parametrize(("shape", "block_size", "kind", "shift"), [
+    ((64, 197), (1, -1), torch.float32, 4), ((64, 197), (1, -1), torch.bfloat16, 8), ((64, 60), (1, 20), torch.half, 8),
+    ((64, 208), (1, -1), torch.float32, 0),  # aligned
+    ((64, 15), (1, -1), torch.float32, 0),  # short
+    ((64, 197), (-1, 1), torch.float32, 0), ((197,), (), torch.float32, 0),  # columns, a stream
+    ((64, 1001), (1, -1), torch.float32, 0),  # a tile of long rows
+])
+def test_rows_that_begin_anywhere_have_a_shift_of_128_bits(shape, block_size, kind, shift, monkeypatch):
+    x = torch.zeros(shape, dtype=kind)
+    tiling = tiling_of(x, block_size)
+    assert shifted(tiling, x).shift == shift
+    for moved in (shifted(tiling, x, light=True), amd(monkeypatch, lambda: shifted(tiling, x))):
+        assert moved.shift == (shift or 4 * (shape == (64, 1001)))
+    assert shifted(tiling, x, x.double()).shift == min(shift, 2)
+
+
+def amd(monkeypatch, run):
+    with monkeypatch.context() as patch:
+        patch.setattr(tilings, "is_amd", lambda: True)
+        return run()
+
+
+def test_a_tensor_that_itself_begins_anywhere_is_not_shifted():
+    """The 128 bits of its last element might lie beyond the memory it is in."""
+    memory = torch.zeros(64 * 197 + 1)
+    x, other = memory[1:].view(64, 197), torch.zeros(64, 197)
+    tiling = tiling_of(x, (1, -1))
+    assert shifted(tiling, other).shift == 4
+    assert shifted(tiling, x) == shifted(tiling, other, x) == tiling
+
+
+@pytest.mark.parametrize("inner", [17, 197, 1023, 5003])
+def test_a_shifted_row_ends_in_its_last_tile_wherever_it_begins(inner):
+    x = torch.zeros(8, inner)
+    tiling = shifted(tiling_of(x, (1, -1)), x, light=True)
+    assert tiling.shift - 1 + inner <= tiling.turns * tiling.reach
+    assert tiling.scales_a_tile * tiling.reach <= TILE

@@ -66,7 +66,8 @@ def test_a_shape_is_timed_once_and_the_fastest_is_kept(tuning):
     for _ in range(3):
         gpu.forward(x, torch.ones(64), None, (1, -1), -8, 7)
     first = timing.calls
-    assert first == len(tuned.candidates([], {"s2": 64, "middle": 1, "inner": 256, "COLUMNS": False})) > 3
+    assert first == len(tuned.candidates([], {"s2": 64, "middle": 1, "inner": 256, "COLUMNS": False,
+                                             "SHIFT": 0})) > 3
     (autotuner,) = timing.made.values()
     assert autotuner.best_config == list(autotuner.configs_timings)[3]
     gpu.forward(other, torch.ones(64), None, (1, -1), -8, 7)
@@ -86,7 +87,7 @@ def test_what_is_summed_is_not_tuned(tuning):
     (1, 1, 1 << 20, False), (768, 1, 768, False), (64, 1, 27, False), (512, 4096, 1, True), (3, 1, 1, True),
 ])
 def test_candidates_are_powers_of_two_of_a_few_sizes(s2, middle, inner, columns):
-    found = tuned.candidates([], {"s2": s2, "middle": middle, "inner": inner, "COLUMNS": columns})
+    found = tuned.candidates([], {"s2": s2, "middle": middle, "inner": inner, "COLUMNS": columns, "SHIFT": 0})
     tiles = {(config.kwargs["SCALES"], config.kwargs["REACH"], config.num_warps) for config in found}
     assert len(tiles) == len(found) <= 6
     for scales, reach, _ in tiles:

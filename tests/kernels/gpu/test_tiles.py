@@ -1,0 +1,123 @@
+"""Rows that begin at any address, in tiles that begin 128 bits before; in Triton's interpreter, or on a GPU.
+
+That elements have the scale of their row, in every layout, is shown by ``test_fake_quantize``.
+"""
+
+import pytest
+import torch
+
+from qtk.numerics import affine
+from tests.kernels import conformance
+from tests.kernels.gpu import test_fake_quantize as gpu
+
+row_streams = pytest.importorskip("qtk.kernels.gpu.row_streams")
+candidate_errors = pytest.importorskip("qtk.kernels.gpu.candidate_errors")
+extremes = pytest.importorskip("qtk.kernels.gpu.extremes")
+many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
+statistics = pytest.importorskip("qtk.kernels.gpu.statistics")
+tiles = pytest.importorskip("qtk.kernels.gpu.tiles")
+tiling = pytest.importorskip("qtk.kernels.gpu.tiling")
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")  # of the interpreter
+CASES = {
+    "rows": ((17, 197), (1, -1)), "several_tiles_a_row": ((3, 5003), (1, -1)), "blocks": ((6, 57), (1, 19)),
+    "channels_of_images": ((4, 6, 7, 7), (-1, 1, -1, -1)), "shortest": ((33, 17), (1, -1)),
+    "a_tile_more_where_it_begins_late": ((9, 255), (1, -1)),
+}
+KINDS = torch.float32, torch.bfloat16, torch.float16
+cases = pytest.mark.parametrize(("shape", "block_size"), CASES.values(), ids=list(CASES))
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def amid(x, neighbour=float("nan")):
+    """``x`` where what lies before and after it in memory is ``neighbour``."""
+    memory = torch.full((x.numel() + 64,), neighbour, dtype=x.dtype, device=x.device)
+    return memory[32:-32].view(x.shape).copy_(x)
+
+
+def given(shape, block_size, kind):
+    """A tensor, gradients, scales and zero points; the first and last element of each row is its largest."""
+    scale, zero = conformance.ranges(shape, block_size, torch.int32, -8, 7)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=generator).to(kind) for _ in range(2))
+    x[..., 0], x[..., -1] = 7.5, -8.5
+    return x, grad, scale, zero
+
+
+@cases
+@kinds
+def test_the_cases_are_shifted(shape, block_size, kind):
+    x = torch.zeros(shape, dtype=kind)
+    tile = tiling.shifted(tiling.tiling_of(x, block_size), x)
+    assert tile.shift * x.itemsize == 16
+    assert not tile.is_aligned
+
+
+@cases
+@kinds
+@pytest.mark.parametrize("amd", [False, True])
+def test_what_lies_before_and_after_is_neither_used_nor_written(shape, block_size, kind, amd, monkeypatch):
+    for module in (tiles, tiling, row_streams):
+        monkeypatch.setattr(module, "is_amd", lambda: amd)  # which reads all of these so
+    x, grad, scale, zero = given(shape, block_size, kind)
+    spec = scale, zero, block_size, -8, 7
+    made = []
+    real = torch.empty_like
+
+    def empty_like(like, **how):
+        result = amid(real(like, **how).zero_(), 99)
+        made.append(result)
+        return result
+
+    expected = affine.fake_quantize(x, *spec), *gpu.backward(grad, x, *spec, True, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty_like)
+        value = gpu.forward(amid(x), *spec)
+        gradients = gpu.backward(amid(grad), amid(x), *spec, True, True)
+        together = many.fake_quantize_many_backward(
+            [amid(grad)] * 2, [amid(x)] * 2, *([each] * 2 for each in spec), [True] * 2, [True] * 2)
+    for own in (gradients, *together):
+        assert all(torch.equal(a, b) for a, b in zip((value, *own), expected, strict=True))
+    for result in made:
+        memory = result.as_strided((result.numel() + 64,), (1,), result.storage_offset() - 32)
+        assert (memory[:32] == 99).all()
+        assert (memory[-32:] == 99).all()
+
+
+@cases
+@kinds
+def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind):
+    x, _, scale, _ = given(shape, block_size, kind)
+    count, steps = scale.numel(), torch.stack([scale, 2 * scale]).reshape(2, -1)
+    for neighbour in (float("nan"), float("inf"), float("-inf")):
+        alone, among = x, amid(x, neighbour)
+        low, high = statistics.min_max(among, block_size, count)
+        expected = statistics.min_max(alone.double(), block_size, count)  # 128 bits are other elements
+        assert torch.equal(low, expected[0])
+        assert torch.equal(high, expected[1])
+        found, counts = [torch.full((count,), end) for end in (float("inf"), float("-inf"))], torch.zeros(3).long()
+        extremes.add_extremes_(among, block_size, -8.0, 1, *found, counts)
+        inside = torch.where(x > -8.0, x, torch.inf)
+        assert torch.equal(found[0], statistics.min_max(inside.double(), block_size, count)[0])
+        assert counts[1] == (x <= -8.0).sum()
+        errors = candidate_errors.candidate_errors(among, steps, None, block_size, -8, 7, True, None, 1.0)
+        exact = candidate_errors.candidate_errors(x.double(), steps.double(), None, block_size, -8, 7, True, None, 1.0)
+        torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)
+
+
+@cases
+def test_the_sums_are_the_same_each_time(shape, block_size):
+    x, grad, *spec = given(shape, block_size, torch.float32)
+    first, second = (gpu.backward(grad, x, *spec, block_size, -8, 7, True, True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_lanes_of_a_scale_are_what_a_thread_reads(monkeypatch):
+    """So that a turn adds within threads: less than all lanes only where the compiler gives a thread 128 bits."""
+    x, half = torch.zeros(64, 1024), torch.zeros(64, 1024, dtype=torch.bfloat16)
+    rows, columns = tiling.tiling_of(x, (1, -1)), tiling.tiling_of(x, (-1, 1))
+    assert (tiles.lanes(rows, x), tiles.lanes(rows, half), tiles.lanes(rows, x, half)) == (256, 128, 128)
+    assert (tiles.lanes(columns, x), tiles.lanes(columns, half)) == (8, 16)
+    odd = torch.zeros(64, 1001)
+    assert tiles.lanes(tiling.tiling_of(odd, (1, -1)), odd) == 1024
+    monkeypatch.setattr(tiles, "is_amd", lambda: True)  # twice the threads a warp
+    assert (tiles.lanes(columns, x), tiles.lanes(columns, half)) == (16, 32)
