@@ -3,8 +3,8 @@
 Rows whose length is no multiple of 16 begin at addresses that are none of 128 bits, so a tile of rows is read and
 written one element at a time. Here a tile is a run of the stream: its chunks of ``CHUNK`` elements are aligned, and a
 chunk lies in at most two rows, whose scales it loads; an element takes the second one from the border on. Nothing is
-summed, so the order of elements is free. Where this takes fewer instructions was counted in compiled code
-(benchmarks/RESULTS.md): not on AMD, and not where a tile is some long rows as a whole.
+summed, so the order of elements is free. On NVIDIA this takes fewer instructions than tiles of rows that have a shift
+(``tiling.shifted``), on AMD more: counted in compiled code (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def is_row_stream(tiling: Tiling) -> bool:
     is_rows = tiling.outer == tiling.s1 == tiling.middle == tiling.step2 == 1 and tiling.s2 > 1
     if is_amd() or not is_rows or tiling.inner % 16 == 0 or tiling.s2 * tiling.inner < 2 * TILE:
         return False
-    return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST and not tiling.is_of_long_rows
+    return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST
 
 
 def stream_arguments(x: Tensor, tiling: Tiling, programs: int) -> tuple[int, ...]:
