@@ -9,23 +9,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CHIPS = {"90 H200": 16, "gfx942 MI300X": 8}
-"""Elements of a tile that a thread has."""
+CHIPS = "90 H200", "gfx942 MI300X"
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,
            "many": 2, "many, backward": 3, "many, backward, learned": 3, "one of many, backward, learned": 3,
            "minifloat": 2}
 OF_ENDS = "min_max", "extremes", "many, extremes"
-WITHOUT_SUMS = "forward", "backward", "minifloat"
+WITHOUT_SUMS = "forward", "backward", "minifloat", "many", "many, backward"
+WITH_TAIL = "forward", "backward", "backward, learned", "minifloat"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
 """The second has an odd number of elements, in rows of an odd length."""
-MOST = {"forward": 38, "backward": 40, "backward, learned": 60, "min_max": 37, "extremes": 58, "many, extremes": 58,
-        "candidate_errors": 860, "many": 38, "many, backward": 40, "many, backward, learned": 60,
-        "one of many, backward, learned": 60, "minifloat": 40}
+MOST = {"forward": 34, "backward": 35.5, "backward, learned": 44, "min_max": 37, "extremes": 58, "many, extremes": 56,
+        "candidate_errors": 826, "many": 45, "many, backward": 46.5, "many, backward, learned": 44,
+        "one of many, backward, learned": 44, "minifloat": 39.5}
 """Instructions an element of the first shape on an H200, 20 candidates together; a tenth more than there are."""
-MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 10.5, "extremes": 14.5,
-                    "many, extremes": 15.5, "candidate_errors": 600, "many": 27, "many, backward": 28,
-                    "many, backward, learned": 37, "one of many, backward, learned": 37, "minifloat": 32}
+MOST_OF_A_STREAM = {"forward": 27, "backward": 29.5, "backward, learned": 40, "min_max": 9.5, "extremes": 14.5,
+                    "many, extremes": 15, "candidate_errors": 610, "many": 27, "many, backward": 29.5,
+                    "many, backward, learned": 39, "one of many, backward, learned": 40, "minifloat": 33}
+MOST_OF_ODD_ROWS = {"forward": (42, 93), "backward": (43, 98), "backward, learned": (80, 123), "min_max": (56, 81),
+                    "extremes": (86, 134), "many, extremes": (31, 32), "candidate_errors": (1410, 1784),
+                    "many": (49, 68), "many, backward": (53, 65), "many, backward, learned": (81, 131),
+                    "one of many, backward, learned": (80, 123), "minifloat": (43, 97)}
+"""Of the second shape by rows, on each chip."""
 
 
 @pytest.fixture(scope="module")
@@ -65,35 +70,42 @@ def test_every_stream_is_read_and_written_128_bits_at_a_time(found):
 
 
 def test_so_is_a_tensor_of_any_length_but_its_last_elements(found):
-    """Of what does not sum: a tile of 16 more would change the order of sums."""
-    rows = [row for row in found if is_odd(row) and row["granularity"] == "tensor" and row["call"] in WITHOUT_SUMS]
-    assert len(rows) == len(WITHOUT_SUMS) * len(CHIPS) * len(SIZES)
+    rows = [row for row in found if is_odd(row) and row["granularity"] == "tensor" and row["call"] in STREAMS
+            and row["call"] not in ("min_max", "extremes")]
+    assert len(rows) == (len(STREAMS) - 2) * len(CHIPS) * len(SIZES)
     for row in rows:
         assert row["wide"] >= least(row), row
-        assert row["narrow"] <= STREAMS[row["call"]] + 2, row
+        if row["call"] in WITH_TAIL and row["call"] in WITHOUT_SUMS:
+            assert row["narrow"] <= STREAMS[row["call"]] + 2, row
 
 
 def test_so_are_rows_that_begin_at_any_address(found):
-    """On NVIDIA, and not where rows are summed; by no more instructions than those that begin at 128 bits and a third.
-
-    In tiles of rows they took 75 to 77 (sm_90, 4095 rows of 197).
-    """
-    rows = [row for row in found if is_odd(row) and row["granularity"] == "row" and row["chip"] == "90 H200"
-            and row["call"] in ("forward", "backward")]
-    assert len(rows) == 2 * len(SIZES)
+    """In tiles of rows, learned ranges took 160 to 182 instructions an element, extremes 142 to 262."""
+    rows = [row for row in found if is_odd(row) and row["granularity"] == "row"]
+    assert len(rows) == (len(STREAMS) + 1) * len(CHIPS) * len(SIZES)
     for row in rows:
-        assert row["wide"] >= least(row), row
-        assert row["instructions"] <= 42, row
+        if row["call"] in STREAMS:
+            assert row["wide"] >= least(row), row
+        assert row["instructions"] <= MOST_OF_ODD_ROWS[row["call"]][CHIPS.index(row["chip"])], row
 
 
 def least(row):
-    return STREAMS[row["call"]] * CHIPS[row["chip"]] * SIZES[row["kind"]] // 16
+    return STREAMS[row["call"]] * turn(row) * SIZES[row["kind"]] // 16
+
+
+def turn(row):
+    """Elements that a thread reads at a time: of all streams together no more than its registers take."""
+    if row["chip"] != CHIPS[0]:
+        return 8
+    if row["call"] == "candidate_errors" or row["kernel"].endswith("_rows_kernel"):
+        return 16
+    return 16 if row["kind"] == "bfloat16" and row["call"] in WITHOUT_SUMS else 8
 
 
 def test_no_more_instructions_than_there_were(found):
     """A scalar load or a division of a turn by 64 bits would be seen here."""
     for row in found:
-        if row["chip"] == "90 H200" and not is_odd(row):
+        if row["chip"] == CHIPS[0] and not is_odd(row):
             most = MOST_OF_A_STREAM if row["granularity"] == "tensor" else MOST
             assert row["instructions"] <= most[row["call"]], row
 
@@ -102,17 +114,17 @@ def test_one_true_division_an_element_and_one_ticket_a_program(found):
     """Extremes draw two tickets, and count what is rare."""
     for row in found:
         tail = row["kernel"].endswith("_rows_kernel") or (
-            is_odd(row) and row["granularity"] == "tensor" and row["call"] in WITHOUT_SUMS)
-        assert row["divisions"] == (0 if row["call"] in OF_ENDS else CHIPS[row["chip"]] + tail), row
+            is_odd(row) and row["granularity"] == "tensor" and row["call"] in WITH_TAIL)
+        assert row["divisions"] == (0 if row["call"] in OF_ENDS else turn(row) + tail), row
         assert row["atomics"] <= (6 if row["call"].endswith("extremes") else 1), row
 
 
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
-    """A quarter of the most; forward, which is called most often, half."""
+    """A quarter of the most, of odd rows an eighth; what is called most often, half."""
     for row in found:
         if row["call"] in ("forward", "min_max", "many") and row["granularity"] != "last_axis" and not is_odd(row):
-            assert row["occupancy"] >= 0.375, row
-        assert row["occupancy"] >= 0.125, row
+            assert row["occupancy"] >= 0.5, row
+        assert row["occupancy"] >= (0.125 if is_odd(row) else 0.25), row
 
 
 def test_instructions_are_counted_and_the_longer_of_memory_and_issue_is_the_roofline(found):
