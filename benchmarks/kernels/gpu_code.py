@@ -160,7 +160,8 @@ class Code:
     ``sums`` are shapes and layouts of what is summed, which decide in what order.
 
     ``instructions`` an element of the tensor, and ``issues``, those that the chip's issue rate counts: on AMD those of
-    the vector unit. ``None`` where the binary cannot be disassembled, and for GPTQ's kernel.
+    the vector unit. ``spills_a_turn`` are instructions of the main loop that store or load what was spilled: outside
+    of it they are run once a program. ``None`` where the binary cannot be disassembled, and for GPTQ's kernel.
     """
 
     registers: int
@@ -174,6 +175,7 @@ class Code:
     sums: tuple[str, ...]
     instructions: float | None
     issues: float | None
+    spills_a_turn: int | None
 
 
 @contextmanager
@@ -232,17 +234,19 @@ def compiled(launch: Launch, chip: Chip) -> Code:
     return read(made, launch, chip, warps)
 
 
-def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int) -> tuple[float | None, float | None]:
-    """Instructions, and those that the issue rate counts, for an element of the launch's tensor.
+def _main_loop(
+    code: list[Instruction], launch: Launch, chip: Chip, warps: int
+) -> tuple[float, float, int] | tuple[None, None, None]:
+    """Instructions, and those that the issue rate counts, for an element of the launch's tensor; and spills a turn.
 
     ``None`` for GPTQ's kernel, which comes back to an element once for every column.
     """
     if "target_at" in launch.given:
-        return None, None
+        return None, None, None
     lanes = launch.tile / (warps * chip.target.warp_size)  # of a thread
     body, is_loop = main_loop(code, lanes * launch.bits)
     if not body:
-        return None, None
+        return None, None, None
     a_turn = max(lanes, 1) * launch.bits  # where threads outnumber lanes, several have the same one
     if sum(each.bits for each in body) < a_turn:
         raise ValueError(f"the ordinary path of {launch.kernel.__name__} for {chip.name} misses loads or stores")
@@ -250,7 +254,7 @@ def _an_element(code: list[Instruction], launch: Launch, chip: Chip, warps: int)
     turns = sum(each.bits for each in body) // a_turn if is_loop else 1
     share = launch.lanes / (lanes * turns)
     counted = sum(each.is_vector_alu for each in body) if chip.target.backend == "hip" else len(body)
-    return len(body) * share, counted * share
+    return len(body) * share, counted * share, sum(each.is_spill for each in body)
 
 
 def _type(value: object) -> str:
@@ -281,7 +285,7 @@ def _nvidia(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
         usage["REG"], usage["STACK"] + usage["LOCAL"], shared, blocks * warps / chip.warps,
         sum(each >= 128 for each in bits), sum(each < 128 for each in bits), len(re.findall(r"div\.rn", text)),
         len(re.findall(r"\b(?:atom|red)\.", text)), _sums(made.asm["ttgir"]),
-        *_an_element(sass(listing), launch, chip, warps),
+        *_main_loop(sass(listing), launch, chip, warps),
     )
 
 
@@ -302,7 +306,7 @@ def _amd(made: Any, launch: Launch, chip: Chip, warps: int) -> Code:
         blocks * warps / (4 * chip.warps), sum(each.endswith("dwordx4") for each in accesses),
         sum(not each.endswith("dwordx4") for each in accesses), len(re.findall(r"v_div_fixup_f32", text)),
         len(re.findall(r"(?:global|buffer|flat)_atomic_", text)), _sums(made.asm["ttgir"]),
-        *_an_element(amdgcn(text), launch, chip, warps),
+        *_main_loop(amdgcn(text), launch, chip, warps),
     )
 
 

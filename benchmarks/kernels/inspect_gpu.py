@@ -1,9 +1,10 @@
 """Compiles the GPU kernels for chips that need not be here, and prints what the compiled code does.
 
-For every kernel, dtype, granularity and chip: launches a call; registers a thread and bytes spilled (must be 0);
-shared memory; occupancy (the share of the resident warps that registers and shared memory leave room for); instructions
-that load or store 128 bits, and less; true divisions in a turn of a thread, which has 8 or 16 elements; atomics;
-machine instructions an element (``machine_code``, ``gpu_code``), all and those that the chip's issue rate counts.
+For every kernel, dtype, granularity and chip: launches a call; registers a thread, bytes spilled, and the instructions
+of a turn of the main loop that store or load these (must be 0); shared memory; occupancy (the share of the resident
+warps that registers and shared memory leave room for); instructions that load or store 128 bits, and less; true
+divisions in a turn of a thread, which has 8 or 16 elements; atomics; machine instructions an element
+(``machine_code``, ``gpu_code``), all and those that the chip's issue rate counts.
 
 The roofline of 64 million elements, in µs, is a floor and an estimate, not a measurement: the longer of ``memory_us``,
 the bytes of the kernel's streams over the chip's bandwidth, and ``issue_us``, the counted instructions over its issue

@@ -35,6 +35,11 @@ class Instruction:
         """Whether it takes an issue slot of AMD's vector unit; scalar and memory instructions have their own."""
         return self.name.startswith("v_")
 
+    @property
+    def is_spill(self) -> bool:
+        """Whether it stores or loads memory of the thread's own."""
+        return self.name.startswith(("STL", "LDL", "scratch_"))
+
 
 def sass(text: str) -> list[Instruction]:
     """The instructions of the one kernel in the output of ``cuobjdump -sass``."""

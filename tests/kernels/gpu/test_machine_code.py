@@ -92,3 +92,11 @@ def test_the_outermost_of_nested_loops(machine_code):
 def test_what_cannot_be_disassembled_has_no_instructions(machine_code):
     assert machine_code.sass("cuobjdump fatal: no such file") == []
     assert machine_code.main_loop([], 0) == ([], False)
+
+
+def test_what_was_spilled_is_told_from_other_memory(machine_code):
+    spilling = SASS.replace("MOV R1, 0x60", "STL [R1], R5").replace("FADD R1, R1, R1", "LDL.LU R5, [R1]")
+    assert [each.name for each in machine_code.sass(spilling) if each.is_spill] == ["STL", "LDL.LU"]
+    spilling = AMD.replace("v_add_f32_e32 v0, v0, v1", "scratch_load_dword v0, off, s0 offset:4")
+    assert [each.name for each in machine_code.amdgcn(spilling) if each.is_spill] == ["scratch_load_dword"]
+    assert not any(each.is_spill for each in machine_code.sass(SASS) + machine_code.amdgcn(AMD))
