@@ -38,15 +38,17 @@ def tile(
     The masks: what belongs to the tile; what is read, and what is written, 128 bits at a time. They differ where a row,
     which begins anywhere, has a ``SHIFT``.
 
-    ``FLAT`` is a tensor with one scale, a stream: no division of turns. If it has a ``TAIL``, the masks end before it.
+    ``FLAT`` is a tensor with one scale, a stream: no division of turns. If it has a ``TAIL``, the masks end before it;
+    if it has a ``SHIFT``, it is only read, to the end of the last 128 bits.
     """
     if FLAT:
         start = wide(turn) * REACH
         lane = tl.arange(0, REACH)[None, :]
         end = inner // 16 * 16 if TAIL else inner
         offsets = start + lane
-        mask = lane < tl.minimum(end - start, REACH).to(tl.int32)
-        read = mask
+        left = tl.minimum(end - start, REACH).to(tl.int32)
+        mask = lane < left
+        read = lane // SHIFT * SHIFT < left if SHIFT else mask
         written = mask
     elif COLUMNS:
         chunks = tl.cdiv(middle, REACH)

@@ -96,7 +96,7 @@ class Tiling:
 
 
 def shifted(tiling: Tiling, *tensors: Tensor, light: bool = False) -> Tiling:
-    """The tiling, with a shift if rows begin anywhere: so that 128 bits are read and written at a time.
+    """The tiling, with a shift if rows begin or end anywhere: so that 128 bits are read and written at a time.
 
     ``tensors`` are those that are read and written in tiles. Where one of them itself begins anywhere, none is shifted:
     a tile reads the whole 128 bits that its first and last element lie in, and these belong to the tensor's memory only
@@ -110,7 +110,7 @@ def shifted(tiling: Tiling, *tensors: Tensor, light: bool = False) -> Tiling:
     >>> tiling.shift, tiling.scales_a_tile, tiling.reach
     (4, 16, 256)
     """
-    if tiling.columns or tiling.flat or tiling.is_aligned or tiling.inner < SHORTEST:
+    if tiling.columns or tiling.is_aligned or tiling.inner < SHORTEST:
         return tiling
     if any(each.data_ptr() % 16 for each in tensors) or not (light or is_amd() or not tiling.is_of_long_rows):
         return tiling
@@ -132,7 +132,7 @@ def fitted(tiling: Tiling, *tensors: Tensor, sums: bool = False) -> Tiling:
     >>> tiling.reach, fitted(tiling, x).reach, fitted(tiling, x.half()).reach, fitted(tiling, x.half(), sums=True).reach
     (1024, 512, 1024, 512)
     """
-    tiling = shifted(tiling, *tensors)
+    tiling = tiling if tiling.flat else shifted(tiling, *tensors)  # a stream has a tail
     is_wide = max(each.itemsize for each in tensors) >= 4
     if is_amd() or tiling.reach < SHORTEST or not (sums or is_wide):
         return tiling

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarnin
 CASES = {
     "rows": ((17, 197), (1, -1)), "several_tiles_a_row": ((3, 5003), (1, -1)), "blocks": ((6, 57), (1, 19)),
     "channels_of_images": ((4, 6, 7, 7), (-1, 1, -1, -1)), "shortest": ((33, 17), (1, -1)),
-    "a_tile_more_where_it_begins_late": ((9, 255), (1, -1)),
+    "a_tile_more_where_it_begins_late": ((9, 255), (1, -1)), "a_tensor": ((19, 221), (-1, -1)),
 }
 KINDS = torch.float32, torch.bfloat16, torch.float16
 cases = pytest.mark.parametrize(("shape", "block_size"), CASES.values(), ids=list(CASES))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qtk.kernels.gpu import tiling as tilings
-from qtk.kernels.gpu.tiling import TILE, shifted, tiling_of
+from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
 from tests.kernels import conformance
 
 
@@ -57,7 +57,8 @@ def test_a_tensor_with_one_scale_is_a_stream(shape, block_size, flat):
     ((64, 197), (1, -1), torch.float32, 4), ((64, 197), (1, -1), torch.bfloat16, 8), ((64, 60), (1, 20), torch.half, 8),
     ((64, 208), (1, -1), torch.float32, 0),  # aligned
     ((64, 15), (1, -1), torch.float32, 0),  # short
-    ((64, 197), (-1, 1), torch.float32, 0), ((197,), (), torch.float32, 0),  # columns, a stream
+    ((64, 197), (-1, 1), torch.float32, 0), ((64, 197), (), torch.float32, 0),  # columns, aligned
+    ((197,), (), torch.float32, 4),  # a stream that ends anywhere
     ((64, 1001), (1, -1), torch.float32, 0),  # a tile of long rows
 ])
 def test_rows_that_begin_anywhere_have_a_shift_of_128_bits(shape, block_size, kind, shift, monkeypatch):
@@ -67,6 +68,13 @@ def test_rows_that_begin_anywhere_have_a_shift_of_128_bits(shape, block_size, ki
     for moved in (shifted(tiling, x, light=True), amd(monkeypatch, lambda: shifted(tiling, x))):
         assert moved.shift == (shift or 4 * (shape == (64, 1001)))
     assert shifted(tiling, x, x.double()).shift == min(shift, 2)
+
+
+def test_a_stream_that_is_written_has_a_tail_in_place_of_a_shift():
+    x = torch.zeros(63, 197)
+    tiling = tiling_of(x, ())
+    assert shifted(tiling, x).shift == 4
+    assert fitted(tiling, x).shift == 0
 
 
 def amd(monkeypatch, run):
