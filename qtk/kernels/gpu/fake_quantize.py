@@ -83,15 +83,13 @@ def forward_tiles(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
         quantize(
-            x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL,
-            SHIFT,
+            x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, SHIFT
         )
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, masks = tail(inner)
             quantize(
-                x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST,
-                RESIDUAL, 0,
+                x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0
             )
 
 
@@ -138,8 +136,7 @@ def backward_tiles(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
         g, inside, error = gradient(
-            x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL,
-            SHIFT,
+            x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, SHIFT
         )
         if SUMS:
             upstream = g.to(tl.float32)
