@@ -114,7 +114,11 @@ def shifted(tiling: Tiling, *tensors: Tensor, light: bool = False) -> Tiling:
         return tiling
     if any(each.data_ptr() % 16 for each in tensors) or not (light or is_amd() or not tiling.is_of_long_rows):
         return tiling
-    shift = 16 // max(each.itemsize for each in tensors)
+    return _with_shift(tiling, 16 // max(each.itemsize for each in tensors))
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_shift(tiling: Tiling, shift: int) -> Tiling:
     scales_a_tile, reach = tile_of(tiling.s2, tiling.middle, tiling.inner + shift - 1, columns=False)
     moved = replace(tiling, shift=shift, scales_a_tile=scales_a_tile, reach=reach)
     return moved if moved.turns <= MOST_TURNS else tiling
@@ -136,6 +140,11 @@ def fitted(tiling: Tiling, *tensors: Tensor, sums: bool = False) -> Tiling:
     is_wide = max(each.itemsize for each in tensors) >= 4
     if is_amd() or tiling.reach < SHORTEST or not (sums or is_wide):
         return tiling
+    return _of_half_the_reach(tiling)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_half_the_reach(tiling: Tiling) -> Tiling:
     return replace(tiling, reach=tiling.reach // 2)
 
 

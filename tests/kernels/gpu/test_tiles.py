@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from qtk.numerics import affine
+from qtk.numerics import candidate_errors as reference_of_errors
+from qtk.numerics import extremes as reference_of_extremes
+from qtk.numerics import statistics as reference_of_statistics
 from tests.kernels import conformance
 from tests.kernels.gpu import test_fake_quantize as gpu
 
@@ -88,27 +91,25 @@ def test_what_lies_before_and_after_is_neither_used_nor_written(shape, block_siz
 def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind):
     x, _, scale, _ = given(shape, block_size, kind)
     count, steps = scale.numel(), torch.stack([scale, 2 * scale]).reshape(2, -1)
+    expected = reference_of_statistics.min_max(x, block_size)
+    ends, counts = state(count)
+    reference_of_extremes.add_extremes_(x, block_size, -8.0, 1, *ends, counts)
+    of_steps = steps, None, block_size, -8, 7
+    exact = reference_of_errors.candidate_errors(x, *of_steps)
     for neighbour in (float("nan"), float("inf"), float("-inf")):
-        alone, among = x, amid(x, neighbour)
-        low, high = statistics.min_max(among, block_size, count)
-        expected = statistics.min_max(alone.double(), block_size, count)  # 128 bits are other elements
-        assert torch.equal(low, expected[0])
-        assert torch.equal(high, expected[1])
-        found, counts = [torch.full((count,), end) for end in (float("inf"), float("-inf"))], torch.zeros(3).long()
-        extremes.add_extremes_(among, block_size, -8.0, 1, *found, counts)
-        inside = torch.where(x > -8.0, x, torch.inf)
-        assert torch.equal(found[0], statistics.min_max(inside.double(), block_size, count)[0])
-        assert counts[1] == (x <= -8.0).sum()
-        errors = candidate_errors.candidate_errors(among, steps, None, block_size, -8, 7, True, None, 1.0)
-        exact = candidate_errors.candidate_errors(x.double(), steps.double(), None, block_size, -8, 7, True, None, 1.0)
-        torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)
+        among = amid(x, neighbour)
+        found = statistics.min_max(among, block_size, count)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        own_ends, own_counts = state(count)
+        extremes.add_extremes_(among, block_size, -8.0, 1, *own_ends, own_counts)
+        assert all(torch.equal(a, b) for a, b in zip((*own_ends, own_counts), (*ends, counts), strict=True))
+        errors = candidate_errors.candidate_errors(among, *of_steps, True, None, 1.0)
+        torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)  # float32 sums of a tile
 
 
-@cases
-def test_the_sums_are_the_same_each_time(shape, block_size):
-    x, grad, *spec = given(shape, block_size, torch.float32)
-    first, second = (gpu.backward(grad, x, *spec, block_size, -8, 7, True, True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def state(count):
+    """Running minimum, maximum and counts of nothing."""
+    return [torch.full((count,), end) for end in (float("inf"), float("-inf"))], torch.zeros(3, dtype=torch.int64)
 
 
 def test_the_lanes_of_a_scale_are_what_a_thread_reads(monkeypatch):
