@@ -22,7 +22,7 @@ SHAPES = "4096x1024", "4095x197"
 MOST = {"forward": 34, "backward": 35.5, "backward, learned": 44, "min_max": 37, "extremes": 58, "many, extremes": 56,
         "candidate_errors": 826, "many": 45, "many, backward": 46.5, "many, backward, learned": 44,
         "one of many, backward, learned": 44, "minifloat": 39.5}
-"""Instructions an element of the first shape on an H200, 20 candidates together; at most a tenth more than there are."""
+"""Instructions an element of the first shape on an H200, 20 candidates together; about a tenth more than there are."""
 MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 9.5, "extremes": 14.5,
                     "many, extremes": 15, "candidate_errors": 600, "many": 27, "many, backward": 28,
                     "many, backward, learned": 37, "one of many, backward, learned": 37, "minifloat": 32}
