@@ -79,21 +79,22 @@ def many_backward_kernel(
 ):
     """``x_at``, ``g_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
-    s2, splits = size(row_at, S2, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS)
-    step1, step2 = size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS)
     given, sum_of_scale, sum_clipped = backward_tiles(
         program, pointer(row_at, X, x_at), pointer(row_at, GRAD, g_at), pointer(row_at, Y, g_at),
         pointer(row_at, SCALE, scale_at), pointer(row_at, ZERO, zero_at),
         tl.load(row_at + QMIN).to(tl.float32), tl.load(row_at + QMAX).to(tl.float32),
-        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), s2,
-        size(row_at, INNER, ONES, SIXTEENS), step1, step2, size(row_at, TURNS, ONES, SIXTEENS), splits,
+        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
+        size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+        size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
         ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
     )
     if SUMS:  # the addresses are loaded here, so that they take no registers before
         store_sums(
             program, given, sum_of_scale, sum_clipped, pointer(row_at, PARTS_AT, scale_at),
             pointer(row_at, OF_SCALE, scale_at), pointer(row_at, OF_ZERO, scale_at),
-            tickets_at + tl.load(row_at + TICKETS), size(row_at, COUNT, ONES, SIXTEENS), s2, step1, step2, splits,
+            tickets_at + tl.load(row_at + TICKETS), size(row_at, COUNT, ONES, SIXTEENS),
+            size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+            size(row_at, SPLITS, ONES, SIXTEENS),
             OF_ZERO_POINT, SCALES, PARTS,
         )
 
