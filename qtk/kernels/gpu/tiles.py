@@ -17,8 +17,8 @@ def places(group, s2, step1, step2, SCALES: tl.constexpr):
     """For a group of scales: its index along s1, its indices along s2, their mask, and the indices of its scales."""
     tiles = tl.cdiv(s2, SCALES)
     along1 = (group // tiles).to(tl.int64)
-    along2 = (group % tiles).to(tl.int64) * SCALES + tl.arange(0, SCALES)
-    return along1, along2, along2 < s2, along1 * step1 + along2 * step2
+    along2 = (group % tiles) * SCALES + tl.arange(0, SCALES)
+    return along1, along2, along2 < s2, along1 * step1 + along2.to(tl.int64) * step2
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def tile(
         chunks = tl.cdiv(middle, REACH)
         row = (turn % chunks) * REACH + tl.arange(0, REACH)
         start = (wide(turn // chunks) * s1 + along1) * middle
-        offsets = (start + row)[:, None] * s2 + along2[None, :]
+        offsets = (start + row)[:, None] * s2 + along2.to(tl.int64)[None, :]
         mask = (row < middle)[:, None] & exists[None, :]
         read = mask
         written = mask
@@ -63,7 +63,7 @@ def tile(
         column = (turn % chunks) * REACH + tl.arange(0, REACH)
         rest = wide(turn // chunks)
         start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
-        begin = (start + along2) * inner
+        begin = (start + along2.to(tl.int64)) * inner
         if SHIFT:
             before = (begin % SHIFT).to(tl.int32)[:, None]
             begin = begin // SHIFT * SHIFT
