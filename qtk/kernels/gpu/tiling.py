@@ -34,8 +34,8 @@ SHORTEST = 16
 MOST_COLUMNS = 128
 """Most scales along the columns of a tile."""
 
-MOST_TURNS = 1 << 30
-"""Kernels count turns in 32 bits: 64-bit division takes three times the instructions."""
+MOST_COUNTED = 1 << 30
+"""Kernels count turns, and scales along an axis, in 32 bits: 64-bit division takes three times the instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def shifted(tiling: Tiling, *tensors: Tensor, light: bool = False) -> Tiling:
 def _with_shift(tiling: Tiling, shift: int) -> Tiling:
     scales_a_tile, reach = tile_of(tiling.s2, tiling.middle, tiling.inner + shift - 1, columns=False)
     moved = replace(tiling, shift=shift, scales_a_tile=scales_a_tile, reach=reach)
-    return moved if moved.turns <= MOST_TURNS else tiling
+    return moved if moved.turns <= MOST_COUNTED else tiling
 
 
 def fitted(tiling: Tiling, *tensors: Tensor, sums: bool = False) -> Tiling:
@@ -149,7 +149,7 @@ def _of_half_the_reach(tiling: Tiling) -> Tiling:
 
 
 def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:
-    """The tiling of a dense tensor; ``None`` if its blocks do not have this form, or turns are too many.
+    """The tiling of a dense tensor; ``None`` if its blocks do not have this form, or turns or scales are too many.
 
     >>> import torch
     >>> tiling = tiling_of(torch.zeros(8, 3, 5, 5), (-1, 1, -1, -1))
@@ -181,7 +181,7 @@ def _tiling(shape: tuple[int, ...], strides: tuple[int, ...], block_size: tuple[
         outer, middle = middle, 1
     scales_a_tile, reach = tile_of(s2, middle, inner, columns)
     tiling = Tiling(outer, s1, middle, s2, inner, step1, step2, columns, scales_a_tile, reach)
-    return tiling if tiling.turns <= MOST_TURNS else None
+    return tiling if max(tiling.turns, tiling.s2) <= MOST_COUNTED else None
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int], block_size: Sequence[int]) -> list[tuple[int, int]]:

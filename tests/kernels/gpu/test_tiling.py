@@ -45,6 +45,12 @@ def test_more_turns_than_32_bits_count_are_left_to_the_reference():
     assert tiling.turns == 1 << 30
 
 
+def test_so_are_more_scales_along_an_axis():
+    """The last tile of almost 2^31 of them would end beyond what 32 bits count."""
+    assert tiling_of(torch.empty(2, (1 << 31) - 16, device="meta"), (-1, 1)) is None
+    assert tiling_of(torch.empty(2, 1 << 30, device="meta"), (-1, 1)) is not None
+
+
 @pytest.mark.parametrize(("shape", "block_size", "flat"), [
     ((37, 1031), (), True), ((3, 5, 7), (-1, -1, -1), True), ((1,), (1,), True), ((1, 8), (1, -1), True),
     ((2, 8), (1, -1), False), ((8, 3), (-1, 1), False),
