@@ -143,7 +143,7 @@ class Launch:
         given = self.given
         tiles = elements = 0
         for row in rows:
-            _, s1, middle, s2, inner, _, _, turns, splits = row[table.COUNT.value :]
+            s1, middle, s2, inner, _, _, turns, splits = row[table.S1.value :]
             reached = inner + max(given["SHIFT"] - 1, 0)
             chunks = -(-middle // given["REACH"]) if given["COLUMNS"] else -(-reached // given["REACH"]) * middle
             tiles += row[table.PROGRAMS.value] // splits * turns

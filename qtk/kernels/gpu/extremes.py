@@ -17,7 +17,6 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.table import (
-    COUNT,
     INNER,
     MIDDLE,
     PARTS_AT,
@@ -39,7 +38,19 @@ from qtk.kernels.gpu.table import (
     uploaded,
     with_one_tile,
 )
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, tile
+from qtk.kernels.gpu.tiles import (
+    arguments,
+    draws_last_ticket,
+    is_dense,
+    lanes,
+    load,
+    partials,
+    places,
+    shape,
+    store_partials,
+    sums_of_lanes,
+    tile,
+)
 from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import extremes
 
@@ -55,17 +66,17 @@ COUNTERS = 3
 
 @triton.jit
 def extremes_kernel(
-    x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1, middle, s2, inner,
-    step1, step2, turns, splits,
+    x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, s1, middle, s2, inner, step1,
+    step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    PARTS: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """After the tickets of the groups there are three numbers of the launch, all 0 before and after it."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     add_tiles(
-        program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
-        middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT, PARTS,
+        program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, s1, middle,
+        s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES, PARTS,
     )
 
 
@@ -73,7 +84,7 @@ def extremes_kernel(
 def many_extremes_kernel(
     table_at, tensors, x_at, low_at, counts_at, tickets_at, bound,
     ONES: tl.constexpr, SIXTEENS: tl.constexpr, MOST: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr,
-    COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
@@ -81,30 +92,25 @@ def many_extremes_kernel(
         program, tl.load(row_at + PROGRAMS).to(tl.int32), pointer(row_at, X, x_at), pointer(row_at, LOW, low_at),
         pointer(row_at, HIGH, low_at), pointer(row_at, COUNTS, counts_at), pointer(row_at, PARTS_AT, low_at),
         tickets_at + tl.load(row_at + TICKETS), bound, tl.load(row_at + LEAST), tl.load(row_at + ELEMENTS),
-        size(row_at, COUNT, ONES, SIXTEENS), size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS),
-        size(row_at, S2, ONES, SIXTEENS), size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS),
-        size(row_at, STEP2, ONES, SIXTEENS), size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
-        SCALES, REACH, COLUMNS, FLAT, SHIFT, PARTS,
+        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
+        size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+        size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
+        SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES, PARTS,
     )
 
 
 @triton.jit
 def add_tiles(
-    program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, count, s1,
-    middle, s2, inner, step1, step2, turns, splits,
+    program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, s1, middle,
+    s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    PARTS: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """What one of the ``programs`` of a tensor does."""
-    group = program // splits
-    along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
-    if COLUMNS:
-        low = tl.full([REACH, SCALES], float("inf"), tl.float32)
-        left_out = tl.zeros([REACH, SCALES], tl.int32)
-    else:
-        low = tl.full([SCALES, REACH], float("inf"), tl.float32)
-        left_out = tl.zeros([SCALES, REACH], tl.int32)
+    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    low = tl.full([REACH, SCALES] if COLUMNS else [SCALES, REACH], float("inf"), tl.float32)
     high = -low
+    left_out = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.int32)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
@@ -115,15 +121,12 @@ def add_tiles(
         x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         is_left_out = x <= bound
         counts = mask & (is_left_out == 0)
-        low = tl.where(counts & (x < low), x, low)
-        low = tl.where(x == x, low, x)  # nothing is less than NaN: it stays
-        high = tl.where(counts & (x > high), x, high)
-        left_out += is_left_out.to(tl.int32)  # 0, which lies outside of the mask, is above every bound
-    sentinels = tl.sum(tl.reshape(left_out, [SCALES * REACH]), 0)
+        low, high = widened(low, high, x, counts)
+        # 0, which lies outside of the mask, is above every bound
+        left_out += sums_of_lanes(is_left_out.to(tl.int32), SCALES, REACH, COLUMNS, LANES)
+    sentinels = tl.sum(tl.reshape(left_out, [SCALES * LANES]), 0)
     lowest, highest = ends(low, high, COLUMNS)
-    lowest, highest, last = joined(
-        program, lowest, highest, index, exists, parts_at, tickets_at, count, splits, SCALES, PARTS
-    )
+    lowest, highest, last = joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES, PARTS)
     launch_at = tickets_at + programs // splits
     if last:
         broken = exists & ((lowest != lowest) | (highest == float("inf")))
@@ -148,6 +151,13 @@ def add_tiles(
 
 
 @triton.jit
+def widened(low, high, x, counts):
+    """``low`` and ``high`` with the elements of a tile that count; ``low`` is NaN from the first NaN on."""
+    low = tl.minimum(low, tl.where(counts, x, float("inf")), propagate_nan=tl.PropagateNan.ALL)
+    return low, tl.maximum(high, tl.where(counts, x, float("-inf")))
+
+
+@triton.jit
 def ends(low, high, COLUMNS: tl.constexpr):
     """Smallest, NaN where there is one, and largest of each scale of a tile."""
     broken = tl.max(tl.where(low == low, 0.0, 1.0), 0 if COLUMNS else 1)
@@ -157,32 +167,27 @@ def ends(low, high, COLUMNS: tl.constexpr):
 
 @triton.jit
 def joined(
-    program, lowest, highest, index, exists, parts_at, tickets_at, count, splits,
-    SCALES: tl.constexpr, PARTS: tl.constexpr,
+    program, lowest, highest, parts_at, tickets_at, splits, SCALES: tl.constexpr, PARTS: tl.constexpr
 ):
     """The ends of the whole group if this is its last program, and whether it is; else stores the program's part."""
     last = splits == 1
     if splits > 1:
-        own = (program % splits).to(tl.int64) * count + index
-        tl.store(parts_at + own, lowest, mask=exists)
-        tl.store(parts_at + splits.to(tl.int64) * count + own, highest, mask=exists)
-        last = draws_last_ticket(tickets_at + program // splits, splits)
+        group = program // splits
+        store_partials(parts_at, program, lowest, highest, SCALES)
+        last = draws_last_ticket(tickets_at + group, splits)
         if last:
             lowest = tl.full([SCALES], float("inf"), tl.float32)
             highest = -lowest
             spoilt = tl.zeros([SCALES], tl.float32)
             for begin in range(0, splits, PARTS):
-                split = begin + tl.arange(0, PARTS)
-                at = split.to(tl.int64)[:, None] * count + index[None, :]
-                there = (split < splits)[:, None] & exists[None, :]
-                part = tl.load(parts_at + at, mask=there, other=float("inf"), cache_modifier=".cg")
-                spoilt = tl.maximum(spoilt, tl.max(tl.where(part == part, 0.0, 1.0), 0))
-                lowest = tl.minimum(lowest, tl.min(tl.where(part == part, part, float("inf")), 0))
-                at += splits.to(tl.int64) * count
-                part = tl.load(parts_at + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                highest = tl.maximum(highest, tl.max(part, 0))
+                first_at, second_at, there = partials(parts_at, group, begin, splits, PARTS, SCALES)
+                low = tl.load(first_at, mask=there, other=float("inf"), cache_modifier=".cg")
+                spoilt = tl.maximum(spoilt, tl.max(tl.where(low == low, 0.0, 1.0), 0))
+                lowest = tl.minimum(lowest, tl.min(tl.where(low == low, low, float("inf")), 0))
+                high = tl.load(second_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+                highest = tl.maximum(highest, tl.max(high, 0))
             lowest = tl.where(spoilt > 0, float("nan"), lowest)
-            tl.store(tickets_at + program // splits, 0)
+            tl.store(tickets_at + group, 0)
     return lowest, highest, last
 
 
@@ -199,11 +204,11 @@ def add_extremes_(
         return
     tiling = shifted(tiling, x, light=True)
     splits = tiling.splits(programs(x.device))
-    parts = low.new_empty(2 * splits * low.numel() if splits > 1 else 0)
+    parts = low.new_empty(tiling.partial_results(splits))
     with on_device_of(x):
         extremes_kernel[(tiling.groups * splits,)](
             x, low, high, counts, parts, tickets(x.device, tiling.groups + COUNTERS), bound, least, x.numel(),
-            low.numel(), *arguments(tiling), splits, PARTS=tiling.parts(splits), **shape(tiling),
+            *arguments(tiling), splits, LANES=lanes(tiling, x), PARTS=tiling.parts(splits), **shape(tiling),
         )
 
 
@@ -216,10 +221,6 @@ class ExtremesJob(Job):
     low: Tensor
     high: Tensor
     counts: Tensor
-
-    @property
-    def count(self) -> int:
-        return self.low.numel()
 
     @property
     def own(self) -> tuple[Tensor | int, ...]:
@@ -254,9 +255,10 @@ def add_extremes_many_(
         else:
             jobs.append(ExtremesJob(x, shifted(tiling, x, light=True), bound, least, *state))
     for launched in launches(jobs):
-        first, table = launched[0], uploaded(with_one_tile(launched))
+        jobs_of_launch = with_one_tile(launched)
+        first, table = jobs_of_launch[0], uploaded(jobs_of_launch)
         with on_device_of(first.x):
             many_extremes_kernel[(table.programs,)](
                 table.rows, len(launched), first.x, first.low, first.counts, tickets(first.x.device, table.tickets),
-                first.bound, **table.constants,
+                first.bound, LANES=lanes(first.tiling, first.x), **table.constants,
             )

@@ -28,14 +28,17 @@ from qtk.kernels.gpu.row_streams import (
     stream_shape,
 )
 from qtk.kernels.gpu.tiles import (
+    again,
     arguments,
     draws_last_ticket,
     has_tail,
     is_dense,
     lanes,
+    partials,
     places,
     shape,
     spread,
+    store_partials,
     sums_of_lanes,
     tail,
     tile,
@@ -95,20 +98,20 @@ def forward_tiles(
 
 @triton.jit
 def backward_kernel(
-    x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, count,
-    s1, middle, s2, inner, step1, step2, turns, splits,
+    x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, parts_at, of_scale_at, of_zero_at, tickets_at, s1,
+    middle, s2, inner, step1, step2, turns, splits,
     ASYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr,
     FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    given, sum_of_scale, sum_clipped = backward_tiles(
+    sum_of_scale, sum_clipped = backward_tiles(
         program, x_at, g_at, dx_at, scale_at, zero_at, qmin, qmax, s1, middle, s2, inner, step1, step2, turns, splits,
         ASYMMETRIC, MANTISSA, SMALLEST, RESIDUAL, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
     )
     if SUMS:
         store_sums(
-            program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2,
+            again(program), sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, s2,
             step1, step2, splits, OF_ZERO, SCALES, PARTS,
         )
 
@@ -120,10 +123,9 @@ def backward_tiles(
     SUMS: tl.constexpr, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
     SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
 ):
-    """The turns of one program. Returns: the scales, the sums of their gradients, of the clipped ones."""
+    """The turns of one program. Returns: of each scale, the sum of its gradients, and of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    given = tl.load(scale_at + index, mask=exists, other=1.0)
-    scale = spread(effective_scale(given), COLUMNS)
+    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
@@ -154,35 +156,31 @@ def backward_tiles(
                 upstream = g.to(tl.float32)
                 sum_of_scale += tl.sum(upstream * error, 1)
                 sum_clipped += tl.sum(tl.where(inside, 0.0, upstream), 1)
-    return given, sum_of_scale, sum_clipped
+    return sum_of_scale, sum_clipped
 
 
 @triton.jit
 def store_sums(
-    program, given, sum_of_scale, sum_clipped, parts_at, of_scale_at, of_zero_at, tickets_at, count, s2, step1,
-    step2, splits, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
+    program, sum_of_scale, sum_clipped, scale_at, parts_at, of_scale_at, of_zero_at, tickets_at, s2, step1, step2,
+    splits, OF_ZERO: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """Stores the gradients of the scales of a group if this is its last program, else this program's part of them."""
     group = program // splits
     _, _, exists, index = places(group, s2, step1, step2, SCALES)
     last = splits == 1
     if splits > 1:
-        own = (program % splits).to(tl.int64) * count + index
-        tl.store(parts_at + own, sum_of_scale, mask=exists)
-        tl.store(parts_at + splits.to(tl.int64) * count + own, sum_clipped, mask=exists)
+        store_partials(parts_at, program, sum_of_scale, sum_clipped, SCALES)
         last = draws_last_ticket(tickets_at + group, splits)
         if last:
             sum_of_scale = tl.zeros_like(sum_of_scale)
             sum_clipped = tl.zeros_like(sum_clipped)
             for begin in range(0, splits, PARTS):
-                split = begin + tl.arange(0, PARTS)
-                at = split.to(tl.int64)[:, None] * count + index[None, :]
-                there = (split < splits)[:, None] & exists[None, :]
-                sum_of_scale += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
-                at += splits.to(tl.int64) * count
-                sum_clipped += tl.sum(tl.load(parts_at + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                first_at, second_at, there = partials(parts_at, group, begin, splits, PARTS, SCALES)
+                sum_of_scale += tl.sum(tl.load(first_at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+                sum_clipped += tl.sum(tl.load(second_at, mask=there, other=0.0, cache_modifier=".cg"), 0)
             tl.store(tickets_at + group, 0)
     if last:
+        given = tl.load(scale_at + index, mask=exists, other=1.0)
         own_scale = effective_scale(given)
         # a learned scale acts by its absolute value
         sum_of_scale = tl.where(given < 0, -sum_of_scale, sum_of_scale)
@@ -280,8 +278,8 @@ def backward(
         return dx, of_scale, of_zero
     tiling = fitted(tiling, x, upstream, dx, sums=sums)
     splits = tiling.splits(programs(x.device))
-    parts = scale.new_empty(2 * splits * scale.numel() if sums and splits > 1 else 0)
-    of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0), scale.numel()
+    parts = scale.new_empty(tiling.partial_results(splits) if sums else 0)
+    of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0)
     constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "LANES": lanes(tiling, x, grad) if sums else 1,
                   "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:

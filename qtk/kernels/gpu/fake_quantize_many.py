@@ -22,7 +22,6 @@ from qtk.kernels.gpu import fake_quantize as alone
 from qtk.kernels.gpu.fake_quantize import Gradients, backward_tiles, forward_tiles, store_sums
 from qtk.kernels.gpu.launch import on_device_of, tickets
 from qtk.kernels.gpu.table import (
-    COUNT,
     INNER,
     MIDDLE,
     PARTS_AT,
@@ -43,7 +42,7 @@ from qtk.kernels.gpu.table import (
     uploaded,
     with_one_tile,
 )
-from qtk.kernels.gpu.tiles import has_tail, lanes, shape
+from qtk.kernels.gpu.tiles import again, has_tail, lanes, shape
 from qtk.kernels.gpu.tiling import fitted
 from qtk.numerics.blocks import check_range
 
@@ -79,7 +78,7 @@ def many_backward_kernel(
 ):
     """``x_at``, ``g_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
-    given, sum_of_scale, sum_clipped = backward_tiles(
+    sum_of_scale, sum_clipped = backward_tiles(
         program, pointer(row_at, X, x_at), pointer(row_at, GRAD, g_at), pointer(row_at, Y, g_at),
         pointer(row_at, SCALE, scale_at), pointer(row_at, ZERO, zero_at),
         tl.load(row_at + QMIN).to(tl.float32), tl.load(row_at + QMAX).to(tl.float32),
@@ -90,12 +89,11 @@ def many_backward_kernel(
     )
     if SUMS:  # the addresses are loaded here, so that they take no registers before
         store_sums(
-            program, given, sum_of_scale, sum_clipped, pointer(row_at, PARTS_AT, scale_at),
-            pointer(row_at, OF_SCALE, scale_at), pointer(row_at, OF_ZERO, scale_at),
-            tickets_at + tl.load(row_at + TICKETS), size(row_at, COUNT, ONES, SIXTEENS),
-            size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
-            size(row_at, SPLITS, ONES, SIXTEENS),
-            OF_ZERO_POINT, SCALES, PARTS,
+            again(program), sum_of_scale, sum_clipped, pointer(row_at, SCALE, scale_at),
+            pointer(row_at, PARTS_AT, scale_at), pointer(row_at, OF_SCALE, scale_at), pointer(row_at, OF_ZERO, scale_at),
+            tickets_at + tl.load(row_at + TICKETS), size(row_at, S2, ONES, SIXTEENS),
+            size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+            size(row_at, SPLITS, ONES, SIXTEENS), OF_ZERO_POINT, SCALES, PARTS,
         )
 
 
@@ -110,10 +108,6 @@ class QuantizeJob(Job):
     granularity: str
     result: Tensor
     sums: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def count(self) -> int:
-        return self.scale.numel()
 
     @property
     def zero(self) -> Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.errors import SpecError
-from qtk.kernels.gpu.extremes import ends, joined
+from qtk.kernels.gpu.extremes import ends, joined, widened
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
 from qtk.kernels.gpu.tiles import arguments, is_dense, load, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import shifted, tiling_of
@@ -22,16 +22,13 @@ MOST_BINS = 4096
 
 @triton.jit
 def min_max_kernel(
-    x_at, low_at, high_at, parts_at, tickets_at, count, s1, middle, s2, inner, step1, step2, turns, splits,
+    x_at, low_at, high_at, parts_at, tickets_at, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    if COLUMNS:
-        low = tl.full([REACH, SCALES], float("inf"), tl.float32)
-    else:
-        low = tl.full([SCALES, REACH], float("inf"), tl.float32)
+    low = tl.full([REACH, SCALES] if COLUMNS else [SCALES, REACH], float("inf"), tl.float32)
     high = -low
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
@@ -41,13 +38,9 @@ def min_max_kernel(
         )
         mask, _, _ = masks
         x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
-        low = tl.where(mask & (x < low), x, low)
-        low = tl.where(x == x, low, x)  # nothing is less than NaN: it stays
-        high = tl.where(mask & (x > high), x, high)
+        low, high = widened(low, high, x, mask)
     lowest, highest = ends(low, high, COLUMNS)
-    lowest, highest, last = joined(
-        program, lowest, highest, index, exists, parts_at, tickets_at, count, splits, SCALES, PARTS
-    )
+    lowest, highest, last = joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES, PARTS)
     if last:
         tl.store(low_at + index, lowest, mask=exists)
         tl.store(high_at + index, tl.where(lowest == lowest, highest, float("nan")), mask=exists)
@@ -100,10 +93,10 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     low = torch.empty(scales, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
     splits = tiling.splits(programs(x.device))
-    parts = low.new_empty(2 * splits * scales if splits > 1 else 0)
+    parts = low.new_empty(tiling.partial_results(splits))
     with on_device_of(x):
         min_max_kernel[(tiling.groups * splits,)](
-            x, low, high, parts, tickets(x.device, tiling.groups), scales, *arguments(tiling), splits,
+            x, low, high, parts, tickets(x.device, tiling.groups), *arguments(tiling), splits,
             PARTS=tiling.parts(splits), **shape(tiling),
         )
     return low, high

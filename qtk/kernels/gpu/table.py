@@ -34,8 +34,8 @@ OWN = 9
 PARTS_AT, TICKETS, FIRST, PROGRAMS = map(tl.constexpr, range(OWN, OWN + 4))
 """Address of partial results, place of the tickets, number of the first program, and how many there are."""
 
-COUNT, S1, MIDDLE, S2, INNER, STEP1, STEP2, TURNS, SPLITS = map(tl.constexpr, range(OWN + 4, OWN + 13))
-FIELDS = tl.constexpr(OWN + 13)
+S1, MIDDLE, S2, INNER, STEP1, STEP2, TURNS, SPLITS = map(tl.constexpr, range(OWN + 4, OWN + 12))
+FIELDS = tl.constexpr(OWN + 12)
 
 
 @triton.jit
@@ -73,11 +73,6 @@ class Job(ABC):
 
     @property
     @abstractmethod
-    def count(self) -> int:
-        """Number of scales."""
-
-    @property
-    @abstractmethod
     def own(self) -> tuple[Tensor | int, ...]:
         """The kernel's own columns."""
 
@@ -102,14 +97,14 @@ class Job(ABC):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The columns of the table from ``COUNT`` on."""
-        return self.count, *arguments(self.tiling), self.splits
+        """The columns of the table from ``S1`` on."""
+        return *arguments(self.tiling), self.splits
 
     @property
     def known(self) -> dict[str, int]:
         """What the compiler knows of the sizes where the tensor is launched alone."""
-        ones = sum(1 << COUNT.value + place for place, length in enumerate(self.sizes) if length == 1)
-        sixteens = sum(1 << COUNT.value + place for place, length in enumerate(self.sizes) if length % 16 == 0)
+        ones = sum(1 << S1.value + place for place, length in enumerate(self.sizes) if length == 1)
+        sixteens = sum(1 << S1.value + place for place, length in enumerate(self.sizes) if length % 16 == 0)
         return {"ONES": ones, "SIXTEENS": sixteens}
 
 
@@ -175,7 +170,7 @@ def uploaded(jobs: Sequence[Job]) -> Table:
     for job in jobs:
         own = [value if isinstance(value, int) else value.data_ptr() for value in job.own]
         splits = job.splits
-        room = job.x.new_empty(2 * splits * job.count if job.has_parts and splits > 1 else 0, dtype=torch.float32)
+        room = job.x.new_empty(job.tiling.partial_results(splits) if job.has_parts else 0, dtype=torch.float32)
         rooms.append(room)
         number = job.tiling.groups * splits
         rows.append((*own, *[0] * (OWN - len(own)), room.data_ptr(), ticket, program, number, *job.sizes))

@@ -22,6 +22,16 @@ def places(group, s2, step1, step2, SCALES: tl.constexpr):
 
 
 @triton.jit
+def again(program):
+    """The same number of a program, after its main loop.
+
+    Compilers do not know that it is: they do not know that the grid's third axis has length 1. So what is computed from
+    it, as before the loop, is computed anew, and not kept in registers from turn to turn, or spilled.
+    """
+    return program + tl.program_id(2)
+
+
+@triton.jit
 def wide(number):
     """An integer in 64 bits; in the interpreter it may be Python's."""
     return tl.full([], 0, tl.int64) + number
@@ -128,10 +138,30 @@ def sums_of_lanes(values, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl
 
 
 @triton.jit
+def store_partials(parts_at, program, first, second, SCALES: tl.constexpr):
+    """Stores two partial results of each scale of a program's tile, [SCALES] each, beside those of other programs.
+
+    Counted in 32 bits: only where there are few programs do some share a group of scales.
+    """
+    first_at = parts_at + program * (2 * SCALES) + tl.arange(0, SCALES)
+    tl.store(first_at, first)
+    tl.store(first_at + SCALES, second)
+
+
+@triton.jit
+def partials(parts_at, group, begin, splits, PARTS: tl.constexpr, SCALES: tl.constexpr):
+    """Where the programs of a group stored theirs, from its program ``begin`` on, and a mask: [PARTS, SCALES] each."""
+    split = begin + tl.arange(0, PARTS)
+    program = group * splits + split
+    first_at = parts_at + program[:, None] * (2 * SCALES) + tl.arange(0, SCALES)[None, :]
+    return first_at, first_at + SCALES, tl.broadcast_to((split < splits)[:, None], [PARTS, SCALES])
+
+
+@triton.jit
 def draws_last_ticket(ticket_at, splits):
     """Whether this program is the last of its group to finish; all stores of the group are then visible to it."""
     tl.debug_barrier()  # every thread of the program has stored
-    return tl.atomic_add(ticket_at, 1, sem="acq_rel") == splits - 1
+    return tl.atomic_add(ticket_at, 1, sem="acq_rel") + 1 == splits
 
 
 def arguments(tiling: Tiling) -> tuple[int, ...]:

@@ -90,6 +90,10 @@ class Tiling:
         wanted = min(self.turns, max(1, programs // self.groups))
         return -(-self.turns // -(-self.turns // wanted))  # no program is without a turn
 
+    def partial_results(self, splits: int) -> int:
+        """Numbers that programs which share a group store: two of each scale of its tile."""
+        return 2 * self.groups * splits * self.scales_a_tile if splits > 1 else 0
+
     def parts(self, splits: int) -> int:
         """How many partial sums a program adds at a time, a power of two: few registers where there are few."""
         return min(TILE // self.scales_a_tile, _power_of_two(splits))
