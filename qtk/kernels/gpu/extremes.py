@@ -73,10 +73,13 @@ def extremes_kernel(
 ):
     """After the tickets of the groups there are three numbers of the launch, all 0 before and after it."""
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    add_tiles(
-        program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, s1, middle,
-        s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES, PARTS,
+    lowest, highest, sentinels = extremes_of_tiles(
+        program, x_at, bound, s1, middle, s2, inner, step1, step2, turns, splits, SCALES, REACH, COLUMNS, FLAT, SHIFT,
+        LANES,
+    )
+    add_extremes(
+        program, tl.num_programs(0), lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at, least,
+        elements, s2, step1, step2, splits, SCALES, PARTS,
     )
 
 
@@ -88,26 +91,29 @@ def many_extremes_kernel(
 ):
     """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
-    add_tiles(
-        program, tl.load(row_at + PROGRAMS).to(tl.int32), pointer(row_at, X, x_at), pointer(row_at, LOW, low_at),
+    lowest, highest, sentinels = extremes_of_tiles(
+        program, pointer(row_at, X, x_at), bound, size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS),
+        size(row_at, S2, ONES, SIXTEENS), size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS),
+        size(row_at, STEP2, ONES, SIXTEENS), size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
+        SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES,
+    )
+    add_extremes(  # addresses are loaded here, so that they take no registers before
+        program, tl.load(row_at + PROGRAMS).to(tl.int32), lowest, highest, sentinels, pointer(row_at, LOW, low_at),
         pointer(row_at, HIGH, low_at), pointer(row_at, COUNTS, counts_at), pointer(row_at, PARTS_AT, low_at),
-        tickets_at + tl.load(row_at + TICKETS), bound, tl.load(row_at + LEAST), tl.load(row_at + ELEMENTS),
-        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
-        size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
-        size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
-        SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES, PARTS,
+        tickets_at + tl.load(row_at + TICKETS), tl.load(row_at + LEAST), tl.load(row_at + ELEMENTS),
+        size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+        size(row_at, SPLITS, ONES, SIXTEENS), SCALES, PARTS,
     )
 
 
 @triton.jit
-def add_tiles(
-    program, programs, x_at, low_at, high_at, counts_at, parts_at, tickets_at, bound, least, elements, s1, middle,
-    s2, inner, step1, step2, turns, splits,
+def extremes_of_tiles(
+    program, x_at, bound, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    LANES: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """What one of the ``programs`` of a tensor does."""
-    along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
+    """The turns of one program. Returns: smallest and largest element of each scale, and how many are left out."""
+    along1, along2, exists, _ = places(program // splits, s2, step1, step2, SCALES)
     low = tl.full([REACH, SCALES] if COLUMNS else [SCALES, REACH], float("inf"), tl.float32)
     high = -low
     left_out = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.int32)
@@ -117,18 +123,25 @@ def add_tiles(
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        mask, _, _ = masks
         x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         is_left_out = x <= bound
-        counts = mask & (is_left_out == 0)
-        low, high = widened(low, high, x, counts)
+        low, high = widened(low, high, x, masks[0] & (is_left_out == 0))
         # 0, which lies outside of the mask, is above every bound
         left_out += sums_of_lanes(is_left_out.to(tl.int32), SCALES, REACH, COLUMNS, LANES)
-    sentinels = tl.sum(tl.reshape(left_out, [SCALES * LANES]), 0)
     lowest, highest = ends(low, high, COLUMNS)
+    return lowest, highest, tl.sum(tl.reshape(left_out, [SCALES * LANES]), 0)
+
+
+@triton.jit
+def add_extremes(
+    program, programs, lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at, least, elements,
+    s2, step1, step2, splits, SCALES: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Adds what one of the ``programs`` of a tensor found to what was known before."""
     lowest, highest, last = joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES, PARTS)
     launch_at = tickets_at + programs // splits
     if last:
+        _, _, exists, index = places(program // splits, s2, step1, step2, SCALES)
         broken = exists & ((lowest != lowest) | (highest == float("inf")))
         if tl.sum(broken.to(tl.int32), 0) > 0:
             tl.atomic_add(launch_at + 2, 1, sem="relaxed")
@@ -166,9 +179,7 @@ def ends(low, high, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def joined(
-    program, lowest, highest, parts_at, tickets_at, splits, SCALES: tl.constexpr, PARTS: tl.constexpr
-):
+def joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES: tl.constexpr, PARTS: tl.constexpr):
     """The ends of the whole group if this is its last program, and whether it is; else stores the program's part."""
     last = splits == 1
     if splits > 1:

@@ -90,9 +90,9 @@ def many_backward_kernel(
     if SUMS:  # the addresses are loaded here, so that they take no registers before
         store_sums(
             again(program), sum_of_scale, sum_clipped, pointer(row_at, SCALE, scale_at),
-            pointer(row_at, PARTS_AT, scale_at), pointer(row_at, OF_SCALE, scale_at), pointer(row_at, OF_ZERO, scale_at),
-            tickets_at + tl.load(row_at + TICKETS), size(row_at, S2, ONES, SIXTEENS),
-            size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+            pointer(row_at, PARTS_AT, scale_at), pointer(row_at, OF_SCALE, scale_at),
+            pointer(row_at, OF_ZERO, scale_at), tickets_at + tl.load(row_at + TICKETS),
+            size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
             size(row_at, SPLITS, ONES, SIXTEENS), OF_ZERO_POINT, SCALES, PARTS,
         )
 

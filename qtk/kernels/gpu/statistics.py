@@ -36,9 +36,7 @@ def min_max_kernel(
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        mask, _, _ = masks
-        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
-        low, high = widened(low, high, x, mask)
+        low, high = widened(low, high, load(x_at + offsets, masks, SHIFT).to(tl.float32), masks[0])
     lowest, highest = ends(low, high, COLUMNS)
     lowest, highest, last = joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES, PARTS)
     if last:
