@@ -40,6 +40,7 @@ from qtk.kernels.gpu.table import (
 )
 from qtk.kernels.gpu.tiles import (
     arguments,
+    by_lane,
     draws_last_ticket,
     is_dense,
     lanes,
@@ -78,8 +79,8 @@ def extremes_kernel(
         LANES,
     )
     add_extremes(
-        program, tl.num_programs(0), lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at, least,
-        elements, s2, step1, step2, splits, SCALES, PARTS,
+        program, tl.num_programs(0), lowest, highest, sentinels, low_at, high_at, counts_at, parts_at, tickets_at,
+        least, elements, s2, step1, step2, splits, SCALES, PARTS,
     )
 
 
@@ -92,9 +93,10 @@ def many_extremes_kernel(
     """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
     row_at, program = row_of(table_at, tensors, MOST)
     lowest, highest, sentinels = extremes_of_tiles(
-        program, pointer(row_at, X, x_at), bound, size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS),
-        size(row_at, S2, ONES, SIXTEENS), size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS),
-        size(row_at, STEP2, ONES, SIXTEENS), size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
+        program, pointer(row_at, X, x_at), bound,
+        size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),
+        size(row_at, INNER, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
+        size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
         SCALES, REACH, COLUMNS, FLAT, SHIFT, LANES,
     )
     add_extremes(  # addresses are loaded here, so that they take no registers before
@@ -114,9 +116,9 @@ def extremes_of_tiles(
 ):
     """The turns of one program. Returns: smallest and largest element of each scale, and how many are left out."""
     along1, along2, exists, _ = places(program // splits, s2, step1, step2, SCALES)
-    low = tl.full([REACH, SCALES] if COLUMNS else [SCALES, REACH], float("inf"), tl.float32)
+    low = tl.full([LANES, SCALES] if COLUMNS else [SCALES, LANES], float("inf"), tl.float32)
     high = -low
-    left_out = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.int32)
+    left_out = tl.zeros_like(low).to(tl.int32)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
@@ -125,7 +127,7 @@ def extremes_of_tiles(
         )
         x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
         is_left_out = x <= bound
-        low, high = widened(low, high, x, masks[0] & (is_left_out == 0))
+        low, high = widened(low, high, x, masks[0] & (is_left_out == 0), SCALES, REACH, COLUMNS, LANES)
         # 0, which lies outside of the mask, is above every bound
         left_out += sums_of_lanes(is_left_out.to(tl.int32), SCALES, REACH, COLUMNS, LANES)
     lowest, highest = ends(low, high, COLUMNS)
@@ -164,10 +166,21 @@ def add_extremes(
 
 
 @triton.jit
-def widened(low, high, x, counts):
-    """``low`` and ``high`` with the elements of a tile that count; ``low`` is NaN from the first NaN on."""
-    low = tl.minimum(low, tl.where(counts, x, float("inf")), propagate_nan=tl.PropagateNan.ALL)
-    return low, tl.maximum(high, tl.where(counts, x, float("-inf")))
+def widened(
+    low, high, x, counts,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+):
+    """The extremes of ``LANES`` with the elements of a tile that count; ``low`` is NaN from the first NaN on."""
+    of_low = by_lane(tl.where(counts, x, float("inf")), SCALES, REACH, COLUMNS, LANES)
+    of_high = by_lane(tl.where(counts, x, float("-inf")), SCALES, REACH, COLUMNS, LANES)
+    low = lower(low, tl.reduce(of_low, 0 if COLUMNS else 2, lower))
+    return low, tl.maximum(high, tl.max(of_high, 0 if COLUMNS else 2))
+
+
+@triton.jit
+def lower(one, other):
+    """The lower of two numbers; NaN if one of them is."""
+    return tl.minimum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtk.errors import SpecError
 from qtk.kernels.gpu.extremes import ends, joined, widened
 from qtk.kernels.gpu.launch import on_device_of, programs, tickets
-from qtk.kernels.gpu.tiles import arguments, is_dense, load, places, shape, spread, tile
+from qtk.kernels.gpu.tiles import arguments, is_dense, lanes, load, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import statistics
 
@@ -24,11 +24,11 @@ MOST_BINS = 4096
 def min_max_kernel(
     x_at, low_at, high_at, parts_at, tickets_at, s1, middle, s2, inner, step1, step2, turns, splits,
     SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr,
-    PARTS: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    low = tl.full([REACH, SCALES] if COLUMNS else [SCALES, REACH], float("inf"), tl.float32)
+    low = tl.full([LANES, SCALES] if COLUMNS else [SCALES, LANES], float("inf"), tl.float32)
     high = -low
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
@@ -36,7 +36,8 @@ def min_max_kernel(
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False
         )
-        low, high = widened(low, high, load(x_at + offsets, masks, SHIFT).to(tl.float32), masks[0])
+        x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
+        low, high = widened(low, high, x, masks[0], SCALES, REACH, COLUMNS, LANES)
     lowest, highest = ends(low, high, COLUMNS)
     lowest, highest, last = joined(program, lowest, highest, parts_at, tickets_at, splits, SCALES, PARTS)
     if last:
@@ -95,7 +96,7 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     with on_device_of(x):
         min_max_kernel[(tiling.groups * splits,)](
             x, low, high, parts, tickets(x.device, tiling.groups), *arguments(tiling), splits,
-            PARTS=tiling.parts(splits), **shape(tiling),
+            LANES=lanes(tiling, x), PARTS=tiling.parts(splits), **shape(tiling),
         )
     return low, high
 

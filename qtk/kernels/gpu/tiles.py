@@ -129,12 +129,15 @@ def spread(value, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def by_lane(values, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr):
+    """The elements of a tile that ``LANES`` results a scale are made of, along one axis: the first if ``COLUMNS``."""
+    return tl.reshape(values, [REACH // LANES, LANES, SCALES] if COLUMNS else [SCALES, LANES, REACH // LANES])
+
+
+@triton.jit
 def sums_of_lanes(values, SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr):
     """Of a tile, ``LANES`` sums a scale: [SCALES, LANES], or [LANES, SCALES] if ``COLUMNS``."""
-    if COLUMNS:
-        return tl.sum(tl.reshape(values, [REACH // LANES, LANES, SCALES]), 0)
-    else:
-        return tl.sum(tl.reshape(values, [SCALES, LANES, REACH // LANES]), 2)
+    return tl.sum(by_lane(values, SCALES, REACH, COLUMNS, LANES), 0 if COLUMNS else 2)
 
 
 @triton.jit
