@@ -39,8 +39,6 @@ def errors_kernel(
     sums = tl.zeros([SCALES], tl.float64)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
-    if COLUMNS:
-        first = first.to(tl.int64)  # with turns of 32 bits, compilers spill registers here
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, False

@@ -35,6 +35,7 @@ from qtk.kernels.gpu.table import (
     row_of,
     shared_tiling,
     size,
+    tensor_of_program,
     uploaded,
     with_one_tile,
 )
@@ -91,7 +92,7 @@ def many_extremes_kernel(
     COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``low_at``, ``counts_at``: any pointers of the types of those in the table."""
-    row_at, program = row_of(table_at, tensors, MOST)
+    row_at, program = row_of(table_at, tensor_of_program(table_at, tensors, MOST))
     lowest, highest, sentinels = extremes_of_tiles(
         program, pointer(row_at, X, x_at), bound,
         size(row_at, S1, ONES, SIXTEENS), size(row_at, MIDDLE, ONES, SIXTEENS), size(row_at, S2, ONES, SIXTEENS),

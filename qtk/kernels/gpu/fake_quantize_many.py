@@ -39,6 +39,7 @@ from qtk.kernels.gpu.table import (
     row_of,
     shared_tiling,
     size,
+    tensor_of_program,
     uploaded,
     with_one_tile,
 )
@@ -57,7 +58,7 @@ def many_forward_kernel(
     REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr,
 ):
     """``x_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
-    row_at, program = row_of(table_at, tensors, MOST)
+    row_at, program = row_of(table_at, tensor_of_program(table_at, tensors, MOST))
     y_at = pointer(row_at, Y, x_at)
     forward_tiles(
         program, pointer(row_at, X, x_at), y_at, y_at, pointer(row_at, SCALE, scale_at), pointer(row_at, ZERO, zero_at),
@@ -77,7 +78,8 @@ def many_backward_kernel(
     FLAT: tl.constexpr, SHIFT: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):
     """``x_at``, ``g_at``, ``scale_at``, ``zero_at``: any pointers of the types of those in the table."""
-    row_at, program = row_of(table_at, tensors, MOST)
+    tensor = tensor_of_program(table_at, tensors, MOST)
+    row_at, program = row_of(table_at, tensor)
     sum_of_scale, sum_clipped = backward_tiles(
         program, pointer(row_at, X, x_at), pointer(row_at, GRAD, g_at), pointer(row_at, Y, g_at),
         pointer(row_at, SCALE, scale_at), pointer(row_at, ZERO, zero_at),
@@ -87,11 +89,12 @@ def many_backward_kernel(
         size(row_at, TURNS, ONES, SIXTEENS), size(row_at, SPLITS, ONES, SIXTEENS),
         ASYMMETRIC, -1, 0, 0, SUMS, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL, LANES,
     )
-    if SUMS:  # the addresses are loaded here, so that they take no registers before
+    if SUMS:  # addresses and sizes are loaded here, so that they take no registers before
+        row_at, program = row_of(table_at, again(tensor))
         store_sums(
-            again(program), sum_of_scale, sum_clipped, pointer(row_at, SCALE, scale_at),
-            pointer(row_at, PARTS_AT, scale_at), pointer(row_at, OF_SCALE, scale_at),
-            pointer(row_at, OF_ZERO, scale_at), tickets_at + tl.load(row_at + TICKETS),
+            program, sum_of_scale, sum_clipped, pointer(row_at, SCALE, scale_at), pointer(row_at, PARTS_AT, scale_at),
+            pointer(row_at, OF_SCALE, scale_at), pointer(row_at, OF_ZERO, scale_at),
+            tickets_at + tl.load(row_at + TICKETS),
             size(row_at, S2, ONES, SIXTEENS), size(row_at, STEP1, ONES, SIXTEENS), size(row_at, STEP2, ONES, SIXTEENS),
             size(row_at, SPLITS, ONES, SIXTEENS), OF_ZERO_POINT, SCALES, PARTS,
         )

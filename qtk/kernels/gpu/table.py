@@ -39,11 +39,17 @@ FIELDS = tl.constexpr(OWN + 12)
 
 
 @triton.jit
-def row_of(table_at, tensors, MOST: tl.constexpr):
-    """The row of the tensor of this program, and the program's number among those of the tensor."""
+def tensor_of_program(table_at, tensors, MOST: tl.constexpr):
+    """The number of the tensor that this program works on."""
     rows = tl.arange(0, MOST)
     first = tl.load(table_at + rows * FIELDS + FIRST, mask=rows < tensors, other=1 << 40)
-    row_at = table_at + (tl.sum((first <= tl.program_id(0)).to(tl.int32), 0) - 1) * FIELDS
+    return tl.sum((first <= tl.program_id(0)).to(tl.int32), 0) - 1
+
+
+@triton.jit
+def row_of(table_at, tensor):
+    """The row of the tensor of this program, and the program's number among those of the tensor."""
+    row_at = table_at + tensor * FIELDS
     return row_at, tl.program_id(0) - tl.load(row_at + FIRST).to(tl.int32)
 
 

@@ -13,22 +13,30 @@ WARPS = 8
 
 
 @triton.jit
+def divided(number, by):
+    """Quotient and remainder of integers that are not negative: without signs, in fewer instructions."""
+    zero = tl.full([], 0, tl.int32)  # in the interpreter they may be Python's
+    quotient = ((zero + number).to(tl.uint32) // (zero + by).to(tl.uint32)).to(tl.int32)
+    return quotient, number - quotient * by
+
+
+@triton.jit
 def places(group, s2, step1, step2, SCALES: tl.constexpr):
     """For a group of scales: its index along s1, its indices along s2, their mask, and the indices of its scales."""
-    tiles = tl.cdiv(s2, SCALES)
-    along1 = (group // tiles).to(tl.int64)
-    along2 = (group % tiles) * SCALES + tl.arange(0, SCALES)
+    row, tile_of_row = divided(group, tl.cdiv(s2, SCALES))
+    along1 = wide(row)
+    along2 = tile_of_row * SCALES + tl.arange(0, SCALES)
     return along1, along2, along2 < s2, along1 * step1 + along2.to(tl.int64) * step2
 
 
 @triton.jit
-def again(program):
-    """The same number of a program, after its main loop.
+def again(number):
+    """The same number, for what comes after a main loop.
 
-    Compilers do not know that it is: they do not know that the grid's third axis has length 1. So what is computed from
-    it, as before the loop, is computed anew, and not kept in registers from turn to turn, or spilled.
+    Compilers do not know that it is the same: they do not know that the grid's third axis has length 1. So what was
+    computed from it before the loop is computed anew, and not kept in registers from turn to turn, or spilled.
     """
-    return program + tl.program_id(2)
+    return number + tl.program_id(2)
 
 
 @triton.jit
@@ -62,17 +70,19 @@ def tile(
         written = mask
     elif COLUMNS:
         chunks = tl.cdiv(middle, REACH)
-        row = (turn % chunks) * REACH + tl.arange(0, REACH)
-        start = (wide(turn // chunks) * s1 + along1) * middle
+        outer, chunk = divided(turn, chunks)
+        row = chunk * REACH + tl.arange(0, REACH)
+        start = (wide(outer) * s1 + along1) * middle
         offsets = (start + row)[:, None] * s2 + along2.to(tl.int64)[None, :]
         mask = (row < middle)[:, None] & exists[None, :]
         read = mask
         written = mask
     else:
         chunks = tl.cdiv(inner + SHIFT - 1 if SHIFT else inner, REACH)
-        column = (turn % chunks) * REACH + tl.arange(0, REACH)
-        rest = wide(turn // chunks)
-        start = (((rest // middle) * s1 + along1) * middle + rest % middle) * s2
+        rest, chunk = divided(turn, chunks)
+        column = chunk * REACH + tl.arange(0, REACH)
+        outer, between = divided(rest, middle)
+        start = ((wide(outer) * s1 + along1) * middle + between) * s2
         begin = (start + along2.to(tl.int64)) * inner
         if SHIFT:
             before = (begin % SHIFT).to(tl.int32)[:, None]

@@ -6,7 +6,7 @@ That elements have the scale of their row, in every layout, is shown by ``test_f
 import pytest
 import torch
 
-from qtk.numerics import affine
+from qtk.numerics import affine, straight_through
 from qtk.numerics import candidate_errors as reference_of_errors
 from qtk.numerics import extremes as reference_of_extremes
 from qtk.numerics import statistics as reference_of_statistics
@@ -105,6 +105,48 @@ def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind
         assert all(torch.equal(a, b) for a, b in zip((*own_ends, own_counts), (*ends, counts), strict=True))
         errors = candidate_errors.candidate_errors(among, *of_steps, True, None, 1.0)
         torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)  # float32 sums of a tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size"),
+    [((9000, 5), (-1, 1)), ((2, 20011), (1, -1)), ((40, 3, 997), (-1, 1, -1)), ((60007,), (-1,))],
+)
+def test_programs_that_share_scales_leave_their_results_in_memory_of_their_own(shape, block_size, monkeypatch):
+    """Also where a tile has more scales than there are; one NaN among the last elements is found."""
+    x, grad, scale, zero = given(shape, block_size, torch.float32)
+    spec = scale, zero, block_size, -8, 7
+    made = []
+    real = torch.Tensor.new_empty
+
+    def new_empty(like, size, **how):
+        if size:
+            made.append(amid(real(like, size, **how), 99))
+        return made[-1] if size else real(like, size, **how)
+
+    expected = straight_through.fake_quantize_backward(grad, x, *spec, wants_scale=True, wants_zero_point=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        gradients = gpu.backward(grad, x, *spec, True, True)
+        together = many.fake_quantize_many_backward(
+            [grad] * 2, [x] * 2, *([each] * 2 for each in spec), [True] * 2, [True] * 2)
+        x.view(-1)[-1] = float("nan")
+        ends = statistics.min_max(x, block_size, scale.numel())
+        own_ends, own_counts = state(scale.numel())
+        extremes.add_extremes_(x, block_size, -8.0, 1, *own_ends, own_counts)
+    assert len(made) == 5
+    for own in (gradients, *together):
+        assert torch.equal(own[0], expected[0])
+        for found, exact in zip(own[1:], expected[1:], strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-3)  # float32 sums in another order
+    known, counts = state(scale.numel())
+    reference_of_extremes.add_extremes_(x, block_size, -8.0, 1, *known, counts)
+    exact = *reference_of_statistics.min_max(x, block_size), *known, counts
+    for found, wanted in zip((*ends, *own_ends, own_counts), exact, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    for result in made:
+        memory = result.as_strided((result.numel() + 64,), (1,), result.storage_offset() - 32)
+        assert (memory[:32] == 99).all()
+        assert (memory[-32:] == 99).all()
 
 
 def state(count):
