@@ -19,15 +19,15 @@ WITH_TAIL = "forward", "backward", "backward, learned", "minifloat"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
 """The second has an odd number of elements, in rows of an odd length."""
-MOST = {"forward": 34, "backward": 35.5, "backward, learned": 44, "min_max": 37, "extremes": 58, "many, extremes": 56,
-        "candidate_errors": 826, "many": 45, "many, backward": 46.5, "many, backward, learned": 44,
-        "one of many, backward, learned": 44, "minifloat": 39.5}
+MOST = {"forward": 34, "backward": 35.5, "backward, learned": 44, "min_max": 27.5, "extremes": 46.5,
+        "many, extremes": 42, "candidate_errors": 826, "many": 45, "many, backward": 46.5,
+        "many, backward, learned": 44, "one of many, backward, learned": 44, "minifloat": 39.5}
 """Instructions an element of the first shape on an H200, 20 candidates together; about a tenth more than there are."""
-MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 9.5, "extremes": 14.5,
-                    "many, extremes": 15, "candidate_errors": 600, "many": 27, "many, backward": 28,
+MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min_max": 6.5, "extremes": 12,
+                    "many, extremes": 12, "candidate_errors": 600, "many": 27, "many, backward": 28,
                     "many, backward, learned": 37, "one of many, backward, learned": 37, "minifloat": 32}
-MOST_OF_ODD_ROWS = {"forward": (42, 93), "backward": (43, 98), "backward, learned": (80, 123), "min_max": (56, 81),
-                    "extremes": (86, 134), "many, extremes": (31, 32), "candidate_errors": (1410, 1784),
+MOST_OF_ODD_ROWS = {"forward": (42, 93), "backward": (43, 98), "backward, learned": (80, 123), "min_max": (41, 71),
+                    "extremes": (72, 121), "many, extremes": (23, 30), "candidate_errors": (1410, 1784),
                     "many": (49, 68), "many, backward": (53, 65), "many, backward, learned": (81, 131),
                     "one of many, backward, learned": (80, 123), "minifloat": (43, 97)}
 """Of the second shape by rows, on each chip."""
@@ -89,7 +89,7 @@ def test_so_is_a_tensor_of_any_length_but_its_last_elements(found):
     for row in rows:
         assert row["wide"] >= least(row), row
         if row["call"] in WITH_TAIL and row["call"] in WITHOUT_SUMS:
-            assert row["narrow"] <= STREAMS[row["call"]] + 2, row
+            assert row["narrow"] <= STREAMS[row["call"]] + 4, row  # Triton 3.8 loads scale and zero point twice
 
 
 def test_so_are_rows_that_begin_at_any_address(found):
