@@ -17,8 +17,8 @@ from torch import Tensor
 from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.launch import on_device_of
 from qtk.kernels.gpu.statistics import min_max
-from qtk.kernels.gpu.tiles import WARPS, is_dense, places, spread, tail, tile
-from qtk.kernels.gpu.tiling import TILE, fitted, tiling_of
+from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
+from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
 from qtk.numerics.effective import SMALLEST_SCALE
@@ -47,14 +47,12 @@ def range_of(low, high, qmin, qmax, largest, SYMMETRIC: tl.constexpr):
 @triton.jit
 def rows_kernel(
     x_at, y_at, scale_at, zero_at, rows, width, qmin, qmax, largest,
-    SYMMETRIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SYMMETRIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    exists = row < rows
-    offsets = row[:, None] * width + column[None, :]
-    mask = exists[:, None] & (column < width)[None, :]
-    x = tl.load(x_at + offsets, mask=mask, other=0.0).to(tl.float32)  # 0 is in every range
+    """A tile of whole rows: ``WIDTH`` is at least their length, with a ``SHIFT`` its beginnings more."""
+    along1, row, exists, _ = places(tl.program_id(0), rows, 0, 1, ROWS)
+    offsets, masks = tile(0, along1, row, exists, 1, 1, rows, width, ROWS, WIDTH, False, False, SHIFT, False)
+    x = load(x_at + offsets, masks, SHIFT).to(tl.float32)  # 0, outside of the tile, is in every range
     spoilt = tl.max(tl.where(x == x, 0.0, 1.0), 1)
     low = tl.min(tl.where(x < 0.0, x, 0.0), 1)
     high = tl.max(tl.where(x > 0.0, x, 0.0), 1)
@@ -66,7 +64,7 @@ def rows_kernel(
         tl.store(zero_at + row, zero.to(tl.int32), mask=exists)
     code = clamped(code_of(tl.div_rn(x, scale[:, None]), zero[:, None]), qmin, qmax)
     real = (code - zero[:, None]) * scale[:, None]
-    tl.store(y_at + offsets, narrowed(real, y_at.dtype.element_ty), mask=mask)
+    store(y_at + offsets, narrowed(real, y_at.dtype.element_ty), masks, SHIFT)
 
 
 @triton.jit
@@ -122,10 +120,12 @@ def fake_quantize_dynamic(
     with on_device_of(x):
         if one_a_row and tuple(block_size[:-1]) == (1,) * (x.ndim - 1):
             wide = triton.next_power_of_2(width)
+            shift = shifted(tiling, x, result, light=True).shift
+            shift = shift if width + max(shift - 1, 0) <= wide else 0  # in twice as many lanes, half would be idle
             together = max(1, TILE // wide)
             rows_kernel[(triton.cdiv(scale.numel(), together),)](
                 x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
-                num_warps=WARPS,
+                SHIFT=shift, num_warps=WARPS,
             )
         else:
             low, high = min_max(x, block_size, scale.numel())

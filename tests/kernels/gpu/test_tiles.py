@@ -3,11 +3,14 @@
 That elements have the scale of their row, in every layout, is shown by ``test_fake_quantize``.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from qtk.numerics import affine, straight_through
 from qtk.numerics import candidate_errors as reference_of_errors
+from qtk.numerics import dynamic as reference_of_dynamic
 from qtk.numerics import extremes as reference_of_extremes
 from qtk.numerics import statistics as reference_of_statistics
 from tests.kernels import conformance
@@ -15,6 +18,7 @@ from tests.kernels.gpu import test_fake_quantize as gpu
 
 row_streams = pytest.importorskip("qtk.kernels.gpu.row_streams")
 candidate_errors = pytest.importorskip("qtk.kernels.gpu.candidate_errors")
+dynamic = pytest.importorskip("qtk.kernels.gpu.fake_quantize_dynamic")
 extremes = pytest.importorskip("qtk.kernels.gpu.extremes")
 many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 statistics = pytest.importorskip("qtk.kernels.gpu.statistics")
@@ -63,27 +67,50 @@ def test_what_lies_before_and_after_is_neither_used_nor_written(shape, block_siz
         monkeypatch.setattr(module, "is_amd", lambda: amd)  # which reads all of these so
     x, grad, scale, zero = given(shape, block_size, kind)
     spec = scale, zero, block_size, -8, 7
-    made = []
-    real = torch.empty_like
-
-    def empty_like(like, **how):
-        result = amid(real(like, **how).zero_(), 99)
-        made.append(result)
-        return result
-
     expected = affine.fake_quantize(x, *spec), *gpu.backward(grad, x, *spec, True, True)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty_like", empty_like)
+    with results_amid_others(monkeypatch) as made:
         value = gpu.forward(amid(x), *spec)
         gradients = gpu.backward(amid(grad), amid(x), *spec, True, True)
         together = many.fake_quantize_many_backward(
             [amid(grad)] * 2, [amid(x)] * 2, *([each] * 2 for each in spec), [True] * 2, [True] * 2)
     for own in (gradients, *together):
         assert all(torch.equal(a, b) for a, b in zip((value, *own), expected, strict=True))
+    assert_nothing_beside_is_written(made)
+
+
+@contextmanager
+def results_amid_others(monkeypatch):
+    """Tensors that ``empty_like`` makes in the body lie amid elements of 99."""
+    made = []
+    real = torch.empty_like
+
+    def empty_like(like, **how):
+        made.append(amid(real(like, **how).zero_(), 99))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty_like)
+        yield made
+
+
+def assert_nothing_beside_is_written(made):
+    assert made
     for result in made:
         memory = result.as_strided((result.numel() + 64,), (1,), result.storage_offset() - 32)
         assert (memory[:32] == 99).all()
         assert (memory[-32:] == 99).all()
+
+
+@cases
+@kinds
+def test_nor_where_ranges_are_found_at_the_same_time(shape, block_size, kind, monkeypatch):
+    x, *_ = given(shape, block_size, kind)
+    expected = reference_of_dynamic.fake_quantize(x, block_size, 0, 255, False)
+    for neighbour in (float("nan"), float("inf"), float("-inf")):
+        with results_amid_others(monkeypatch) as made:
+            found = dynamic.fake_quantize_dynamic(amid(x, neighbour), block_size, 0, 255, False)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert_nothing_beside_is_written(made)
 
 
 @cases
@@ -143,10 +170,7 @@ def test_programs_that_share_scales_leave_their_results_in_memory_of_their_own(s
     exact = *reference_of_statistics.min_max(x, block_size), *known, counts
     for found, wanted in zip((*ends, *own_ends, own_counts), exact, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-    for result in made:
-        memory = result.as_strided((result.numel() + 64,), (1,), result.storage_offset() - 32)
-        assert (memory[:32] == 99).all()
-        assert (memory[-32:] == 99).all()
+    assert_nothing_beside_is_written(made)
 
 
 def state(count):
