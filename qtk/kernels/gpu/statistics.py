@@ -107,6 +107,7 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     tiling = tiling_of(x, block_size) if x.numel() else None
     if tiling is None or bins > MOST_BINS:
         return statistics.histogram(x.contiguous(), first, exponent, bins, block_size)
+    tiling = shifted(tiling, x) if tiling.flat else tiling  # where bins are in global memory, nothing is gained
     counts = torch.zeros(first.numel(), bins, dtype=torch.int64, device=x.device)
     units = torch.ldexp(torch.ones_like(first), -exponent)
     splits = tiling.splits(programs(x.device))

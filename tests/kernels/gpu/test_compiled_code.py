@@ -102,14 +102,19 @@ def test_so_are_rows_that_begin_at_any_address(found):
         assert row["instructions"] <= MOST_OF_ODD_ROWS[row["call"]][CHIPS.index(row["chip"])], row
 
 
-def test_so_are_rows_whose_ranges_are_found_at_the_same_time(tmp_path):
-    """Element by element they took 174 and 299 instructions an element."""
-    found = inspected(tmp_path / "code.json", "sm_90 gfx942", SIZES, "row", ["dynamic"], SHAPES[1:])
+@pytest.mark.parametrize(
+    ("call", "granularity", "streams", "most"),
+    [("dynamic", "row", 2, (98, 141)), ("histogram", "tensor", 1, (26, 185))], ids=["dynamic", "histogram"],
+)
+def test_so_are_rows_quantized_dynamically_and_a_tensor_that_is_counted(call, granularity, streams, most, tmp_path):
+    """Element by element rows took 174 and 299 instructions an element."""
+    found = inspected(tmp_path / "code.json", "sm_90 gfx942", SIZES, granularity, [call], SHAPES[1:])
     assert len(found) == len(CHIPS) * len(SIZES)
     for row in found:
-        elements, most = {CHIPS[0]: (16, 98), CHIPS[1]: (8, 141)}[row["chip"]]  # of a thread
-        assert row["wide"] >= 2 * elements * SIZES[row["kind"]] // 16, row
-        assert row["instructions"] <= most, row
+        chip = CHIPS.index(row["chip"])
+        elements = (16, 8)[chip]  # of a thread
+        assert row["wide"] >= streams * elements * SIZES[row["kind"]] // 16, row
+        assert row["instructions"] <= most[chip], row
         assert row["spilled"] == 0, row
 
 

@@ -122,6 +122,8 @@ def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind
     ends, counts = state(count)
     reference_of_extremes.add_extremes_(x, block_size, -8.0, 1, *ends, counts)
     of_steps = steps, None, block_size, -8, 7
+    of_bins = torch.full((count,), -72.0), torch.full((count,), -3), 144, block_size
+    counted = reference_of_statistics.histogram(x, *of_bins)
     exact = reference_of_errors.candidate_errors(x, *of_steps)
     for neighbour in (float("nan"), float("inf"), float("-inf")):
         among = amid(x, neighbour)
@@ -130,6 +132,7 @@ def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind
         own_ends, own_counts = state(count)
         extremes.add_extremes_(among, block_size, -8.0, 1, *own_ends, own_counts)
         assert all(torch.equal(a, b) for a, b in zip((*own_ends, own_counts), (*ends, counts), strict=True))
+        assert torch.equal(statistics.histogram(among, *of_bins), counted)
         errors = candidate_errors.candidate_errors(among, *of_steps, True, None, 1.0)
         torch.testing.assert_close(errors, exact, rtol=1e-5, atol=0)  # float32 sums of a tile
 
