@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._decomp import register_decomposition  # what torch.onnx.export makes of an op that it does not know
+from torch._decomp import (
+    decomposition_table,  # by which tracers find shapes
+    register_decomposition,  # what torch.onnx.export makes of an op that it does not know
+)
 from torch._ops import HigherOrderOperator, OpOverload  # an op that takes graphs (``cond``); what an ATen node calls
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes and dtypes of graph nodes without their data
 from torch.export import ExportedProgram
@@ -194,15 +197,22 @@ def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:
 
 @contextlib.contextmanager
 def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[None]:
-    """Replaces the Python kernels of ``op``, by which tracers find the shapes of its results."""
-    kernels = dict(op.py_kernels)
+    """Replaces the Python kernels of ``op``, by which tracers find the shapes of its results.
+
+    And what it is decomposed to: torch before 2.15 finds them so where a program is traced again.
+    """
+    kernels, decomposition = dict(op.py_kernels), decomposition_table.get(op)
     op.py_kernels.update(dict.fromkeys(kernels, kernel))
     op._dispatch_cache.clear()
+    if decomposition is not None:
+        decomposition_table[op] = kernel
     try:
         yield
     finally:
         op.py_kernels.update(kernels)
         op._dispatch_cache.clear()
+        if decomposition is not None:
+            decomposition_table[op] = decomposition
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
 """The shapes of recurrent nets while a tracer runs.
 
-Torch (seen in 2.15) finds them by its own loop over time, which fixes the number of time steps and takes as long as
+Torch (2.14, 2.15) finds them by its own loop over time, which fixes the number of time steps and takes as long as
 there are time steps.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from qtk.torch_private import python_kernel
+from qtk.torch_private import OpOverload, python_kernel
 
 _ATEN = torch.ops.aten
 _OPS = {_ATEN.lstm.input: 2, _ATEN.gru.input: 1, _ATEN.rnn_tanh.input: 1, _ATEN.rnn_relu.input: 1}
@@ -22,11 +22,16 @@ _OPS = {_ATEN.lstm.input: 2, _ATEN.gru.input: 1, _ATEN.rnn_tanh.input: 1, _ATEN.
 
 
 @contextlib.contextmanager
-def lengths_stay_free() -> Iterator[None]:
-    """While active, tracers find the shapes of recurrent nets without a loop over time."""
+def lengths_stay_free(ops: Collection[OpOverload] = tuple(_OPS)) -> Iterator[None]:
+    """While active, tracers find the shapes of recurrent nets without a loop over time.
+
+    Args:
+        ops: those that the tracer does not decompose; decomposed, they would be constants.
+    """
     importlib.import_module("torch._decomp")  # registers the kernels that are replaced
     with contextlib.ExitStack() as stack:
-        for op, num_states in _OPS.items():
+        for op in ops:
+            num_states = _OPS[op]
             stack.enter_context(python_kernel(op, partial(_results, num_states)))
         yield
 

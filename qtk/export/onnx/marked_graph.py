@@ -48,6 +48,8 @@ DOMAIN, MARKER = "qtk", "FakeQuantize"
 ONE_OPERATOR = ("lstm", "gru")
 """Kinds of recurrent nets that torch's exporter translates."""
 
+_TRANSLATED = torch.ops.aten.lstm.input, torch.ops.aten.gru.input
+
 torch.library.define("qtk::quantized_site", "(Tensor value, str site) -> Tensor")
 
 
@@ -200,9 +202,10 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
         torch.ops.qtk.quantized_site.default: _mark, **grouped_matmul_translations(program),
     }
     try:
-        exported = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
-        )
+        with lengths_stay_free(_TRANSLATED):  # it traces the program again to decompose it
+            exported = torch.onnx.export(
+                program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
+            )
     except Exception as error:
         raise ExportError(f"torch cannot express the model in ONNX: {_root_cause(error)}") from error
     assert exported is not None

@@ -18,6 +18,7 @@ from qtk.export.tensor_names import tensor_names
 from qtk.graph.insert import quantizer_called
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
+from tests.zoo.experts import TRACES_GROUPED_PRODUCTS
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
@@ -58,7 +59,7 @@ def run_with(path, names, leaves):
 
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "vit", "gru", "concatenated", "dict_output", "intermediate_outputs", "reused_module", "tied",
-    "grouped_experts",
+    *["grouped_experts"] * TRACES_GROUPED_PRODUCTS,
 ))
 def test_every_name_is_that_of_its_value(name, tmp_path):
     entry, sim = ZOO[name], simulated(name)
