@@ -27,7 +27,7 @@ MOST_OF_A_STREAM = {"forward": 27, "backward": 28, "backward, learned": 37, "min
                     "many, extremes": 12, "candidate_errors": 600, "many": 27, "many, backward": 28,
                     "many, backward, learned": 37, "one of many, backward, learned": 37, "minifloat": 32}
 MOST_OF_ODD_ROWS = {"forward": (42, 93), "backward": (43, 98), "backward, learned": (80, 123), "min_max": (41, 71),
-                    "extremes": (72, 121), "many, extremes": (23, 30), "candidate_errors": (1410, 1784),
+                    "extremes": (72, 121), "many, extremes": (29.5, 30.5), "candidate_errors": (1410, 1784),
                     "many": (49, 68), "many, backward": (53, 65), "many, backward, learned": (81, 131),
                     "one of many, backward, learned": (80, 123), "minifloat": (43, 97)}
 """Of the second shape by rows, on each chip."""
