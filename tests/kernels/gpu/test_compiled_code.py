@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 CHIPS = "90 H200", "gfx942 MI300X"
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,
@@ -15,6 +16,8 @@ STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "e
            "minifloat": 2}
 OF_ENDS = "min_max", "extremes", "many, extremes"
 WITHOUT_SUMS = "forward", "backward", "minifloat", "many", "many, backward"
+LOADS_OF_RANGES = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 4
+"""Of a scale and a zero point; Triton 3.8 writes each load twice."""
 WITH_TAIL = "forward", "backward", "backward, learned", "minifloat"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
@@ -89,7 +92,7 @@ def test_so_is_a_tensor_of_any_length_but_its_last_elements(found):
     for row in rows:
         assert row["wide"] >= least(row), row
         if row["call"] in WITH_TAIL and row["call"] in WITHOUT_SUMS:
-            assert row["narrow"] <= STREAMS[row["call"]] + 4, row  # Triton 3.8 loads scale and zero point twice
+            assert row["narrow"] <= STREAMS[row["call"]] + LOADS_OF_RANGES, row
 
 
 def test_so_are_rows_that_begin_at_any_address(found):
