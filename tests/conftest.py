@@ -9,7 +9,11 @@ import torch
 
 from tests.pairwise import full, pairwise
 
-if not torch.cuda.is_available():
+if capability := os.environ.get("QTK_EMULATE_GPU"):
+    from tests.ptx import launcher
+
+    launcher.emulate(int(capability))
+elif not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # said before anything imports Triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background

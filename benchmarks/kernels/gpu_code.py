@@ -220,6 +220,7 @@ def compiled(launch: Launch, chip: Chip) -> Code:
     names = launch.kernel.arg_names
     given = launch.given
     warps = given.pop("num_warps", WARPS)
+    options = {"num_warps": warps, "enable_fp_fusion": given.pop("enable_fp_fusion")}
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor) and (
         name.isupper() or (isinstance(value, int) and not isinstance(value, bool) and value == 1))}
     types = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
@@ -228,7 +229,7 @@ def compiled(launch: Launch, chip: Chip) -> Code:
         and (isinstance(given[name], Tensor) or (isinstance(given[name], int) and given[name] % 16 == 0))
     }
     made = triton.compile(
-        ASTSource(launch.kernel, types, constants, attributes), target=chip.target, options={"num_warps": warps}
+        ASTSource(launch.kernel, types, constants, attributes), target=chip.target, options=options
     )
     read = _nvidia if chip.target.backend == "cuda" else _amd
     return read(made, launch, chip, warps)

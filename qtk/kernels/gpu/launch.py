@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel needs: the current device, the number of programs, zeroed counters."""
+"""What a launch of a Triton kernel needs: options, the current device, the number of programs, zeroed counters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 WAVES = 8
 """Programs per multiprocessor: enough to hide memory latency."""
+
+EXACTLY = {"enable_fp_fusion": False}
+"""How every kernel is compiled: a product is rounded before something is added to it, as on the CPU."""
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 

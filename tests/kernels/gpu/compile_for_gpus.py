@@ -18,6 +18,7 @@ from qtk.kernels.gpu import (
     feedback_rounding,
     statistics,
 )
+from qtk.kernels.gpu.launch import EXACTLY
 from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -80,7 +81,7 @@ def main() -> None:
         if constants.get("RESIDUAL"):
             types["residual_at" if "residual_at" in types else "x_at"] = f"*i{constants['RESIDUAL']}"
         source = ASTSource(kernel, types, constants)
-        made = triton.compile(source, target=target, options={"num_warps": 8})
+        made = triton.compile(source, target=target, options={"num_warps": 8, **EXACTLY})
         print(name, kernel.__name__, kind, "columns" if columns else "rows", sorted(made.asm))
 
 
