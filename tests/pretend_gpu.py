@@ -1,7 +1,7 @@
 """A GPU that is pretended: tensors that say they are on ``cuda:0``, whose numbers are in host memory.
 
 Every op runs on the CPU and gives real numbers, so that whole calibrations run. The ops of qtk run what is registered
-for GPUs, with the kernels in Triton's interpreter. What would make the host wait for a GPU is recorded, each with the
+for GPUs, with the kernels in Triton's interpreter or, compiled, in the emulator of ``tests/ptx``. What would make the host wait for a GPU is recorded, each with the
 line of qtk that asked for it: numbers that are read, shapes that depend on them, copies that are not asynchronous.
 """
 
@@ -157,19 +157,22 @@ def _place() -> str:
 @contextmanager
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     """While the body runs there is a GPU. What it records is in the result."""
-    import triton.runtime.interpreter as interpreter
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.jit import JITFunction
 
     from qtk.kernels.gpu import launch
     from qtk.quantizers import shared_launch
 
     pretending = Pretending()
-    launched = interpreter.GridExecutor.__call__
 
-    def launch_on_host(self, *args, **kwargs):
-        pretending.kernels.append(self.fn.__name__)
-        host_args, host_kwargs = tree_map_only(OnGpu, lambda tensor: tensor.host, (args, kwargs))
-        with torch.utils._python_dispatch._disable_current_modes():
-            return launched(self, *host_args, **host_kwargs)
+    def on_host(launched):
+        def launch_on_host(self, *args, **kwargs):
+            pretending.kernels.append(self.fn.__name__)
+            host_args, host_kwargs = tree_map_only(OnGpu, lambda tensor: tensor.host, (args, kwargs))
+            with torch.utils._python_dispatch._disable_current_modes():
+                return launched(self, *host_args, **host_kwargs)
+
+        return launch_on_host
 
     class Event:
         def __init__(self, device=None):
@@ -184,7 +187,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_host)
+    monkeypatch.setattr(GridExecutor, "__call__", on_host(GridExecutor.__call__))
+    monkeypatch.setattr(JITFunction, "run", on_host(JITFunction.run))  # of the emulator
     monkeypatch.setattr(launch, "_TICKETS", {})
     monkeypatch.setattr(shared_launch, "PLAIN", (*shared_launch.PLAIN, OnGpu))
     host = {"on_device_of": lambda x: _nothing(), "programs": lambda device: 6, "triton_unavailable": lambda: None,

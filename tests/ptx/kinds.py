@@ -62,7 +62,8 @@ def registers(values: Numbers, kind: Kind, width: int) -> Bits:
     values = np.ascontiguousarray(values)
     if kind.bits * kind.packed == width:
         return values.view(UNSIGNED[width])
-    assert kind.bits < width and not kind.is_float, f"{kind} into a register of {width} bits"
+    assert kind.bits < width, f"{kind} into a register of {width} bits"
+    assert not kind.is_float, f"{kind} into a register of {width} bits"
     return values.astype((SIGNED if kind.letters == "s" else UNSIGNED)[width]).view(UNSIGNED[width])
 
 

@@ -9,13 +9,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.ptx import machine
-from tests.ptx.text import Kernel, parse
 
 
 class Driver:
@@ -48,22 +46,7 @@ def _run(self: JITFunction, compile_only: Any, *given: Any, grid: Sequence[int],
     made = compile_only(self, *given, grid=grid, warmup=True, **constants)
     if not warmup:
         bound = dict(zip(self.arg_names, given, strict=False)) | constants
-        taken = [_number(bound[name]) for name, kind in made.src.signature.items() if kind != "constexpr"]
-        kernel = _parsed(made.asm["ptx"])
-        scratch = [0] * (len(kernel.parameters) - len(taken))  # addresses of memory that no kernel of qtk needs
-        machine.run(kernel, [*taken, *scratch], grid, 32 * made.metadata.num_warps, made.metadata.shared,
-                    seed=len(launched))
+        taken = [bound[name] for name, kind in made.src.signature.items() if kind != "constexpr"]
+        machine.run(made.asm["ptx"], taken, grid, 32 * made.metadata.num_warps, made.metadata.shared, len(launched))
         launched.append(self.__name__)
     return made
-
-
-def _number(value: object) -> int | float:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    assert isinstance(value, int | float)
-    return value
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> Kernel:
-    return parse(text)

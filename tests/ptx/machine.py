@@ -1,23 +1,26 @@
-"""Runs a PTX kernel: all threads of some programs in step, one instruction at a time, each on arrays by thread.
+"""Runs a PTX kernel: threads in step, one instruction at a time, each on arrays by thread.
 
 Threads whose paths part are run apart: those that are farthest behind go first, so that paths join again. Programs of
-one batch run together, batches one after the other, in an order that is drawn: what a kernel gives must not depend on
-it, nor on what registers and shared memory held before.
+one batch run together, batches one after the other, in an order that is drawn. The warps of a batch are drawn into two
+teams, of which one runs on until it waits at a barrier: what a kernel gives must not depend on any of this, nor on what
+registers and shared memory held before.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tests.ptx import operations
 from tests.ptx.kinds import UNSIGNED, Bits, Kind, Numbers, constant, kind_of, numbers, registers
 from tests.ptx.memory import AccessError, GlobalMemory, SharedMemory
-from tests.ptx.operations import UnknownInstruction
-from tests.ptx.text import Address, Instruction, Kernel, Operand
+from tests.ptx.operations import UnknownInstructionError
+from tests.ptx.text import Address, Instruction, Kernel, Operand, parse
 
 BATCH = 16
 """Most programs that run together."""
@@ -42,6 +45,7 @@ class Batch:
     arguments: dict[str, Bits]
     special: dict[str, Bits]
     programs: NDArray[np.int64]
+    teams: NDArray[np.bool_]
     memory: GlobalMemory
     shared: SharedMemory
     values: dict[str, Bits] = field(default_factory=dict)
@@ -98,26 +102,39 @@ class Batch:
         return base + np.array(operand.offset, np.int64).view(np.uint64)
 
 
-def run(kernel: Kernel, arguments: Sequence[int | float], grid: Sequence[int], threads: int, shared: int,
+def run(text: str, arguments: Sequence[torch.Tensor | int | float], grid: Sequence[int], threads: int, shared: int,
         seed: int = 0) -> None:
-    """Launches a kernel. ``shared``: bytes of shared memory of a program. Memory is that of the process.
+    """Launches the kernel of a module. ``shared``: bytes of shared memory of a program.
 
-    Raises: AccessError if an access is outside of a tensor or not aligned; UnknownInstruction.
+    Raises: AccessError if an access is outside of a tensor or not aligned; UnknownInstructionError.
     """
-    given = {name: _packed(value, kind) for (name, kind), value in zip(kernel.parameters.items(), arguments, strict=True)}
-    numbers_of_programs = np.random.default_rng(seed).permutation(int(np.prod(grid)))
-    steps = [_step(each) for each in kernel.instructions]
-    memory = GlobalMemory()
+    kernel, steps = _decoded(text)
+    values = [*arguments, *[0] * (len(kernel.parameters) - len(arguments))]  # the last: memory that none of ours needs
+    given = {
+        name: _packed(value, kind) for (name, kind), value in zip(kernel.parameters.items(), values, strict=True)
+    }
+    generator = np.random.default_rng(seed)
+    programs = generator.permutation(int(np.prod(grid)))
+    memory = GlobalMemory(each for each in arguments if isinstance(each, torch.Tensor))
     with np.errstate(all="ignore"):
-        for begin in range(0, len(numbers_of_programs), BATCH):
-            batch = numbers_of_programs[begin : begin + BATCH]
-            special = _special(batch, grid, threads)
-            rows = np.repeat(np.arange(len(batch)), threads)
-            _run_batch(Batch(kernel, given, special, rows, memory, SharedMemory(len(batch), shared)), steps)
+        for begin in range(0, len(programs), BATCH):
+            together = programs[begin : begin + BATCH]
+            teams = np.repeat(generator.random(len(together) * threads // WARP) < 0.5, WARP)
+            rows = np.repeat(np.arange(len(together)), threads)
+            special, shared_memory = _special(together, grid, threads), SharedMemory(len(together), shared)
+            _run_batch(Batch(kernel, given, special, rows, teams, memory, shared_memory), steps)
 
 
-def _packed(value: int | float, kind: str) -> Bits:
-    """An argument as the bits of its type."""
+@functools.lru_cache(maxsize=256)
+def _decoded(text: str) -> tuple[Kernel, list[Step]]:
+    kernel = parse(text)
+    return kernel, [_step(each) for each in kernel.instructions]
+
+
+def _packed(value: torch.Tensor | int | float, kind: str) -> Bits:
+    """An argument as the bits of its type, a tensor by its address."""
+    if isinstance(value, torch.Tensor):
+        value = value.data_ptr()
     packed = kind_of(kind)
     assert packed is not None, kind
     if packed.is_float:
@@ -145,7 +162,8 @@ def _run_batch(batch: Batch, steps: Sequence[Step]) -> None:
     while bool((places < end).any()):
         waits &= ~_released(batch, waits, places < end)
         ready = (places < end) & ~waits
-        assert bool(ready.any()), "some threads of a program wait at a barrier that others never reach"
+        if bool((ready & batch.teams).any()):
+            ready &= batch.teams
         place = int(places[ready].min())
         active = ready & (places == place)
         others = places[ready & ~active]
@@ -262,7 +280,7 @@ def _arithmetic(instruction: Instruction, kind: Kind) -> Step:
 def _of_predicates(instruction: Instruction) -> Step:
     functions = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
     if instruction.name not in functions:
-        raise UnknownInstruction(instruction.text)
+        raise UnknownInstructionError(instruction.text)
     result, *given = instruction.operands
     function = functions[instruction.name]
     return lambda batch, mask: batch.write_bits(

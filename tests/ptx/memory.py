@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,10 +26,14 @@ class AccessError(AssertionError):
 
 
 class GlobalMemory:
-    """The storages of all tensors of the process, by address."""
+    """The storages of tensors, by address: of those given, and of all in the process where that is not enough."""
 
-    def __init__(self) -> None:
-        sizes = dict(filter(None, map(_storage, gc.get_objects())))
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._has_all = False
+        self._know(tensors)
+
+    def _know(self, values: Iterable[object]) -> None:
+        sizes = dict(filter(None, map(_storage, values)))
         self._begins = np.array(sorted(sizes), np.uint64)
         self._sizes = np.array([sizes[int(begin)] for begin in self._begins], np.uint64)
         self._views: dict[int, NDArray[np.uint8]] = {}
@@ -41,6 +46,16 @@ class GlobalMemory:
         self._each(addresses, values.dtype.itemsize * 8, values)
 
     def _each(self, addresses: NDArray[np.uint64], width: int, values: Bits | None) -> Bits:
+        try:
+            return self._in_known(addresses, width, values)
+        except AccessError:
+            if self._has_all:
+                raise
+        self._has_all = True
+        self._know(gc.get_objects())
+        return self._in_known(addresses, width, values)
+
+    def _in_known(self, addresses: NDArray[np.uint64], width: int, values: Bits | None) -> Bits:
         result = np.empty(len(addresses), UNSIGNED[width])
         owner = np.searchsorted(self._begins, addresses, side="right").astype(np.int64) - 1
         if bool((owner < 0).any()):

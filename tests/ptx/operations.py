@@ -23,20 +23,20 @@ IGNORED = {"rn", "sync", "uni", "ftz"}
 """Modifiers that choose what is done anyway; ``ftz`` is of functions that a subnormal number does not reach."""
 
 
-class UnknownInstruction(NotImplementedError):
+class UnknownInstructionError(NotImplementedError):
     """An instruction that is not emulated."""
 
 
 def operation(name: str, modifiers: tuple[str, ...], kind: Kind) -> Operation:
     """The function of an instruction whose operands and result all have one type.
 
-    Raises: UnknownInstruction if it is not emulated.
+    Raises: UnknownInstructionError if it is not emulated.
     """
     rest = {each for each in modifiers if each not in IGNORED} - {_written(kind)}
     table = _OF_FLOATS if kind.is_float else _OF_INTEGERS
     key = ".".join([name, *sorted(rest)])
     if key not in table:
-        raise UnknownInstruction(f"{key} of {_written(kind)}")
+        raise UnknownInstructionError(f"{key} of {_written(kind)}")
     return table[key]
 
 
@@ -187,7 +187,7 @@ _OF_INTEGERS: dict[str, Operation] = {
 def comparison(modifiers: tuple[str, ...], kind: Kind) -> Operation:
     """setp. Those that end in u are true of NaN, too.
 
-    Raises: UnknownInstruction if it is not emulated.
+    Raises: UnknownInstructionError if it is not emulated.
     """
     (name,) = (each for each in modifiers if each not in IGNORED and each != _written(kind))
     match name:
@@ -201,7 +201,7 @@ def comparison(modifiers: tuple[str, ...], kind: Kind) -> Operation:
             return COMPARISONS[name]
         case _ if name[:-1] in COMPARISONS and name.endswith("u") and kind.is_float:
             return lambda a, b: COMPARISONS[name[:-1]](a, b) | np.isnan(a) | np.isnan(b)
-    raise UnknownInstruction(f"setp.{name}")
+    raise UnknownInstructionError(f"setp.{name}")
 
 
 # Data Conversion
@@ -210,12 +210,12 @@ def comparison(modifiers: tuple[str, ...], kind: Kind) -> Operation:
 def conversion(modifiers: tuple[str, ...], into: Kind, source: Kind) -> Operation:
     """cvt, but for the bits that registers are made of: integers saturate, NaN becomes 0.
 
-    Raises: UnknownInstruction if it is not emulated.
+    Raises: UnknownInstructionError if it is not emulated.
     """
     rest = set(modifiers) - IGNORED - {_written(into), _written(source)}
     integral = [ROUNDINGS[each] for each in rest if each in ROUNDINGS]
     if rest - ROUNDINGS.keys():
-        raise UnknownInstruction(f"cvt.{'.'.join(modifiers)}")
+        raise UnknownInstructionError(f"cvt.{'.'.join(modifiers)}")
     if into.is_float:
         return lambda values: (integral[0](values) if integral else values).astype(into.dtype)
     if not source.is_float:

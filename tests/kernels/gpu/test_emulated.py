@@ -1,0 +1,46 @@
+"""The kernels as they are compiled for GPUs: their PTX, run by the emulator of ``tests/ptx``, against the reference.
+
+These are the tests that Triton's interpreter passes, run again with the machine's instructions in its place: layouts,
+exchanges between threads, barriers, widths of accesses, masks and rounding are those of a GPU. What launches kernels
+takes the path that it takes before a GPU. To run any test so: ``QTK_EMULATE_GPU=90 pytest FILE``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[3]
+QUICK, SLOW = "90", ("80", "100")
+"""Compute capabilities: of an H200; of an A100 and a B200."""
+
+FILES = {
+    "tests/kernels/gpu/test_fake_quantize.py": "",
+    "tests/kernels/gpu/test_row_streams.py": "",
+    "tests/kernels/gpu/test_tiles.py": "",
+    "tests/ops/test_fake_quantize_many.py": "",
+    "tests/ops/test_fake_quantize_float.py": "triton",
+    "tests/ops/test_fake_quantize_dynamic.py": "triton",
+    "tests/ops/test_candidate_errors.py": "triton",
+    "tests/ops/test_extremes.py": "triton or launch",
+    "tests/ops/test_statistics.py": "triton",
+    "tests/ops/test_feedback_rounding.py": "triton",
+    "tests/invariants/test_no_waits.py": "cnn",
+}
+"""Of each file, the tests that launch kernels."""
+
+
+@pytest.mark.parametrize("chip", [QUICK, *(pytest.param(chip, marks=pytest.mark.slow) for chip in SLOW)])
+@pytest.mark.parametrize("file", FILES)
+def test_the_machine_code_computes_the_reference(file, chip):
+    environment = {**os.environ, "QTK_EMULATE_GPU": chip, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file, "-k", FILES[file]]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 5
