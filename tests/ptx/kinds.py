@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[np.unsignedinteger]
-Numbers = NDArray[np.generic]
+Bits: TypeAlias = NDArray[Any]
+"""What registers hold: unsigned integers of their width, one for each thread."""
+
+Numbers: TypeAlias = NDArray[Any]
+"""Numbers of a type of PTX."""
 
 DTYPES = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "pred": np.bool_}
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}

@@ -31,7 +31,8 @@ FILES = {
     "tests/ops/test_extremes.py": "triton or launch",
     "tests/ops/test_statistics.py": "triton",
     "tests/ops/test_feedback_rounding.py": "triton",
-    "tests/invariants/test_no_waits.py": "cnn",
+    "tests/invariants/test_on_gpu.py": "",
+    "tests/invariants/test_no_waits.py": "calibration and cnn",
 }
 """Of each file, the tests that launch kernels."""
 
