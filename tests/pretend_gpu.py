@@ -1,8 +1,9 @@
 """A GPU that is pretended: tensors that say they are on ``cuda:0``, whose numbers are in host memory.
 
 Every op runs on the CPU and gives real numbers, so that whole calibrations run. The ops of qtk run what is registered
-for GPUs, with the kernels in Triton's interpreter or, compiled, in the emulator of ``tests/ptx``. What would make the host wait for a GPU is recorded, each with the
-line of qtk that asked for it: numbers that are read, shapes that depend on them, copies that are not asynchronous.
+for GPUs, with the kernels in Triton's interpreter or, compiled, in the emulator of ``tests/ptx``. What would make the
+host wait for a GPU is recorded, each with the line of qtk that asked for it: numbers that are read, shapes that depend
+on them, copies that are not asynchronous.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ kept but where an instruction says ``.ftz``. Section names are those of NVIDIA's
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 
@@ -107,9 +108,15 @@ def or_nan(function: Operation) -> Operation:
     return either
 
 
+def of_several(function: Operation) -> Operation:
+    """Of two numbers, or on sm_100 of three."""
+    return lambda *values: functools.reduce(function, values)
+
+
 _OF_FLOATS: dict[str, Operation] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma, "neg": np.negative,
-    "abs": np.abs, "min": minimum, "max": maximum, "min.NaN": or_nan(minimum), "max.NaN": or_nan(maximum),
+    "abs": np.abs, "min": of_several(minimum), "max": of_several(maximum), "min.NaN": of_several(or_nan(minimum)),
+    "max.NaN": of_several(or_nan(maximum)),
 }
 
 

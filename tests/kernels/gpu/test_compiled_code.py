@@ -69,14 +69,13 @@ def test_nothing_is_spilled(found):
     assert [row for row in found if row["spilled"]] == []
 
 
-def test_nor_is_it_in_the_loop_where_registers_are_fewest(tmp_path):
-    """ptxas spills 8 bytes before the loop of some, for one more resident block, and loads them after it."""
+def test_nor_is_it_where_registers_are_fewest(tmp_path):
+    """ptxas spilled 8 bytes for one more resident block, where what is used after a loop was computed before it."""
     calls = "backward, learned", "many, backward, learned", "one of many, backward, learned"
     found = inspected(tmp_path / "code.json", "sm_80 sm_90 sm_100", ["float32"], "block16 block128", calls, SHAPES[:1])
     assert len(found) == 3 * 2 * len(calls)
     for row in found:
-        assert row["spilled"] <= 8, row
-        assert row["spills_a_turn"] == 0, row
+        assert row["spilled"] == row["spills_a_turn"] == 0, row
 
 
 def test_every_stream_is_read_and_written_128_bits_at_a_time(found):
