@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 namespace qtk {
@@ -189,9 +190,43 @@ INLINE void forward_short_rows(
   }
 }
 
+// Rows of an even number of bfloat16, several at a time, or a part of one. Two neighbours are one integer: a shift and a
+// mask make a register of pairs two of floats, and back, where in order they would be permuted.
+template <class Grid>
+INLINE void forward_pairs(
+    const BFloat16* x, BFloat16* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
+  const int64_t together = std::max<int64_t>(RUN / width, 1);
+  float lower[RUN / 2], upper[RUN / 2];
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t here = std::min(together, rows - first);
+    for (int64_t begin = 0; begin < width; begin += RUN) {
+      const int64_t at = first * width + begin, pairs = std::min(RUN, width - begin) / 2;
+      for (int64_t row = 0; row < here; ++row) {
+        const float scale = scales.scale[first + row], zero = zero_of(scales, first + row);
+        for (int64_t i = 0; i < pairs; ++i) {
+          uint32_t pair;
+          std::memcpy(&pair, x + at + row * width + 2 * i, sizeof(pair));
+          lower[row * pairs + i] = fake_quantized(as_float(pair << 16), scale, zero, grid);
+          upper[row * pairs + i] = fake_quantized(as_float(pair & 0xffff0000u), scale, zero, grid);
+        }
+      }
+      for (int64_t i = 0; i < here * pairs; ++i) {
+        const uint32_t pair = rounded_to_upper(lower[i]) >> 16 | (rounded_to_upper(upper[i]) & 0xffff0000u);
+        std::memcpy(y + at + 2 * i, &pair, sizeof(pair));
+      }
+    }
+  }
+}
+
 template <class T, class Grid, class... R>
 INLINE void forward_rows_of(
     const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
+  if constexpr (std::is_same_v<T, BFloat16> && sizeof...(R) == 0) {
+    if (width % 2 == 0 && width >= 2 * LANES) {
+      forward_pairs(x, y, rows, width, scales, grid);
+      return;
+    }
+  }
   if (!std::is_same_v<T, float> && width < SHORT_RUN) {
     forward_short_rows(x, y, rows, width, scales, grid, residual...);
     return;

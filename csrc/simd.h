@@ -62,6 +62,12 @@ INLINE void store(float value, BFloat16* into) {
   into->bits = static_cast<uint16_t>(upper + (up ? 1u : 0u));
 }
 
+// The same in 32-bit arithmetic: the upper half of the result is the BFloat16.
+INLINE uint32_t rounded_to_upper(float value) {
+  const uint32_t bits = as_bits(value), increment = 0x7fffu + (bits >> 16 & 1u);
+  return bits + (value == value ? increment : 0u);
+}
+
 INLINE void store(float value, Half* into) {
   const uint32_t bits = as_bits(value);
   const uint32_t rest = bits & 0x7fffffffu;

@@ -96,6 +96,11 @@ void run_fake_quantize(const std::string& name, Grid grid) {
   fake_quantize_rows(x.data(), y.data(), ROWS, WIDTH, scales, grid);
   fake_quantize_rows(x.data(), z.data(), ROWS, WIDTH, symmetric, grid);
   print(name + " rows", y, z);
+  for (const int64_t width : {16, 32, 700}) {  // pairs of elements, in several rows or a part of one at a time
+    fake_quantize_rows(x.data(), y.data(), SIZE / width, width, scales, grid);
+    fake_quantize_columns(x.data(), z.data(), SIZE / width, width, scales, grid);
+    print(name + " rows of " + std::to_string(width), y, z);
+  }
   fake_quantize_columns(x.data(), y.data(), ROWS, WIDTH, scales, grid);
   print(name + " columns", y);
   pass_rows(x.data(), g.data(), y.data(), ROWS, WIDTH, scales, grid);
