@@ -133,11 +133,15 @@ INLINE const int16_t* as_floats(const int16_t* residuals, int64_t, float*) { ret
 
 template <class T>
 INLINE const float* as_floats(const T* values, int64_t n, float* into) {
-  for (int64_t i = 0; i < n; ++i) {
-    into[i] = load(values[i]);
-  }
+  load_all(values, n, into);
   return into;
 }
+
+// The elements themselves, or floats where a loop of its own converts faster.
+template <class T>
+INLINE const T* ready(const T* values, int64_t, float*) { return values; }
+
+INLINE const float* ready(const Half* values, int64_t n, float* into) { return as_floats(values, n, into); }
 
 INLINE float at(float value, int64_t) { return value; }
 INLINE float at(const float* values, int64_t i) { return values[i]; }
@@ -159,13 +163,12 @@ INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, 
   float values[RUN];
   for (int64_t begin = 0; begin < n; begin += RUN) {
     const int64_t count = std::min(RUN, n - begin);
+    const auto* from = ready(x + begin, count, values);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t j = begin + i;
-      values[i] = fake_quantized(load(x[j]), at(scale, j), at(zero, j), grid, residual + j...);
+      values[i] = fake_quantized(load(from[i]), at(scale, j), at(zero, j), grid, residual + j...);
     }
-    for (int64_t i = 0; i < count; ++i) {
-      store(values[i], y + begin + i);
-    }
+    store_all(values, count, y + begin);
   }
 }
 
@@ -184,9 +187,7 @@ INLINE void forward_short_rows(
           values + i * width, values + i * width, width, scales.scale[row], zero_of(scales, row), grid,
           residual + row * width...);
     }
-    for (int64_t i = 0; i < here * width; ++i) {
-      store(values[i], y + begin + i);
-    }
+    store_all(values, here * width, y + begin);
   }
 }
 

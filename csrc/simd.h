@@ -11,6 +11,10 @@
 #include <bit>
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
 #define QTK_TEXT_OF(name) #name
@@ -77,5 +81,51 @@ INLINE void store(float value, Half* into) {
   const uint32_t half = rest > 0x7f800000u ? 0x7e00u : (rest >= 0x47800000u ? 0x7c00u : finite);  // NaN, from 2¹⁶ on
   into->bits = static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
 }
+
+// Many at a time.
+template <class T>
+INLINE void load_all(const T* values, int64_t n, float* into) {
+  for (int64_t i = 0; i < n; ++i) {
+    into[i] = load(values[i]);
+  }
+}
+
+template <class T>
+INLINE void store_all(const float* values, int64_t n, T* into) {
+  for (int64_t i = 0; i < n; ++i) {
+    store(values[i], into + i);
+  }
+}
+
+#if defined(__x86_64__)
+// Processors with AVX2 have instructions for Half: the same numbers, but other bits of a NaN. GCC 12 does not vectorize
+// _Float16 with them. These return how many elements they did.
+__attribute__((target("avx2,f16c"))) inline int64_t load_eights(const Half* values, int64_t n, float* into) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(into + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + i))));
+  }
+  return i;
+}
+
+__attribute__((target("avx2,f16c"))) inline int64_t store_eights(const float* values, int64_t n, Half* into) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(into + i), halves);
+  }
+  return i;
+}
+
+INLINE void load_all(const Half* values, int64_t n, float* into) {
+  const int64_t done = __builtin_cpu_supports("avx2") ? load_eights(values, n, into) : 0;
+  load_all<Half>(values + done, n - done, into + done);
+}
+
+INLINE void store_all(const float* values, int64_t n, Half* into) {
+  const int64_t done = __builtin_cpu_supports("avx2") ? store_eights(values, n, into) : 0;
+  store_all<Half>(values + done, n - done, into + done);
+}
+#endif
 
 }  // namespace qtk
