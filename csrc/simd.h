@@ -1,5 +1,5 @@
 // Function clones for several instruction sets, and conversion between half precision and float, ties to even, in
-// integer arithmetic that compilers vectorize.
+// integer arithmetic that compilers vectorize; arrays of float16 by the instructions of the processor, where it has some.
 //
 // On x86-64 GCC compiles each loop three times, for AVX-512, AVX2 and the baseline, and the best one is chosen when the
 // library loads. QTK_ARCH=x86-64-v3 in the environment (any name that -march takes) builds every loop for that one
