@@ -8,6 +8,7 @@ on them, copies that are not asynchronous.
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Iterator
@@ -158,6 +159,7 @@ def _place() -> str:
 @contextmanager
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     """While the body runs there is a GPU. What it records is in the result."""
+    from triton.compiler.compiler import CompiledKernel
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
@@ -166,14 +168,18 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
 
     pretending = Pretending()
 
-    def on_host(launched):
+    def on_host(launched, name_of=lambda kernel: kernel.fn.__name__):
         def launch_on_host(self, *args, **kwargs):
-            pretending.kernels.append(self.fn.__name__)
+            pretending.kernels.append(name_of(self))
             host_args, host_kwargs = tree_map_only(OnGpu, lambda tensor: tensor.host, (args, kwargs))
             with torch.utils._python_dispatch._disable_current_modes():
                 return launched(self, *host_args, **host_kwargs)
 
         return launch_on_host
+
+    def again(compiled, grid):
+        launched = on_host(lambda _, *args: launch_compiled(compiled, grid)(*args), lambda _: compiled.name)
+        return functools.partial(launched, compiled)
 
     class Event:
         def __init__(self, device=None):
@@ -189,7 +195,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretending]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(GridExecutor, "__call__", on_host(GridExecutor.__call__))
-    monkeypatch.setattr(JITFunction, "run", on_host(JITFunction.run))  # of the emulator
+    monkeypatch.setattr(JITFunction, "run", on_host(JITFunction.run))  # the emulator's, the first time
+    launch_compiled = CompiledKernel.__getitem__
+    monkeypatch.setattr(CompiledKernel, "__getitem__", again)  # and from then on
     monkeypatch.setattr(launch, "_TICKETS", {})
     monkeypatch.setattr(shared_launch, "PLAIN", (*shared_launch.PLAIN, OnGpu))
     host = {"on_device_of": lambda x: _nothing(), "programs": lambda device: 6, "triton_unavailable": lambda: None,

@@ -11,6 +11,7 @@ from qtk.ops import extremes
 from tests.kernels import conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.extremes")
+recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 # of Triton's interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,18 +178,7 @@ def test_many_tensors_are_as_each_alone(add, kind):
 
 
 def test_weights_that_are_alike_share_a_launch(monkeypatch):
-    launched = []
-
-    class Watched:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(kernels, name)
-
-        def __getitem__(self, grid):
-            launched.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("extremes_kernel", "many_extremes_kernel"):
-        monkeypatch.setattr(kernels, name, Watched(name))
+    launched = recorded(monkeypatch, kernels)
     xs = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]
     states = [[tensor.to(DEVICE) for tensor in empty(len(x))] for x in xs]
     kernels.add_extremes_many_(xs, [(1, -1)] * 4, [BOUND] * 4, [0] * 4, *map(list, zip(*states, strict=True)))

@@ -13,6 +13,8 @@ one = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
 table = pytest.importorskip("qtk.kernels.gpu.table")
+tuned = pytest.importorskip("qtk.kernels.gpu.tuned")
+recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ZERO_POINTS = {"symmetric": None, "int32": torch.int32, "learned": torch.float32}
@@ -190,24 +192,10 @@ def test_some_of_them_learn_their_range():
         assert all(conformance.same_bits(own, other) for own, other in zip(found, expected, strict=True))
 
 
-class Counted:
-    """Counts the launches of a kernel."""
-
-    def __init__(self, kernel):
-        self.kernel, self.count = kernel, 0
-
-    def __getitem__(self, grid):
-        self.count += 1
-        return self.kernel[grid]
-
-
 @pytest.fixture
 def launches(monkeypatch):
-    counted = {module: Counted(getattr(module, name)) for module, name in (
-        (many, "many_forward_kernel"), (one, "forward_kernel"))}
-    monkeypatch.setattr(many, "many_forward_kernel", counted[many])
-    monkeypatch.setattr(one, "forward_kernel", counted[one])
-    return lambda: (counted[many].count, counted[one].count)
+    names = recorded(monkeypatch, many, one, tuned)
+    return lambda: (names.count("many_forward_kernel"), names.count("forward_kernel"))
 
 
 def test_one_launch_serves_a_class_of_granularity_and_a_dtype(launches):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, effective_scale, effective_zero_point
-from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
 from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import candidate_errors as reference
@@ -90,7 +90,8 @@ def candidate_errors(
     parts = errors.new_empty(splits * errors.numel() if splits > 1 else 0)
     steps = scales.to(torch.float32).contiguous()
     with on_device_of(x):
-        errors_kernel[(tiling.groups * splits, candidates)](
+        run(
+            errors_kernel, (tiling.groups * splits, candidates),
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
             float(clipped), errors, parts, tickets(x.device, tiling.groups * candidates), count, *arguments(tiling),
             splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,

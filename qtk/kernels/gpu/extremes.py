@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.errors import SpecError
-from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
 from qtk.kernels.gpu.table import (
     INNER,
     MIDDLE,
@@ -231,7 +231,8 @@ def add_extremes_(
     splits = tiling.splits(programs(x.device))
     parts = low.new_empty(tiling.partial_results(splits))
     with on_device_of(x):
-        extremes_kernel[(tiling.groups * splits,)](
+        run(
+            extremes_kernel, (tiling.groups * splits,),
             x, low, high, counts, parts, tickets(x.device, tiling.groups + COUNTERS), bound, least, x.numel(),
             *arguments(tiling), splits, LANES=lanes(tiling, x), PARTS=tiling.parts(splits), **shape(tiling),
         )
@@ -283,7 +284,8 @@ def add_extremes_many_(
         jobs_of_launch = with_one_tile(launched)
         first, table = jobs_of_launch[0], uploaded(jobs_of_launch)
         with on_device_of(first.x):
-            many_extremes_kernel[(table.programs,)](
+            run(
+                many_extremes_kernel, (table.programs,),
                 table.rows, len(launched), first.x, first.low, first.counts, tickets(first.x.device, table.tickets),
                 first.bound, LANES=lanes(first.tiling, first.x), **table.constants,
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
-from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
 from qtk.kernels.gpu.row_streams import (
     backward_rows_kernel,
     forward_rows_kernel,
@@ -235,7 +235,7 @@ def forward(
     if is_row_stream(tiling):
         sizes = stream_arguments(x, tiling, programs(x.device))
         with on_device_of(x):
-            forward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
+            run(forward_rows_kernel, (sizes[-1],), *given, *sizes, **constants, **stream_shape())
         return result, kept
     launch(forward_kernel, x, fitted(tiling, x, result, kept), given, constants)
     return result, kept
@@ -274,19 +274,22 @@ def backward(
     if not sums and is_row_stream(tiling):
         sizes = stream_arguments(x, tiling, programs(x.device))
         with on_device_of(x):
-            backward_rows_kernel[(sizes[-1],)](*given, *sizes, **constants, **stream_shape())
+            run(backward_rows_kernel, (sizes[-1],), *given, *sizes, **constants, **stream_shape())
         return dx, of_scale, of_zero
     tiling = fitted(tiling, x, upstream, dx, sums=sums)
     splits = tiling.splits(programs(x.device))
-    parts = scale.new_empty(tiling.partial_results(splits) if sums else 0)
-    of_sums = parts, of_scale, of_zero, tickets(x.device, tiling.groups if sums else 0)
+    if sums and splits > 1:
+        of_sums = scale.new_empty(tiling.partial_results(splits)), of_scale, of_zero, tickets(x.device, tiling.groups)
+    else:  # what nobody shares is written at once
+        of_sums = scale, of_scale, of_zero, scale
     constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "LANES": lanes(tiling, x, grad) if sums else 1,
                   "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:
         launch(backward_kernel, x, tiling, (*given, *of_sums), constants)
         return dx, of_scale, of_zero
     with on_device_of(x):
-        backward_kernel[(tiling.groups * splits,)](
+        run(
+            backward_kernel, (tiling.groups * splits,),
             *given, *of_sums, *arguments(tiling), splits, TAIL=has_tail(tiling), **constants, **shape(tiling)
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero

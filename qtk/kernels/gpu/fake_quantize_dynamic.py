@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
-from qtk.kernels.gpu.launch import EXACTLY, on_device_of
+from qtk.kernels.gpu.launch import EXACTLY, on_device_of, run
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
 from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
@@ -123,7 +123,8 @@ def fake_quantize_dynamic(
             shift = shifted(tiling, x, result, light=True).shift
             shift = shift if width + max(shift - 1, 0) <= wide else 0  # in twice as many lanes, half would be idle
             together = max(1, TILE // wide)
-            rows_kernel[(triton.cdiv(scale.numel(), together),)](
+            run(
+                rows_kernel, (triton.cdiv(scale.numel(), together),),
                 x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
                 SHIFT=shift, num_warps=WARPS, **EXACTLY,
             )

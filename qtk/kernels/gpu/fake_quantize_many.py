@@ -20,7 +20,7 @@ from torch import Tensor
 from qtk.core.granularity import WHOLE
 from qtk.kernels.gpu import fake_quantize as alone
 from qtk.kernels.gpu.fake_quantize import Gradients, backward_tiles, forward_tiles, store_sums
-from qtk.kernels.gpu.launch import on_device_of, tickets
+from qtk.kernels.gpu.launch import on_device_of, run, tickets
 from qtk.kernels.gpu.table import (
     INNER,
     MIDDLE,
@@ -150,7 +150,8 @@ def fake_quantize_many(
     for launched in launches(jobs):
         first, table = launched[0], uploaded(with_one_tile(launched))
         with on_device_of(first.x):
-            many_forward_kernel[(table.programs,)](
+            run(
+                many_forward_kernel, (table.programs,),
                 table.rows, len(launched), first.x, first.scale, first.zero, ASYMMETRIC=first.zero_point is not None,
                 TAIL=has_tail(first.tiling), **table.constants,
             )
@@ -180,7 +181,8 @@ def fake_quantize_many_backward(
         table = uploaded(with_one_tile(launched) if sums is None else launched)  # the order of a sum is its tile's
         assert first.grad is not None
         with on_device_of(first.x):
-            many_backward_kernel[(table.programs,)](
+            run(
+                many_backward_kernel, (table.programs,),
                 table.rows, len(launched), first.x, first.grad, first.scale, first.zero,
                 tickets(first.x.device, table.tickets), ASYMMETRIC=first.zero_point is not None,
                 SUMS=sums is not None, OF_ZERO_POINT=sums is not None and sums[1].numel() > 0,

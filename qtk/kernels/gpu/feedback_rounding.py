@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, effective_scale
-from qtk.kernels.gpu.launch import EXACTLY, on_device_of
+from qtk.kernels.gpu.launch import EXACTLY, on_device_of, run
 
 ROWS = 16
 """Rows of a program."""
@@ -73,7 +73,8 @@ def round_with_feedback_(
         scale, zero_point = scale.contiguous(), zero_point.contiguous()
     zeros = scale if zero_point is None else zero_point.to(torch.int32)
     with on_device_of(target):
-        feedback_kernel[(triton.cdiv(rows, ROWS), groups)](
+        run(
+            feedback_kernel, (triton.cdiv(rows, ROWS), groups),
             target, change, feedback.contiguous(), scale, zeros, float(qmin), float(qmax), rows, columns,
             *target.stride()[:2], *change.stride()[:2], *scale.stride(),
             ASYMMETRIC=zero_point is not None, BACKWARDS=backwards, ROWS=ROWS,

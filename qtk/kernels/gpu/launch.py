@@ -1,10 +1,11 @@
-"""What a launch of a Triton kernel needs: options, the current device, the number of programs, zeroed counters."""
+"""Launches of Triton kernels, and what they need: options, the current device, the number of programs, counters."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,37 @@ WAVES = 8
 EXACTLY = {"enable_fp_fusion": False}
 """How every kernel is compiled: a product is rounded before something is added to it, as on the CPU."""
 
+MOST_KEPT = 4096
+"""Different launches whose compiled kernels are kept at hand."""
+
+_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+"""What distinguishes a launch → its compiled kernel, and the arguments that were compiled in."""
+
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """As ``kernel[grid](*arguments, **constants)``; the first argument is a tensor on the current device.
+
+    Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
+    of a call. Here a launch with the same numbers, and with tensors of the same types that are aligned alike, takes the
+    kernel that the first of them compiled.
+    """
+    key = (
+        id(kernel), arguments[0].get_device(), *constants, *constants.values(),
+        *[(each.dtype, each.data_ptr() % 16) if isinstance(each, Tensor) else each for each in arguments],
+    )
+    known = _COMPILED.get(key)
+    if known is not None:
+        compiled, rest = known
+        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+        return
+    compiled = kernel[grid](*arguments, **constants)
+    if compiled is None:  # Triton's interpreter
+        return
+    if len(_COMPILED) >= MOST_KEPT:
+        _COMPILED.clear()
+    _COMPILED[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtk.errors import SpecError
 from qtk.kernels.gpu.extremes import ends, joined, widened
-from qtk.kernels.gpu.launch import on_device_of, programs, tickets
+from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
 from qtk.kernels.gpu.tiles import arguments, is_dense, lanes, load, places, shape, spread, tile
 from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import statistics
@@ -92,10 +92,13 @@ def min_max(x: Tensor, block_size: Sequence[int], scales: int) -> tuple[Tensor, 
     low = torch.empty(scales, dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
     splits = tiling.splits(programs(x.device))
-    parts = low.new_empty(tiling.partial_results(splits))
+    shared = low, low
+    if splits > 1:
+        shared = low.new_empty(tiling.partial_results(splits)), tickets(x.device, tiling.groups)
     with on_device_of(x):
-        min_max_kernel[(tiling.groups * splits,)](
-            x, low, high, parts, tickets(x.device, tiling.groups), *arguments(tiling), splits,
+        run(
+            min_max_kernel, (tiling.groups * splits,),
+            x, low, high, *shared, *arguments(tiling), splits,
             LANES=lanes(tiling, x), PARTS=tiling.parts(splits), **shape(tiling),
         )
     return low, high
@@ -112,7 +115,8 @@ def histogram(x: Tensor, first: Tensor, exponent: Tensor, bins: int, block_size:
     units = torch.ldexp(torch.ones_like(first), -exponent)
     splits = tiling.splits(programs(x.device))
     with on_device_of(x):
-        histogram_kernel[(tiling.groups * splits,)](
+        run(
+            histogram_kernel, (tiling.groups * splits,),
             x, counts, first.contiguous(), units, bins, *arguments(tiling), splits,
             SLOTS=triton.next_power_of_2(bins + 1), **shape(tiling),
         )

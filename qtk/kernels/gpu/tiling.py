@@ -38,7 +38,7 @@ MOST_COUNTED = 1 << 30
 """Kernels count turns, and scales along an axis, in 32 bits: 64-bit division takes three times the instructions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tiling:
     """The lengths of the five axes, the steps between scales, and the size of a tile.
 
@@ -59,12 +59,12 @@ class Tiling:
     reach: int
     shift: int = 0
 
-    @property
+    @functools.cached_property
     def flat(self) -> bool:
         """Whether the tensor has one scale, and all elements are along ``inner``."""
         return self.inner == self.outer * self.s1 * self.middle * self.s2 * self.inner
 
-    @property
+    @functools.cached_property
     def is_aligned(self) -> bool:
         """Whether what is contiguous in memory begins at multiples of 16 elements."""
         return (self.s2 if self.columns else self.inner) % 16 == 0
@@ -74,16 +74,21 @@ class Tiling:
         """Whether a tile has whole rows, so long that a thread has few addresses and scales."""
         return self.turns == 1 and self.reach >= LONG
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """Number of tiles with different scales."""
         return self.s1 * -(-self.s2 // self.scales_a_tile)
 
-    @property
+    @functools.cached_property
     def turns(self) -> int:
         """Number of tiles with the same scales."""
         reached = self.middle if self.columns else self.inner + max(self.shift - 1, 0)
         return -(-reached // self.reach) * self.outer * (1 if self.columns else self.middle)
+
+    @functools.cached_property
+    def of_half_the_reach(self) -> Tiling:
+        """With tiles half as long."""
+        return replace(self, reach=self.reach // 2)
 
     def splits(self, programs: int) -> int:
         """Number of programs that share the turns of a group, so that there are about ``programs`` in all."""
@@ -141,15 +146,9 @@ def fitted(tiling: Tiling, *tensors: Tensor, sums: bool = False) -> Tiling:
     (1024, 512, 1024, 512)
     """
     tiling = tiling if tiling.flat else shifted(tiling, *tensors)  # a stream has a tail
-    is_wide = max(each.itemsize for each in tensors) >= 4
-    if is_amd() or tiling.reach < SHORTEST or not (sums or is_wide):
+    if is_amd() or tiling.reach < SHORTEST or not (sums or any(each.itemsize >= 4 for each in tensors)):
         return tiling
-    return _of_half_the_reach(tiling)
-
-
-@functools.lru_cache(maxsize=4096)
-def _of_half_the_reach(tiling: Tiling) -> Tiling:
-    return replace(tiling, reach=tiling.reach // 2)
+    return tiling.of_half_the_reach
 
 
 def tiling_of(x: Tensor, block_size: Sequence[int]) -> Tiling | None:

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from qtk.kernels.backends import tunes
-from qtk.kernels.gpu.launch import EXACTLY, on_device_of, programs
+from qtk.kernels.gpu.launch import EXACTLY, on_device_of, programs, run
 from qtk.kernels.gpu.tiles import arguments, has_tail, shape
 from qtk.kernels.gpu.tiling import Tiling, tile_of
 
@@ -48,7 +48,7 @@ def launch(
             kernel[functools.partial(_grid, x, tiling)](*given, *sizes, **constants, **flags, **EXACTLY)
             return
         splits = tiling.splits(programs(x.device))
-        kernel[(tiling.groups * splits,)](*given, *sizes, tiling.turns, splits, **constants, **shape(tiling))
+        run(kernel, (tiling.groups * splits,), *given, *sizes, tiling.turns, splits, **constants, **shape(tiling))
 
 
 @functools.cache

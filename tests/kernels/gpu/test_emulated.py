@@ -24,6 +24,7 @@ FILES = {
     "tests/kernels/gpu/test_fake_quantize.py": "",
     "tests/kernels/gpu/test_row_streams.py": "",
     "tests/kernels/gpu/test_tiles.py": "",
+    "tests/kernels/gpu/test_tuned.py": "",
     "tests/ops/test_fake_quantize_many.py": "",
     "tests/ops/test_fake_quantize_float.py": "triton",
     "tests/ops/test_fake_quantize_dynamic.py": "triton",
