@@ -1,4 +1,7 @@
-"""How the suite runs: the Triton interpreter where there is no GPU, thin matrices, no compiled code of other files."""
+"""How the suite runs: thin matrices, no compiled code of other files, and without a GPU Triton's interpreter.
+
+``QTK_EMULATE_GPU=90``: compiled for compute capability 9.0 and run by the emulator of ``tests/ptx`` instead.
+"""
 
 import os
 import signal

@@ -30,7 +30,8 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
 
     Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
     of a call. Here a launch with the same numbers, and with tensors of the same types that are aligned alike, takes the
-    kernel that the first of them compiled.
+    kernel that the first of them compiled. (For AMD's GPUs Triton also asks whether a storage has less than 2 GiB, for
+    offsets of 32 bits; those of tensors of one size are the same.)
     """
     key = (
         id(kernel), arguments[0].get_device(), *constants, *constants.values(),

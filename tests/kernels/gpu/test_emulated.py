@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU")
 ROOT = Path(__file__).parents[3]
 QUICK, SLOW = "90", ("80", "100")
 """Compute capabilities: of an H200; of an A100 and a B200."""
