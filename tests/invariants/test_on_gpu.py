@@ -19,6 +19,9 @@ for name in ("fake_quantize", "fake_quantize_dynamic", "fake_quantize_many", "st
     pytest.importorskip(f"qtk.kernels.gpu.{name}")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 
+OF_SUMS = 25 * 4e-6
+"""Of a gradient of a range: ``conformance.check_sums`` allows 4e-6 of the sizes of all terms, of which most cancel."""
+
 
 def trained_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """The result in eval and in train mode, and all gradients."""
@@ -59,6 +62,6 @@ def test_results_and_gradients_are_those_of_the_cpu(make, learned, options, monk
     assert (len(ranges) > 0) == learned
     for name, value in expected.items():
         if name in ranges:
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()) + 1e-9)
+            torch.testing.assert_close(found[name], value, rtol=OF_SUMS, atol=OF_SUMS * float(value.abs().max()))
         else:
             assert torch.equal(found[name], value.detach()), name

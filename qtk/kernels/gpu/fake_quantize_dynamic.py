@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
-from qtk.kernels.gpu.launch import EXACTLY, on_device_of, run
+from qtk.kernels.gpu.launch import on_device_of, run
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
 from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
@@ -126,7 +126,7 @@ def fake_quantize_dynamic(
             run(
                 rows_kernel, (triton.cdiv(scale.numel(), together),),
                 x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
-                SHIFT=shift, num_warps=WARPS, **EXACTLY,
+                SHIFT=shift, num_warps=WARPS,
             )
         else:
             low, high = min_max(x, block_size, scale.numel())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import clamped, code_of, effective_scale
-from qtk.kernels.gpu.launch import EXACTLY, on_device_of, run
+from qtk.kernels.gpu.launch import on_device_of, run
 
 ROWS = 16
 """Rows of a program."""
@@ -78,5 +78,5 @@ def round_with_feedback_(
             target, change, feedback.contiguous(), scale, zeros, float(qmin), float(qmax), rows, columns,
             *target.stride()[:2], *change.stride()[:2], *scale.stride(),
             ASYMMETRIC=zero_point is not None, BACKWARDS=backwards, ROWS=ROWS,
-            WIDTH=max(16, triton.next_power_of_2(columns)), **EXACTLY,
+            WIDTH=max(16, triton.next_power_of_2(columns)),
         )

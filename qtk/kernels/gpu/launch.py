@@ -26,7 +26,7 @@ _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """As ``kernel[grid](*arguments, **constants)``; the first argument is a tensor on the current device.
+    """As ``kernel[grid](*arguments, **constants)``, ``EXACTLY``; the first argument is a tensor on the current device.
 
     Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
     of a call. Here a launch with the same numbers, and with tensors of the same types that are aligned alike, takes the
@@ -42,7 +42,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
         compiled, rest = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
         return
-    compiled = kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants, **EXACTLY)
     if compiled is None:  # Triton's interpreter
         return
     if len(_COMPILED) >= MOST_KEPT:

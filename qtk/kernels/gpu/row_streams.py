@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
-from qtk.kernels.gpu.launch import EXACTLY
 from qtk.kernels.gpu.tiles import WARPS, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
@@ -138,4 +137,4 @@ def stream_arguments(x: Tensor, tiling: Tiling, programs: int) -> tuple[int, ...
 
 def stream_shape() -> dict[str, int]:
     """The ``tl.constexpr`` arguments of a stream of rows."""
-    return {"REACH": TILE, "CHUNK": CHUNK, "num_warps": WARPS, **EXACTLY}
+    return {"REACH": TILE, "CHUNK": CHUNK, "num_warps": WARPS}

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.launch import EXACTLY
 from qtk.kernels.gpu.tiling import Tiling, is_amd
 
 WARPS = 8
@@ -186,7 +185,7 @@ def arguments(tiling: Tiling) -> tuple[int, ...]:
 def shape(tiling: Tiling) -> dict[str, int | bool]:
     """The ``tl.constexpr`` arguments of a tiling."""
     return {"SCALES": tiling.scales_a_tile, "REACH": tiling.reach, "COLUMNS": tiling.columns, "FLAT": tiling.flat,
-            "SHIFT": tiling.shift, "num_warps": WARPS, **EXACTLY}
+            "SHIFT": tiling.shift, "num_warps": WARPS}
 
 
 def lanes(tiling: Tiling, *read: Tensor) -> int:

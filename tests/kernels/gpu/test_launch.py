@@ -57,7 +57,7 @@ def kernel(monkeypatch):
 def test_a_launch_like_one_before_takes_what_that_compiled(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     launch.run(kernel, (3,), x, y, 5, SECOND=2, FIRST=1, num_warps=4)
-    assert kernel.made == [((3,), (x, y, 5), {"SECOND": 2, "FIRST": 1, "num_warps": 4})]
+    assert kernel.made == [((3,), (x, y, 5), {"SECOND": 2, "FIRST": 1, "num_warps": 4, **launch.EXACTLY})]
     other = torch.ones(8)
     launch.run(kernel, (4, 2), other, y, 5, SECOND=2, FIRST=1, num_warps=4)  # a grid is no part of the code
     assert len(kernel.made) == 1
