@@ -26,14 +26,15 @@ class AccessError(AssertionError):
 
 
 class GlobalMemory:
-    """The storages of tensors, by address: of those given, and of all in the process where that is not enough."""
+    """The storages of the tensors given, by address, and of those whose addresses these hold (see ``table``)."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._has_all = False
-        self._know(tensors)
+        self._given = tuple(tensors)
+        self._knows_held = False
+        self._know(map(_storage, self._given))
 
-    def _know(self, values: Iterable[object]) -> None:
-        sizes = dict(filter(None, map(_storage, values)))
+    def _know(self, storages: Iterable[tuple[int, int] | None]) -> None:
+        sizes = dict(filter(None, storages))
         self._begins = np.array(sorted(sizes), np.uint64)
         self._sizes = np.array([sizes[int(begin)] for begin in self._begins], np.uint64)
         self._views: dict[int, NDArray[np.uint8]] = {}
@@ -49,10 +50,14 @@ class GlobalMemory:
         try:
             return self._in_known(addresses, width, values)
         except AccessError:
-            if self._has_all:
+            if self._knows_held:
                 raise
-        self._has_all = True
-        self._know(gc.get_objects())
+        self._knows_held = True
+        held = [each.flatten().numpy() for each in self._given if each.dtype == torch.int64]
+        if held:
+            numbers = np.sort(np.concatenate(held))
+            alive = filter(None, map(_storage, gc.get_objects()))
+            self._know([*map(_storage, self._given), *(each for each in alive if _holds(numbers, *each))])
         return self._in_known(addresses, width, values)
 
     def _in_known(self, addresses: NDArray[np.uint64], width: int, values: Bits | None) -> Bits:
@@ -83,6 +88,12 @@ class GlobalMemory:
             raw = (ctypes.c_uint8 * size).from_address(int(self._begins[owner]))
             self._views[owner] = np.frombuffer(raw, np.uint8)
         return self._views[owner]
+
+
+def _holds(numbers: NDArray[np.int64], begin: int, size: int) -> bool:
+    """Whether one of the sorted numbers is an address of a storage."""
+    first = int(np.searchsorted(numbers, begin))
+    return first < len(numbers) and int(numbers[first]) < begin + size
 
 
 def _storage(value: object) -> tuple[int, int] | None:

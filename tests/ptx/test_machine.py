@@ -172,7 +172,7 @@ def test_a_matrix_is_stored_and_loaded():
 
 @pytest.mark.parametrize(("body", "count", "message"), [
     (STORE, 63, "byte 252 is written of a tensor of 252, by st.global.b32"),
-    ("ld.global.b32 %r6, [%rd3+256];", 64, "byte 384 is read"),
+    ("ld.global.b32 %r6, [%rd3+256];", 64, "byte 384 is read of a tensor of 256"),
     ("ld.global.v4.b32 {%r6, %r7, %r8, %r9}, [%rd3];", 128, "a vector of 16 bytes is not aligned"),
     ("ld.global.b32 %r6, [8];", 64, "is of no tensor"),
     ("ld.shared.b32 %r6, [%r5+4];", 64, "not aligned|shared memory has"),
@@ -180,6 +180,27 @@ def test_a_matrix_is_stored_and_loaded():
 def test_what_a_gpu_would_refuse_is_refused(body, count, message):
     with pytest.raises(AccessError, match=message):
         launched(body, words(count), shared=16)
+
+
+@pytest.mark.parametrize("verb", ["read", "written"])
+def test_a_tensor_that_was_not_given_is_out_of_reach(verb):
+    """Also if it lies where the access would be: whether one does is up to the allocator."""
+    body = "ld.global.b32 %r6, [%rd3+256];" if verb == "read" else "st.global.b32 [%rd3+256], %r6;"
+    memory = bytearray(512)
+    tensor, neighbour = (torch.frombuffer(memory, dtype=torch.int32, count=64, offset=at) for at in (0, 256))
+    assert neighbour.data_ptr() == tensor.data_ptr() + 256
+    with pytest.raises(AccessError, match=f"byte 384 is {verb} of a tensor of 256"):
+        machine.run(KERNEL.format(body=body), [tensor, 0], (1,), 64, 0, 0)
+
+
+def test_a_tensor_is_in_reach_whose_address_one_holds():
+    body = "ld.global.b64 %rd3, [%rd1];\nmul.wide.u32 %rd4, %r2, 4;\nadd.s64 %rd3, %rd3, %rd4;\nmov.b32 %r6, 7;\n"
+    held = words(64)
+    table = torch.tensor([held.data_ptr()])
+    machine.run(KERNEL.format(body=body + STORE), [table, 0], (1,), 64, 0, 0)
+    assert held.tolist() == [7] * 64
+    with pytest.raises(AccessError, match="byte 256 is written of a tensor of 256"):
+        machine.run(KERNEL.format(body=body + STORE.replace("%rd3", "%rd3+4")), [table, 0], (1,), 64, 0, 0)
 
 
 def test_reads_may_reach_the_end_of_the_last_16_bytes():
