@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 #include "simd.h"
 
@@ -14,9 +13,9 @@ struct Codes {
   float qmax;
 };
 
-constexpr float SMALLEST_SCALE = std::numeric_limits<float>::min();
-
 // As in qtk/numerics/effective.py.
+constexpr float SMALLEST_SCALE = 0x1p-80f;
+
 INLINE float effective_scale(float size) {
   return std::abs(size) < SMALLEST_SCALE ? SMALLEST_SCALE : std::abs(size);
 }

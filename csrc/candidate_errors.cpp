@@ -7,10 +7,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <optional>
 #include <vector>
 
+#include "affine.h"
 #include "candidate_errors_loops.h"
 #include "elements.h"
 #include "tiles.h"
@@ -27,7 +27,7 @@ Tensor errors(
   const auto real = c10::CppTypeToScalarType<Real>::value;
   const Tensor x = dense(input.detach().to(real));
   const Tensor weights = importance ? at::empty_like(x).copy_(importance->detach().expand(x.sizes())) : Tensor();
-  const Tensor steps = scales.detach().to(real).abs().clamp_min(std::numeric_limits<float>::min()).contiguous();
+  const Tensor steps = scales.detach().to(real).abs().clamp_min(SMALLEST_SCALE).contiguous();
   const Tensor zeros = zero_points ? zero_points->detach().to(real).contiguous() : at::zeros_like(steps);
   Tensor sums = at::zeros(scales.sizes(), at::kDouble);
   const int64_t candidates = scales.size(0), count = scales.size(1);

@@ -63,7 +63,7 @@ class Ranges {
     high = std::max(high, 0.0f);
     const float farthest = rule_.symmetric ? std::max(qmax, -qmin) : qmax - qmin;
     float step = rule_.symmetric ? std::max(high / qmax, low / qmin) : (high - low) / (qmax - qmin);
-    step = step == 0.0f ? 1.0f : std::clamp(step, SMALLEST, static_cast<float>(LARGEST / farthest));
+    step = step == 0.0f ? 1.0f : std::clamp(step, SMALLEST_SCALE, static_cast<float>(LARGEST / farthest));
     scale_at_[index] = nan ? NAN : step;
     if (!rule_.symmetric) {
       zero_[index] = nan ? qmin : std::clamp(std::nearbyint(qmin - low / step), qmin, qmax);
@@ -76,7 +76,6 @@ class Ranges {
   Tensor scale, zero_point;
 
  private:
-  static constexpr float SMALLEST = std::numeric_limits<float>::min();
   static constexpr double LARGEST =
       std::numeric_limits<float>::max() * (1 - static_cast<double>(std::numeric_limits<float>::epsilon()));
   Rule rule_;

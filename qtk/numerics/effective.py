@@ -12,15 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest normal float32; below it a scale loses precision."""
+SMALLEST_SCALE = 2.0**-80
+"""About 8e-25. From it on, what a product of scale and code differs from a number by is a float32, exactly: kernels
+divide by multiplying and correcting (``qtk.kernels.gpu.division``)."""
 
 
 def effective_scale(scale: Tensor) -> Tensor:
     """``max(|scale|, SMALLEST_SCALE)``: the scale that quantization divides by.
 
     >>> effective_scale(torch.tensor([0.5, -0.25, 0.0])).tolist()
-    [0.5, 0.25, 1.1754943508222875e-38]
+    [0.5, 0.25, 8.271806125530277e-25]
     """
     return scale.abs().clamp(min=SMALLEST_SCALE)
 

@@ -35,7 +35,7 @@ def by_hand(row: np.ndarray, qmin: int, qmax: int, symmetric: bool) -> tuple[np.
     f = np.float32
     low, high = min(row.min(), f(0)), max(row.max(), f(0))
     scale = max(high / f(qmax), low / f(qmin)) if symmetric else (high - low) / f(qmax - qmin)
-    scale = f(1) if scale == 0 else max(scale, np.finfo(f).tiny)
+    scale = f(1) if scale == 0 else max(scale, f(SMALLEST_SCALE))
     zero = 0 if symmetric else int(np.clip(np.rint(f(qmin) - low / scale), qmin, qmax))
     codes = np.clip(np.rint(row / scale) + f(zero), qmin, qmax)
     return (codes - f(zero)) * scale, scale, zero

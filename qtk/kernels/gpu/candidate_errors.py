@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.codes import clamped, code_of, effective_scale, effective_zero_point
+from qtk.kernels.gpu.codes import grid_at, rounded
+from qtk.kernels.gpu.division import limited, limited_quotient, quotient
 from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
-from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, spread, tile
+from qtk.kernels.gpu.tiles import arguments, draws_last_ticket, is_dense, load, places, shape, tile
 from qtk.kernels.gpu.tiling import shifted, tiling_of
 from qtk.numerics import candidate_errors as reference
 
@@ -25,17 +26,16 @@ from qtk.numerics import candidate_errors as reference
 def errors_kernel(
     x_at, weights_at, scale_at, zero_at, qmin, qmax, clipped_factor, errors_at, parts_at, tickets_at, count, s1, middle,
     s2, inner, step1, step2, turns, splits,
-    ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, SCALES: tl.constexpr,
-    REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, WEIGHTED: tl.constexpr, SQUARED: tl.constexpr, CLIPPED: tl.constexpr,
+    SCALES: tl.constexpr, REACH: tl.constexpr, COLUMNS: tl.constexpr, FLAT: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
 ):
     program = tl.program_id(0)
     candidate = tl.program_id(1).to(tl.int64) * count
     group = program // splits
     along1, along2, exists, index = places(group, s2, step1, step2, SCALES)
-    scale = spread(effective_scale(tl.load(scale_at + candidate + index, mask=exists, other=1.0)), COLUMNS)
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = spread(effective_zero_point(zero_at + candidate, index, exists, qmin, qmax), COLUMNS)
+    low, high, by = grid_at(
+        scale_at + candidate, zero_at + candidate, index, exists, qmin, qmax, ASYMMETRIC, COLUMNS, not CLIPPED
+    )
     sums = tl.zeros([SCALES], tl.float64)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
@@ -45,10 +45,12 @@ def errors_kernel(
         )
         mask, _, _ = masks
         x = load(x_at + offsets, masks, SHIFT).to(tl.float32)
-        code = code_of(tl.div_rn(x, scale), zero)
-        nearest = clamped(code, qmin, qmax)
-        error = x - (nearest - zero) * scale
-        size = (error * error if SQUARED else tl.abs(error)) * tl.where(nearest == code, 1.0, clipped_factor)
+        number = rounded(quotient(x, by) if CLIPPED else limited_quotient(x, by))
+        nearest = limited(number, low, high) if CLIPPED else number
+        error = x - nearest * by[0]
+        size = error * error if SQUARED else tl.abs(error)
+        if CLIPPED:
+            size *= tl.where(nearest == number, 1.0, clipped_factor)
         if WEIGHTED:
             size *= load(weights_at + offsets, masks, SHIFT)
         sums += tl.sum(tl.where(mask, size, 0.0), 0 if COLUMNS else 1).to(tl.float64)
@@ -95,6 +97,6 @@ def candidate_errors(
             x, weights, steps, steps if zero_points is None else zero_points.contiguous(), float(qmin), float(qmax),
             float(clipped), errors, parts, tickets(x.device, tiling.groups * candidates), count, *arguments(tiling),
             splits, ASYMMETRIC=zero_points is not None, WEIGHTED=importance is not None, SQUARED=squared,
-            PARTS=tiling.parts(splits), **shape(tiling),
+            CLIPPED=clipped != 1, PARTS=tiling.parts(splits), **shape(tiling),
         )
     return errors

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
-from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
+from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
 from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
 from qtk.kernels.gpu.row_streams import (
     backward_rows_kernel,
@@ -37,7 +37,6 @@ from qtk.kernels.gpu.tiles import (
     partials,
     places,
     shape,
-    spread,
     store_partials,
     sums_of_lanes,
     tail,
@@ -75,25 +74,18 @@ def forward_tiles(
 ):
     """The turns of one program, whose number among those of its tensor is ``program``."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+    grid = grid_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC, COLUMNS, not RESIDUAL)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
-        quantize(
-            x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, SHIFT
-        )
+        quantize(x_at, y_at, residual_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, SHIFT)
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, masks = tail(inner)
-            quantize(
-                x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0
-            )
+            quantize(x_at, y_at, residual_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
 
 
 @triton.jit
@@ -125,10 +117,7 @@ def backward_tiles(
 ):
     """The turns of one program. Returns: of each scale, the sum of its gradients, and of the clipped ones."""
     along1, along2, exists, index = places(program // splits, s2, step1, step2, SCALES)
-    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
+    grid = grid_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC, COLUMNS, False)
     of_scale = tl.zeros([LANES, SCALES] if COLUMNS else [SCALES, LANES], tl.float32)
     clipped = of_scale
     each = tl.cdiv(turns, splits)
@@ -137,9 +126,7 @@ def backward_tiles(
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
-        g, inside, error = gradient(
-            x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, SHIFT
-        )
+        g, inside, error = gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, SHIFT)
         if SUMS:
             upstream = g.to(tl.float32)
             of_scale += sums_of_lanes(upstream * error, SCALES, REACH, COLUMNS, LANES)
@@ -149,9 +136,8 @@ def backward_tiles(
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, masks = tail(inner)
-            g, inside, error = gradient(
-                x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0
-            )
+            grid = grid_at(scale_at, zero_at, again(index), exists, qmin, qmax, ASYMMETRIC, COLUMNS, False)
+            g, inside, error = gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
             if SUMS:
                 upstream = g.to(tl.float32)
                 sum_of_scale += tl.sum(upstream * error, 1)

@@ -14,20 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.codes import clamped, code_of, narrowed, quantize, rounded
+from qtk.kernels.gpu.codes import SMALLEST_SCALE, grid_of, narrowed, quantize, rounded
+from qtk.kernels.gpu.division import WIDE, limited, limited_quotient
 from qtk.kernels.gpu.launch import on_device_of, run
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
 from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
 from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import dynamic
-from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.numerics.ranges import LARGEST_REAL
 
 WIDEST = 4 * TILE
 """Longest row, in elements, that one program loads as a whole."""
-
-SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
@@ -37,10 +35,10 @@ def range_of(low, high, qmin, qmax, largest, SYMMETRIC: tl.constexpr):
         scale = tl.maximum(tl.div_rn(high, tl.zeros_like(high) + qmax), tl.div_rn(low, tl.zeros_like(low) + qmin))
     else:
         scale = tl.div_rn(high - low, tl.zeros_like(high) + (qmax - qmin))
-    scale = tl.where(scale == 0.0, 1.0, clamped(scale, SMALLEST, largest))
+    scale = tl.where(scale == 0.0, 1.0, limited(scale, SMALLEST_SCALE, largest))
     zero = tl.zeros_like(scale)
     if not SYMMETRIC:
-        zero = clamped(rounded(clamped(qmin - tl.div_rn(low, scale), -4194304.0, 4194304.0)), qmin, qmax)
+        zero = limited(rounded(limited(qmin - tl.div_rn(low, scale), -WIDE, WIDE)), qmin, qmax)
     return scale, zero
 
 
@@ -62,8 +60,8 @@ def rows_kernel(
     tl.store(scale_at + row, scale, mask=exists)
     if not SYMMETRIC:
         tl.store(zero_at + row, zero.to(tl.int32), mask=exists)
-    code = clamped(code_of(tl.div_rn(x, scale[:, None]), zero[:, None]), qmin, qmax)
-    real = (code - zero[:, None]) * scale[:, None]
+    _, _, by = grid_of(scale[:, None], zero[:, None], qmin, qmax, True)
+    real = rounded(limited_quotient(x, by)) * scale[:, None]
     store(y_at + offsets, narrowed(real, y_at.dtype.element_ty), masks, SHIFT)
 
 
@@ -86,18 +84,18 @@ def given_extremes_kernel(
         tl.store(scale_at + index, own_scale, mask=exists)
         if not SYMMETRIC:
             tl.store(zero_at + index, own_zero.to(tl.int32), mask=exists)
-    scale, zero = spread(own_scale, COLUMNS), spread(own_zero, COLUMNS)
+    grid = grid_of(spread(own_scale, COLUMNS), spread(own_zero, COLUMNS), qmin, qmax, True)
     each = tl.cdiv(turns, splits)
     first = (program % splits) * each
     for turn in range(first, tl.minimum(first + each, turns)):
         offsets, masks = tile(
             turn, along1, along2, exists, s1, middle, s2, inner, SCALES, REACH, COLUMNS, FLAT, SHIFT, TAIL
         )
-        quantize(x_at, y_at, y_at, offsets, masks, scale, zero, qmin, qmax, -1, 0, 0, SHIFT)
+        quantize(x_at, y_at, y_at, offsets, masks, grid, -1, 0, 0, SHIFT)
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, masks = tail(inner)
-            quantize(x_at, y_at, y_at, offsets, masks, scale, zero, qmin, qmax, -1, 0, 0, 0)
+            quantize(x_at, y_at, y_at, offsets, masks, grid, -1, 0, 0, 0)
 
 
 def fake_quantize_dynamic(

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.codes import clamped, code_of, effective_scale
+from qtk.kernels.gpu.codes import effective_scale, rounded
+from qtk.kernels.gpu.division import limited
 from qtk.kernels.gpu.launch import on_device_of, run
 
 ROWS = 16
@@ -49,8 +50,7 @@ def feedback_kernel(
         zero = tl.zeros_like(scale)
         if ASYMMETRIC:
             zero = tl.load(zero_at + own, mask=exists, other=0).to(tl.float32)
-        code = clamped(code_of(tl.div_rn(x, scale), zero), qmin, qmax)
-        nearest = ((code - zero) * scale).to(target.dtype)
+        nearest = (rounded(limited(tl.div_rn(x, scale), qmin - zero, qmax - zero)) * scale).to(target.dtype)
         moved = start - nearest
         waits = (column < here) if BACKWARDS else (column > here)
         factor = tl.load(factors + here, mask=waits & (column < columns), other=0.0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, quantize
+from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, grid_of, quantize
 from qtk.kernels.gpu.tiles import WARPS, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
@@ -25,37 +25,40 @@ MOST = 1 << 30
 
 
 @triton.jit
-def ranges_of_chunks(
-    scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC: tl.constexpr, REACH: tl.constexpr,
-    CHUNK: tl.constexpr,
+def grid_of_row(
+    scale_at, zero_at, row, qmin, qmax, ASYMMETRIC: tl.constexpr, IS_LIMITED: tl.constexpr
 ):
-    """Scales and zero points of a run of the stream, [REACH / CHUNK, CHUNK].
-
-    It begins ``before`` elements after the beginning of ``row``.
-    """
-    place = before + tl.arange(0, REACH // CHUNK) * CHUNK
-    ahead = (place.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int32)  # unsigned: fewer instructions
-    is_next = tl.arange(0, CHUNK)[None, :] >= ((ahead + 1) * inner - place)[:, None]
-    last = (rows - 1 - row).to(tl.int32)
-    here, there = tl.minimum(ahead, last), tl.minimum(ahead + 1, last)
-    scale = effective_scale(tl.load(scale_at + row + here))
-    scale = tl.where(is_next, effective_scale(tl.load(scale_at + row + there))[:, None], scale[:, None])
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = effective_zero_point(zero_at + row, here, True, qmin, qmax)
-        zero = tl.where(is_next, effective_zero_point(zero_at + row, there, True, qmin, qmax)[:, None], zero[:, None])
-    return scale, zero
-
-
-@triton.jit
-def ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC: tl.constexpr):
-    """Scales and zero points of the last elements."""
-    row = tl.minimum(offsets // inner, rows - 1)
+    """The grids of rows, in the shape of ``row``."""
     scale = effective_scale(tl.load(scale_at + row))
     zero = tl.zeros_like(scale)
     if ASYMMETRIC:
         zero = effective_zero_point(zero_at, row, True, qmin, qmax)
-    return scale, zero
+    return grid_of(scale, zero, qmin, qmax, IS_LIMITED)
+
+
+@triton.jit
+def grid_of_chunks(
+    scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC: tl.constexpr, IS_LIMITED: tl.constexpr,
+    REACH: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """The grids of a run of the stream, [REACH / CHUNK, CHUNK].
+
+    It begins ``before`` elements after the beginning of ``row``.
+    """
+    place = before + tl.arange(0, REACH // CHUNK)[:, None] * CHUNK
+    ahead = (place.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int32)  # unsigned: fewer instructions
+    is_next = tl.arange(0, CHUNK)[None, :] >= (ahead + 1) * inner - place
+    last = (rows - 1 - row).to(tl.int32)
+    here, there = row + tl.minimum(ahead, last), row + tl.minimum(ahead + 1, last)
+    low, high, by = grid_of_row(scale_at, zero_at, here, qmin, qmax, ASYMMETRIC, IS_LIMITED)
+    next_low, next_high, next_by = grid_of_row(scale_at, zero_at, there, qmin, qmax, ASYMMETRIC, IS_LIMITED)
+    scale, inverse, least, most = by
+    next_scale, next_inverse, next_least, next_most = next_by
+    by = (
+        tl.where(is_next, next_scale, scale), tl.where(is_next, next_inverse, inverse),
+        tl.where(is_next, next_least, least), tl.where(is_next, next_most, most),
+    )
+    return tl.where(is_next, next_low, low), tl.where(is_next, next_high, high), by
 
 
 @triton.jit
@@ -80,18 +83,19 @@ def forward_rows_kernel(
     row = start // inner
     before = (start - row * inner).to(tl.int32)
     for turn in range(first, tl.minimum(first + each, turns)):
-        scale, zero = ranges_of_chunks(
-            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
+        grid = grid_of_chunks(
+            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, not RESIDUAL, REACH, CHUNK
         )
         offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
-        quantize(x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
+        quantize(x_at, y_at, residual_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
         before += REACH
         row += before // inner
         before = before % inner
     if program == splits - 1:
         offsets, masks = tail(total)
-        scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
-        quantize(x_at, y_at, residual_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
+        last = tl.minimum(offsets // inner, rows - 1)  # their rows
+        grid = grid_of_row(scale_at, zero_at, last, qmin, qmax, ASYMMETRIC, not RESIDUAL)
+        quantize(x_at, y_at, residual_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
 
 
 @triton.jit
@@ -107,18 +111,19 @@ def backward_rows_kernel(
     row = start // inner
     before = (start - row * inner).to(tl.int32)
     for turn in range(first, tl.minimum(first + each, turns)):
-        scale, zero = ranges_of_chunks(
-            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, REACH, CHUNK
+        grid = grid_of_chunks(
+            scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, False, REACH, CHUNK
         )
         offsets, masks = run_of_stream(turn, total, REACH, CHUNK)
-        gradient(x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
+        gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
         before += REACH
         row += before // inner
         before = before % inner
     if program == splits - 1:
         offsets, masks = tail(total)
-        scale, zero = ranges_of_tail(scale_at, zero_at, offsets, rows, inner, qmin, qmax, ASYMMETRIC)
-        gradient(x_at, g_at, dx_at, offsets, masks, scale, zero, qmin, qmax, MANTISSA, SMALLEST, RESIDUAL, 0)
+        last = tl.minimum(offsets // inner, rows - 1)  # their rows
+        grid = grid_of_row(scale_at, zero_at, last, qmin, qmax, ASYMMETRIC, False)
+        gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
 
 
 def is_row_stream(tiling: Tiling) -> bool:

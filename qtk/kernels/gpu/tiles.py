@@ -192,11 +192,13 @@ def lanes(tiling: Tiling, *read: Tensor) -> int:
     """How many sums a scale are kept from turn to turn: of what one thread reads, one takes fewer registers than all.
 
     A thread reads 128 bits of the narrowest of ``read`` at a time, and where scales are along columns several rows of
-    that.
+    that. Where runs of memory begin anywhere it reads element by element; all sums are then kept, but on NVIDIA those
+    along columns of what reads several tensors, which had no registers left.
     """
-    run = 16 // min(each.itemsize for each in read)
-    if not (tiling.is_aligned or tiling.flat or tiling.shift):
+    has_runs = tiling.is_aligned or tiling.flat or tiling.shift > 0
+    if not has_runs and (is_amd() or not tiling.columns or len(read) == 1):
         return tiling.reach
+    run = 16 // min(each.itemsize for each in read) if has_runs else 1
     if tiling.columns:
         return min(tiling.reach, run * WARPS * (64 if is_amd() else 32) // tiling.scales_a_tile)
     return tiling.reach // min(run, tiling.reach)

@@ -22,7 +22,7 @@ from qtk.kernels.gpu.launch import EXACTLY
 from tests.pairwise import full, pairwise
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-NUMBERS = {"qmin": "fp32", "qmax": "fp32", "dearer": "fp32", "largest": "fp32", "bound": "fp32"}
+NUMBERS = {"qmin": "fp32", "qmax": "fp32", "clipped_factor": "fp32", "largest": "fp32", "bound": "fp32"}
 
 
 def signature(kernel: triton.JITFunction, kind: str, constants: dict) -> dict[str, str]:
@@ -65,7 +65,9 @@ def main() -> None:
         (statistics.histogram_kernel, {"SLOTS": 1024, **many}),
         (statistics.histogram_kernel, {"SLOTS": 1024, **one}),
         (candidate_errors.errors_kernel,
-         {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "PARTS": 32, **many}),
+         {"ASYMMETRIC": True, "WEIGHTED": True, "SQUARED": True, "CLIPPED": True, "PARTS": 32, **many}),
+        (candidate_errors.errors_kernel,
+         {"ASYMMETRIC": False, "WEIGHTED": False, "SQUARED": False, "CLIPPED": False, "PARTS": 32, **many}),
         (feedback_rounding.feedback_kernel, {"ASYMMETRIC": True, "BACKWARDS": True, "ROWS": 16, "WIDTH": 128}),
     ]
     axes = TARGETS.items(), kernels, ("fp32", "bf16", "fp16"), (False, True), (False, True)
