@@ -98,7 +98,7 @@ def test_a_range_of_width_zero_has_scale_one(symmetric):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_tiny_range_gets_the_smallest_normal_scale(symmetric):
+def test_a_tiny_range_gets_the_smallest_scale(symmetric):
     scale, _ = chosen(0.0, 1e-42, QuantSpec(dtype("int8"), symmetric=symmetric))
     assert scale.item() == SMALLEST_SCALE
 

@@ -9,6 +9,7 @@ from qtk.core.granularity import PerTensor, PerToken
 from qtk.export.onnx.session import create_session
 from qtk.kernels.backends import backends
 from qtk.numerics import dynamic
+from qtk.numerics.effective import SMALLEST_SCALE
 from qtk.ops.fake_quantize_dynamic import fake_quantize_dynamic
 from tests.kernels.conformance import KINDS, LAYOUTS, same_bits
 

@@ -108,6 +108,12 @@ def or_nan(function: Operation) -> Operation:
     return either
 
 
+def smaller_size(a: Numbers, b: Numbers) -> Numbers:
+    """min.NaN.xorsign.abs: the smaller of two absolute values, negative if one of the two numbers is."""
+    size = or_nan(minimum)(np.abs(a), np.abs(b))
+    return np.where(np.signbit(a) ^ np.signbit(b), -size, size)
+
+
 def of_several(function: Operation) -> Operation:
     """Of two numbers, or on sm_100 of three."""
     return lambda *values: functools.reduce(function, values)
@@ -116,7 +122,7 @@ def of_several(function: Operation) -> Operation:
 _OF_FLOATS: dict[str, Operation] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma, "neg": np.negative,
     "abs": np.abs, "min": of_several(minimum), "max": of_several(maximum), "min.NaN": of_several(or_nan(minimum)),
-    "max.NaN": of_several(or_nan(maximum)),
+    "max.NaN": of_several(or_nan(maximum)), "min.NaN.abs.xorsign": smaller_size,
 }
 
 

@@ -142,3 +142,12 @@ def test_what_is_not_emulated_is_refused_by_name():
                     lambda: conversion(("sat", "u32", "f32"), U32, F32)):
         with pytest.raises(UnknownInstructionError, match=r"div\.full|setp\.and|cvt\.sat"):
             refused()
+
+
+def test_the_smaller_size_has_the_sign_of_a_product():
+    a, b = np.float32([3, -3, 3, -3, 0.5, -0.0, np.nan, -np.inf]), np.float32([2, 2, -2, -2, 2, 2, 2, 2])
+    found = operation("min", ("NaN", "xorsign", "abs", "f32"), F32)(a, b)
+    assert found.tolist()[:6] == [2, -2, -2, 2, 0.5, -0.0]
+    assert np.signbit(found[5])
+    assert np.isnan(found[6])
+    assert found[7] == -2
