@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 CHIPS = "90 H200", "gfx942 MI300X"
 STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "extremes": 1, "many, extremes": 1,
@@ -16,8 +16,8 @@ STREAMS = {"forward": 2, "backward": 3, "backward, learned": 3, "min_max": 1, "e
            "minifloat": 2}
 OF_ENDS = "min_max", "extremes", "many, extremes"
 WITHOUT_SUMS = "forward", "backward", "minifloat", "many", "many, backward"
-LOADS_OF_RANGES = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 4
-"""Of a scale and a zero point; Triton 3.8 writes each load twice."""
+LOADS_OF_RANGES = 4
+"""Of a scale and a zero point: for the tail a gradient loads them again, and Triton 3.8 writes each load twice."""
 WITH_TAIL = "forward", "backward", "backward, learned", "minifloat"
 SIZES = {"float32": 4, "bfloat16": 2}
 SHAPES = "4096x1024", "4095x197"
@@ -29,10 +29,10 @@ MOST = {"forward": 21.5, "backward": 25, "backward, learned": 29, "min_max": 27.
 MOST_OF_A_STREAM = {"forward": 13, "backward": 17, "backward, learned": 26, "min_max": 6.5, "extremes": 12,
                     "many, extremes": 12, "candidate_errors": 335, "many": 13, "many, backward": 17,
                     "many, backward, learned": 26, "one of many, backward, learned": 26, "minifloat": 21}
-MOST_OF_ODD_ROWS = {"forward": (36, 66), "backward": (39, 82), "backward, learned": (62, 98), "min_max": (41, 71),
+MOST_OF_ODD_ROWS = {"forward": (36, 66), "backward": (39, 82), "backward, learned": (62, 115), "min_max": (41, 71),
                     "extremes": (72, 121), "many, extremes": (29.5, 30.5), "candidate_errors": (1015, 1270),
-                    "many": (32, 45), "many, backward": (38, 50), "many, backward, learned": (62, 123),
-                    "one of many, backward, learned": (62, 98), "minifloat": (41, 74)}
+                    "many": (32, 45), "many, backward": (38, 50), "many, backward, learned": (60, 123),
+                    "one of many, backward, learned": (62, 115), "minifloat": (41, 74)}
 """Of the second shape by rows, on each chip."""
 
 
@@ -106,7 +106,7 @@ def test_so_are_rows_that_begin_at_any_address(found):
 
 @pytest.mark.parametrize(
     ("call", "granularity", "streams", "most"),
-    [("dynamic", "row", 2, (84, 114)), ("histogram", "tensor", 1, (26, 185))], ids=["dynamic", "histogram"],
+    [("dynamic", "row", 2, (84, 118)), ("histogram", "tensor", 1, (26, 185))], ids=["dynamic", "histogram"],
 )
 def test_so_are_rows_quantized_dynamically_and_a_tensor_that_is_counted(call, granularity, streams, most, tmp_path):
     """Element by element rows took 174 and 299 instructions an element."""
