@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-80
-"""About 8e-25. From it on, what a product of scale and code differs from a number by is a float32, exactly: kernels
-divide by multiplying and correcting (``qtk.kernels.gpu.division``)."""
+"""About 8e-25. Below it the residual of a quotient, x − q · scale, may underflow, by which kernels correct quotients
+(``qtk.kernels.gpu.division``)."""
 
 
 def effective_scale(scale: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ def backward_tiles(
     if TAIL:  # noqa: SIM102 - Triton compiles a branch on a constant apart
         if program % splits == splits - 1:
             offsets, masks = tail(inner)
-            grid = grid_at(scale_at, zero_at, again(index), exists, qmin, qmax, ASYMMETRIC, COLUMNS, False)
+            if SUMS:  # registers are few
+                grid = grid_at(scale_at, zero_at, again(index), exists, qmin, qmax, ASYMMETRIC, COLUMNS, False)
             g, inside, error = gradient(x_at, g_at, dx_at, offsets, masks, grid, MANTISSA, SMALLEST, RESIDUAL, 0)
             if SUMS:
                 upstream = g.to(tl.float32)

@@ -88,13 +88,15 @@ def test_the_kernels_divide_so(is_limited):
 
 
 @pytest.mark.parametrize("way", ["triton", "op"])
-@pytest.mark.parametrize("codes", ["int8", "uint4"])
+@pytest.mark.parametrize("codes", ["int8", "uint4", "int2"])
 def test_what_is_about_halfway_between_two_codes(codes, way):
     """Neighbours of every middle, for scales from the smallest on; 1, 3 and 5 bits of them make ties."""
     qmin, qmax = conformance.CODES[codes]
     generator = torch.Generator().manual_seed(0)
     scales = [SMALLEST_SCALE, SMALLEST_SCALE * 1.37, 1e-12, 0.75, 1.0, 40 / 32, 3e7, 2.0**100, 1.9e36]
     scales += torch.rand(40, generator=generator).tolist()
+    if codes == "int2":
+        scales += [2.0**126, 1.1e38, 1.6e38]  # their inverses are no normal numbers
     scale = torch.tensor(scales)
     middles = (torch.arange(qmin - 2, qmax + 2) + 0.5) * scale[:, None]
     bits = middles.view(torch.int32)
@@ -102,6 +104,7 @@ def test_what_is_about_halfway_between_two_codes(codes, way):
     x = torch.cat((x, torch.tensor([[torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-40]]).expand(len(scale), -1)), 1)
     forward = kernels.fake_quantize if way == "triton" else torch.ops.qtk.fake_quantize.default
     given = [each.to(DEVICE) for each in (x, scale)]
-    for zero in (None, torch.full((len(scale),), 3, dtype=torch.int32)):
+    zero_points = (None,) if codes == "int2" else (None, torch.full((len(scale),), 3, dtype=torch.int32))
+    for zero in zero_points:
         result = forward(*given, None if zero is None else zero.to(DEVICE), (1, -1), qmin, qmax)
         assert conformance.same_bits(result.cpu(), affine.fake_quantize(x, scale, zero, (1, -1), qmin, qmax))
