@@ -76,16 +76,23 @@ def grid_of(scale, zero, qmin, qmax, IS_LIMITED: tl.constexpr):
 
 
 @triton.jit
+def range_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC: tl.constexpr):
+    """Effective scales and zero points, loaded from memory, in the shape of ``index``."""
+    scale = effective_scale(tl.load(scale_at + index, mask=exists, other=1.0))
+    zero = tl.zeros_like(scale)
+    if ASYMMETRIC:
+        zero = effective_zero_point(zero_at, index, exists, qmin, qmax)
+    return scale, zero
+
+
+@triton.jit
 def grid_at(
     scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC: tl.constexpr, COLUMNS: tl.constexpr,
     IS_LIMITED: tl.constexpr,
 ):
     """The grids of the scales of a tile, loaded from memory, in a shape that broadcasts against the tile."""
-    scale = spread(effective_scale(tl.load(scale_at + index, mask=exists, other=1.0)), COLUMNS)
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = spread(effective_zero_point(zero_at, index, exists, qmin, qmax), COLUMNS)
-    return grid_of(scale, zero, qmin, qmax, IS_LIMITED)
+    scale, zero = range_at(scale_at, zero_at, index, exists, qmin, qmax, ASYMMETRIC)
+    return grid_of(spread(scale, COLUMNS), spread(zero, COLUMNS), qmin, qmax, IS_LIMITED)
 
 
 @triton.jit

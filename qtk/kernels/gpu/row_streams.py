@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtk.kernels.gpu.codes import effective_scale, effective_zero_point, gradient, grid_of, quantize
+from qtk.kernels.gpu.codes import gradient, grid_of, quantize, range_at
 from qtk.kernels.gpu.tiles import WARPS, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
@@ -25,14 +25,9 @@ MOST = 1 << 30
 
 
 @triton.jit
-def grid_of_row(
-    scale_at, zero_at, row, qmin, qmax, ASYMMETRIC: tl.constexpr, IS_LIMITED: tl.constexpr
-):
+def grid_of_row(scale_at, zero_at, row, qmin, qmax, ASYMMETRIC: tl.constexpr, IS_LIMITED: tl.constexpr):
     """The grids of rows, in the shape of ``row``."""
-    scale = effective_scale(tl.load(scale_at + row))
-    zero = tl.zeros_like(scale)
-    if ASYMMETRIC:
-        zero = effective_zero_point(zero_at, row, True, qmin, qmax)
+    scale, zero = range_at(scale_at, zero_at, row, True, qmin, qmax, ASYMMETRIC)
     return grid_of(scale, zero, qmin, qmax, IS_LIMITED)
 
 
