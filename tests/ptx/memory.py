@@ -26,7 +26,7 @@ class AccessError(AssertionError):
 
 
 class GlobalMemory:
-    """Storages by address: of the tensors given, and of those whose addresses these hold (``qtk.kernels.gpu.table``)."""
+    """Storages by address: of the tensors given, and of those whose addresses they hold (``qtk.kernels.gpu.table``)."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._given = tuple(tensors)
