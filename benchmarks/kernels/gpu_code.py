@@ -204,7 +204,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
     ]
     patches += [
         mock.patch.object(module, "programs", return_value=WAVES * chip.processors)
-        for module in (*MODULES, table) if hasattr(module, "programs")
+        for module in (*MODULES, row_streams, table) if hasattr(module, "programs")
     ]
     for patch in patches:
         patch.start()

@@ -20,13 +20,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
 from qtk.kernels.gpu.launch import on_device_of, programs, run, tickets
-from qtk.kernels.gpu.row_streams import (
-    backward_rows_kernel,
-    forward_rows_kernel,
-    is_row_stream,
-    stream_arguments,
-    stream_shape,
-)
+from qtk.kernels.gpu.row_streams import backward_rows_kernel, forward_rows_kernel, is_row_stream, launch_rows
 from qtk.kernels.gpu.tiles import (
     again,
     arguments,
@@ -220,9 +214,7 @@ def forward(
     constants = {"ASYMMETRIC": zero_point is not None, "RESIDUAL": 0 if residual is None else 8 * residual.itemsize,
                  **grid.constants}
     if is_row_stream(tiling):
-        sizes = stream_arguments(x, tiling, programs(x.device))
-        with on_device_of(x):
-            run(forward_rows_kernel, (sizes[-1],), *given, *sizes, **constants, **stream_shape())
+        launch_rows(forward_rows_kernel, tiling, given[:3], given[3:], constants)
         return result, kept
     launch(forward_kernel, x, fitted(tiling, x, result, kept), given, constants)
     return result, kept
@@ -259,9 +251,7 @@ def backward(
     constants = {"ASYMMETRIC": zero_point is not None, "RESIDUAL": 0 if x.is_floating_point() else 8 * x.itemsize,
                  **grid.constants}
     if not sums and is_row_stream(tiling):
-        sizes = stream_arguments(x, tiling, programs(x.device))
-        with on_device_of(x):
-            run(backward_rows_kernel, (sizes[-1],), *given, *sizes, **constants, **stream_shape())
+        launch_rows(backward_rows_kernel, tiling, given[:3], given[3:], constants)
         return dx, of_scale, of_zero
     tiling = fitted(tiling, x, upstream, dx, sums=sums)
     splits = tiling.splits(programs(x.device))

@@ -3,17 +3,22 @@
 Rows whose length is no multiple of 16 begin at addresses that are none of 128 bits, so a tile of rows is read and
 written one element at a time. Here a tile is a run of the stream: its chunks of ``CHUNK`` elements are aligned, and a
 chunk lies in at most two rows, whose scales it loads; an element takes the second one from the border on. Nothing is
-summed, so the order of elements is free. On NVIDIA this takes fewer instructions than tiles of rows that have a shift
-(``tiling.shifted``), on AMD more: counted in compiled code (benchmarks/RESULTS.md).
+summed, so the order of elements is free. On NVIDIA this takes half to all of the instructions of tiles of rows that
+have a shift (``tiling.shifted``), the fewer the shorter the rows, on AMD more: counted in compiled code
+(benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import gradient, grid_of, quantize, range_at
+from qtk.kernels.gpu.launch import on_device_of, programs, run
 from qtk.kernels.gpu.tiles import WARPS, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
@@ -43,7 +48,7 @@ def grid_of_chunks(
     place = before + tl.arange(0, REACH // CHUNK)[:, None] * CHUNK
     ahead = (place.to(tl.uint32) // inner.to(tl.uint32)).to(tl.int32)  # unsigned: fewer instructions
     is_next = tl.arange(0, CHUNK)[None, :] >= (ahead + 1) * inner - place
-    last = (rows - 1 - row).to(tl.int32)
+    last = rows - 1 - row
     here, there = row + tl.minimum(ahead, last), row + tl.minimum(ahead + 1, last)
     low, high, by = grid_of_row(scale_at, zero_at, here, qmin, qmax, ASYMMETRIC, IS_LIMITED)
     next_low, next_high, next_by = grid_of_row(scale_at, zero_at, there, qmin, qmax, ASYMMETRIC, IS_LIMITED)
@@ -75,8 +80,8 @@ def forward_rows_kernel(
     each = tl.cdiv(turns, splits)
     first = program * each
     start = wide(first) * REACH
-    row = start // inner
-    before = (start - row * inner).to(tl.int32)
+    row = (start // inner).to(tl.int32)
+    before = (start % inner).to(tl.int32)
     for turn in range(first, tl.minimum(first + each, turns)):
         grid = grid_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, not RESIDUAL, REACH, CHUNK
@@ -103,8 +108,8 @@ def backward_rows_kernel(
     each = tl.cdiv(turns, splits)
     first = program * each
     start = wide(first) * REACH
-    row = start // inner
-    before = (start - row * inner).to(tl.int32)
+    row = (start // inner).to(tl.int32)
+    before = (start % inner).to(tl.int32)
     for turn in range(first, tl.minimum(first + each, turns)):
         grid = grid_of_chunks(
             scale_at, zero_at, row, before, rows, inner, qmin, qmax, ASYMMETRIC, False, REACH, CHUNK
@@ -129,12 +134,20 @@ def is_row_stream(tiling: Tiling) -> bool:
     return CHUNK <= tiling.inner <= MOST and tiling.s2 <= MOST
 
 
-def stream_arguments(x: Tensor, tiling: Tiling, programs: int) -> tuple[int, ...]:
-    """The kernels' last numbers: rows, inner, total, turns, splits. The last is the number of programs."""
-    turns = -(-x.numel() // TILE)
-    return tiling.s2, tiling.inner, x.numel(), turns, -(-turns // -(-turns // min(turns, programs)))
+def launch_rows(
+    kernel: Any, tiling: Tiling, streams: Sequence[Tensor], given: Sequence[object], constants: Mapping[str, object]
+) -> None:
+    """Launches ``kernel`` on the tensors it reads and writes, whose rows are those of ``tiling``.
 
-
-def stream_shape() -> dict[str, int]:
-    """The ``tl.constexpr`` arguments of a stream of rows."""
-    return {"REACH": TILE, "CHUNK": CHUNK, "num_warps": WARPS}
+    ``given`` are its arguments between these and the lengths, ``constants`` its ``tl.constexpr`` arguments but the
+    shape of a run. As tiles do (``tiling.fitted``), runs of 32 bits have half the elements for twice the programs.
+    """
+    total = streams[0].numel()
+    reach = TILE // 2 if any(each.itemsize >= 4 for each in streams) else TILE
+    turns = -(-total // reach)
+    with on_device_of(streams[0]):
+        splits = -(-turns // -(-turns // min(turns, programs(streams[0].device))))  # no program is without a turn
+        run(
+            kernel, (splits,), *streams, *given, tiling.s2, tiling.inner, total, turns, splits, **constants,
+            REACH=reach, CHUNK=CHUNK, num_warps=WARPS,
+        )
