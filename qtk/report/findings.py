@@ -87,9 +87,10 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
     if on.total is None:
         return [Finding(level, f"ONNX Runtime refuses the file with its optimizations: {on.refusal}",
                         without_optimizations)]
-    if circumstances.saturates and _is_worse(on, exact):
+    departs = not agrees(on) and _is_worse(on, off)
+    if circumstances.saturates and (_is_worse(on, exact) or (departs and circumstances.saturating_weights)):
         return [Finding(level, f"u8 × s8 saturates on this CPU, which has no VNNI{_first(on)}", SATURATION_REMEDY)]
-    if not agrees(on) and _is_worse(on, off):
+    if departs:
         cause = "ONNX Runtime's optimizations change the results"
         if circumstances.has_minifloats:
             cause = "ONNX Runtime's optimizations take float8 for integers"

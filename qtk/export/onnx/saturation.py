@@ -34,9 +34,12 @@ def saturating_weights(file: str | os.PathLike[str]) -> list[str]:
 
     Raises: ExportError if the file is not ONNX, or holds a DequantizeLinear that qtk did not write.
     """
-    sites = {site.node: site for site in stored_sites(file)}
-    specs = {node: site.spec for node, site in sites.items()}
-    return list(dict.fromkeys(site.name for site in sites.values() if _saturates(site, specs)))
+    return list(dict.fromkeys(site.name for site in _saturating_sites(file)))
+
+
+def saturating_codes(file: str | os.PathLike[str]) -> set[str]:
+    """The initializers that hold the codes of ``saturating_weights``. Raises: ExportError as that one."""
+    return {codes.name for site in _saturating_sites(file) if (codes := site.node.inputs[0]) is not None and codes.name}
 
 
 def largest_pair(codes: Tensor) -> int:
@@ -50,6 +53,12 @@ def largest_pair(codes: Tensor) -> int:
     codes = torch.nn.functional.pad(codes, (0, 1))  # the last one may stand alone
     pairs = [part[..., 1:] + part[..., :-1] for part in (codes.clamp(min=0), -codes.clamp(max=0))]
     return max(int(pair.max()) for pair in pairs) if codes[..., 1:].numel() else 0
+
+
+def _saturating_sites(file: str | os.PathLike[str]) -> list[StoredSite]:
+    sites = {site.node: site for site in stored_sites(file)}
+    specs = {node: site.spec for node, site in sites.items()}
+    return [site for site in sites.values() if _saturates(site, specs)]
 
 
 def _saturates(site: StoredSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:

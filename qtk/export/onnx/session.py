@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,9 +98,8 @@ def create_session(
 ) -> tuple[onnxruntime.InferenceSession, str]:
     """A session whose integer sums are exact on every CPU.
 
-    Where the optimized kernels saturate (x86 without VNNI), the session runs in ONNX Runtime's exact mode. That mode
-    refuses a file in which several operators share a weight (seen in 1.31: loops over time that are unrolled); such a
-    file runs with the optimizations off, in float. Sums over two activations, one uint8 and one int8, still saturate.
+    Where ONNX Runtime's kernels saturate (x86 without VNNI), a copy of the file is opened whose int8 weights that can
+    saturate are uint8 (``unsigned_weights``). Sums over two activations, one uint8 and one int8, still saturate.
 
     Args:
         file: an ONNX file, or its content.
@@ -110,34 +111,35 @@ def create_session(
 
     Raises: whatever ONNX Runtime raises for a file that it cannot load.
     """
-    switched = f"ONNX Runtime {_version()}, optimizations"
-    if not optimized:
-        return _session(file, threads, optimized=False), f"{switched} off"
-    if not integer_sums_saturate():
-        return _session(file, threads, optimized_file=optimized_file), f"{switched} on"
-    try:
-        session = _session(file, threads, exact=True, optimized_file=optimized_file)
-    except Exception:  # if the file itself is broken, the second attempt raises
-        session = _session(file, threads, optimized=False)
-        return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
-    return session, f"{switched} on, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
+    described = f"ONNX Runtime {_version()}, optimizations {'on' if optimized else 'off'}"
+    opened = partial(_session, threads=threads, optimized=optimized, optimized_file=optimized_file)
+    if isinstance(file, bytes) or not integer_sums_saturate():
+        return opened(file), described
+    from qtk.export.onnx.unsigned_weights import write_with_unsigned_weights  # loaded here: slow to import
+
+    with tempfile.TemporaryDirectory(prefix="qtk-", ignore_cleanup_errors=True) as folder:
+        copy = write_with_unsigned_weights(file, Path(folder))
+        if copy is None:
+            return opened(file), described
+        return opened(copy), f"{described}, with uint8 weights (u8 × s8 sums saturate on this CPU)"
 
 
 def session_with(
     file: Path | bytes, optimizations: Optimizations, *, threads: int = 0, optimized_file: Path | None = None
 ) -> tuple[onnxruntime.InferenceSession, str]:
-    """A session that runs as asked on every CPU, saturating or not; arguments and result as ``create_session``.
+    """A session that runs as asked; arguments and result as ``create_session``.
+
+    With the optimizations on, or in ONNX Runtime's exact mode, it does so on every CPU, saturating or not; with the
+    optimizations off, its sums are exact.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load.
     """
     require_onnxruntime()
-    session = _session(
-        file, threads, optimized=optimizations is not Optimizations.OFF, exact=optimizations is Optimizations.EXACT,
-        optimized_file=optimized_file,
-    )
-    switched = "off" if optimizations is Optimizations.OFF else "on"
-    exact = f", {EXACT_MODE}=1" if optimizations is Optimizations.EXACT else ""
-    return session, f"ONNX Runtime {_version()}, optimizations {switched}{exact}"
+    if optimizations is Optimizations.OFF:
+        return create_session(file, optimized=False, threads=threads, optimized_file=optimized_file)
+    is_exact = optimizations is Optimizations.EXACT
+    session = _session(file, threads, exact=is_exact, optimized_file=optimized_file)
+    return session, f"ONNX Runtime {_version()}, optimizations on{f', {EXACT_MODE}=1' if is_exact else ''}"
 
 
 def profiling_session(file: Path, profile: Path) -> onnxruntime.InferenceSession:

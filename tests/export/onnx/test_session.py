@@ -1,18 +1,22 @@
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx import session as sessions
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.session import EXACT_MODE, create_session, integer_sums_saturate, open_session
-from tests.export.onnx.simulated import activations, simulate, symmetric
+from qtk.export.onnx.saturation import saturating_weights
+from qtk.export.onnx.session import create_session, integer_sums_saturate, open_session
+from qtk.export.onnx.unsigned_weights import write_with_unsigned_weights
+from tests.export.onnx.simulated import activations, run_onnx, simulate, symmetric, weights
 
 INPUTS = torch.randn(3, 8)
 
@@ -34,7 +38,7 @@ def test_a_file_of_integers_runs_as_asked(integers, optimized):
     wanted = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     assert session.get_session_options().graph_optimization_level == wanted
     assert described.startswith(f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}")
-    assert (EXACT_MODE in described) == (optimized and integer_sums_saturate())
+    assert ("uint8" in described) == integer_sums_saturate()
 
 
 def test_threads_of_a_session_that_waits_leave_the_cores_to_others(integers):
@@ -65,35 +69,9 @@ def test_what_is_no_file_is_refused_with_its_name(tmp_path, integers):
 LEVELS = onnxruntime.GraphOptimizationLevel
 
 
-def sums(*columns):
-    """A file that multiplies its uint8 input with int8 matrices, one operator for each name given."""
-    weight = np.full((4, 1), 127, np.int8)
-    nodes = [helper.make_node("MatMulInteger", ["x", name], [f"y{index}"]) for index, name in enumerate(columns)]
-    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.INT32, [1, 1]) for node in nodes]
-    graph = helper.make_graph(
-        nodes, "sums", [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 4])], outputs,
-        [numpy_helper.from_array(weight, name) for name in dict.fromkeys(columns)],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10).SerializeToString()
-
-
 def as_on(monkeypatch, *, saturating):
     """Sessions are opened as on a CPU whose sums saturate, or do not."""
     monkeypatch.setattr(sessions, "integer_sums_saturate", lambda: saturating)
-
-
-def is_exact(session):
-    try:
-        return session.get_session_options().get_session_config_entry(EXACT_MODE) == "1"
-    except RuntimeError:  # not set
-        return False
-
-
-def test_largest_codes_are_summed_exactly_on_every_cpu():
-    session, _ = create_session(sums("w"))
-    (result,) = session.run(None, {"x": np.full((1, 4), 255, np.uint8)})
-    assert result.item() == 4 * 255 * 127
-    assert is_exact(session) == integer_sums_saturate()
 
 
 @pytest.mark.parametrize(("result", "saturate"), [(4 * 255 * 127, False), (2 * 32767, True)])
@@ -106,32 +84,89 @@ def test_the_probe_compares_the_sum_of_the_largest_products(result, saturate, mo
     assert integer_sums_saturate.__wrapped__() is saturate
 
 
-def test_a_cpu_that_saturates_gets_the_exact_mode_and_is_told(monkeypatch):
-    as_on(monkeypatch, saturating=True)
-    session, described = create_session(sums("w"))
-    assert is_exact(session)
-    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_ENABLE_ALL
-    assert described.endswith(
-        "optimizations on, session.x64quantprecision=1 (u8 × s8 sums saturate on this CPU without it)"
-    )
+class Largest(nn.Module):
+    """One weight of the largest codes, read twice: by column, and as a stack of matrices or in a loop over time."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return torch.relu(x @ self.weight) @ self.weight
 
 
-def test_a_file_that_the_exact_mode_refuses_runs_without_optimizations(monkeypatch, capfd):
-    """Two operators that share a weight."""
-    as_on(monkeypatch, saturating=True)
-    session, described = create_session(sums("w", "w"))
-    assert not is_exact(session)
-    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_DISABLE_ALL
-    assert "optimizations off (u8 × s8 sums saturate on this CPU" in described
-    assert "onnxruntime" not in capfd.readouterr().err
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.RNN(8, 8, nonlinearity="relu", bias=False)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.1)
+
+    def forward(self, x):
+        return self.net(x)[0]
 
 
-@pytest.mark.parametrize(("saturating", "optimized"), [(False, True), (False, False), (True, False)])
-def test_otherwise_the_exact_mode_is_off(saturating, optimized, monkeypatch):
+MODELS = {
+    "linear": (lambda: Largest((8, 8)), (4, 8)), "stack": (lambda: Largest((3, 8, 8)), (3, 4, 8)),
+    "loop": (Recurrent, (5, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("optimized", [True, False])
+@pytest.mark.parametrize(("model", "shape"), MODELS.values(), ids=MODELS)
+def test_the_largest_codes_are_summed_exactly_on_every_cpu(model, shape, optimized, tmp_path):
+    """All products with 127: shown by CPUs that saturate, and by the type of the weights on all."""
+    x = torch.ones(shape)
+    sim = qtk.QuantSim(model().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    with warnings.catch_warnings(action="ignore"):
+        sim.export(tmp_path / "out", formats=("onnx",))
+    path = tmp_path / "out" / "model.onnx"
+    expected = sim.model(x).detach().numpy()
+    for file in (path, write_with_unsigned_weights(path, tmp_path)):
+        session, _ = create_session(file, optimized=optimized)
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert saturating_weights(path)
+    assert int8_weights(path)
+    assert int8_weights(tmp_path / "model.onnx") == []
+
+
+def int8_weights(path):
+    """The int8 matrices of a file, in bodies too."""
+    model = ir.load(path)
+    return [name for graph in (model.graph, *model.graph.subgraphs()) for name, value in graph.initializers.items()
+            if value.dtype == ir.DataType.INT8 and len(value.shape) > 1]
+
+
+def test_zero_points_move_with_the_codes(tmp_path):
+    torch.manual_seed(0)
+    sim = simulate(nn.Linear(8, 4), INPUTS, weight=weights(symmetric=False))
+    export(sim, INPUTS, tmp_path / "model.onnx")
+    (tmp_path / "copy").mkdir()
+    copy = write_with_unsigned_weights(tmp_path / "model.onnx", tmp_path / "copy")
+    assert int8_weights(copy) == []
+    (found,), (expected,) = (run_onnx(path, INPUTS) for path in (copy, tmp_path / "model.onnx"))
+    assert np.array_equal(found, expected)
+
+
+def test_other_files_are_opened_as_they_are(tmp_path):
+    sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric(narrow_range=True), activation=activations("int8"))
+    export(sim, INPUTS, tmp_path / "model.onnx")
+    assert write_with_unsigned_weights(tmp_path / "model.onnx", tmp_path) is None
+    (tmp_path / "absent").mkdir()
+    assert write_with_unsigned_weights(tmp_path / "absent.onnx", tmp_path) is None
+
+
+@pytest.mark.parametrize("optimized", [True, False])
+@pytest.mark.parametrize("saturating", [True, False])
+def test_who_opens_a_file_is_told_of_its_copy(saturating, optimized, integers, monkeypatch):
     as_on(monkeypatch, saturating=saturating)
-    session, described = create_session(sums("w", "w"), optimized=optimized)
-    assert not is_exact(session)
-    assert described.endswith(f"optimizations {'on' if optimized else 'off'}")
+    session, described = create_session(integers[1], optimized=optimized)
+    assert session.get_session_options().graph_optimization_level == (
+        LEVELS.ORT_ENABLE_ALL if optimized else LEVELS.ORT_DISABLE_ALL)
+    copied = ", with uint8 weights (u8 × s8 sums saturate on this CPU)" if saturating else ""
+    assert described.endswith(f"optimizations {'on' if optimized else 'off'}{copied}")
 
 
 ORDINARY_ON_PURPOSE = {
