@@ -19,7 +19,7 @@ WORSE_DB = 1.0
 
 SATURATION_REMEDY = (
     "use config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
-    "sessions with session.x64quantprecision=1"
+    "sessions with session.x64quantprecision=1, which reaches neither loops over time nor stacks of matrices"
 )
 
 

@@ -230,7 +230,8 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
             f"products of uint8 and the int8 codes of {names[0]}{others} can overflow the int16 that "
             "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
             "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
-            "sessions with session.x64quantprecision=1", stacklevel=2,
+            "sessions with session.x64quantprecision=1, which reaches neither loops over time nor stacks of matrices",
+            stacklevel=2,
         )
     names = [name for graph, _ in calls.values() for name in float_inputs.weights_of_floats(graph)]
     if names:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +98,9 @@ def create_session(
     """A session whose integer sums are exact on every CPU.
 
     Where ONNX Runtime's kernels saturate (x86 without VNNI), a copy of the file is opened whose int8 weights that can
-    saturate are uint8 (``unsigned_weights``). Sums over two activations, one uint8 and one int8, still saturate.
+    saturate are uint8 (``unsigned_weights``), in ONNX Runtime's exact mode, for the products of int8 and int8. If that
+    refuses it (seen in 1.31: such a weight that several operators share), it runs with the optimizations off. Sums
+    over two activations, one uint8 and one int8, still saturate.
 
     Args:
         file: an ONNX file, or its content.
@@ -111,17 +112,27 @@ def create_session(
 
     Raises: whatever ONNX Runtime raises for a file that it cannot load.
     """
-    described = f"ONNX Runtime {_version()}, optimizations {'on' if optimized else 'off'}"
-    opened = partial(_session, threads=threads, optimized=optimized, optimized_file=optimized_file)
-    if isinstance(file, bytes) or not integer_sums_saturate():
-        return opened(file), described
+    switched = f"ONNX Runtime {_version()}, optimizations"
+    if not integer_sums_saturate():
+        session = _session(file, threads, optimized=optimized, optimized_file=optimized_file)
+        return session, f"{switched} {'on' if optimized else 'off'}"
+    with tempfile.TemporaryDirectory(prefix="qtk-", ignore_cleanup_errors=True) as folder:
+        source = file if isinstance(file, bytes) else _with_unsigned_weights(file, Path(folder))
+        copied = "" if source is file else ", with uint8 weights"
+        if not optimized:
+            return _session(source, threads, optimized=False), f"{switched} off{copied}"
+        try:
+            session = _session(source, threads, exact=True, optimized_file=optimized_file)
+        except Exception:  # if the file itself is broken, the second attempt raises
+            session = _session(source, threads, optimized=False)
+            return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
+    return session, f"{switched} on{copied}, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
+
+
+def _with_unsigned_weights(file: Path, folder: Path) -> Path:
     from qtk.export.onnx.unsigned_weights import write_with_unsigned_weights  # loaded here: slow to import
 
-    with tempfile.TemporaryDirectory(prefix="qtk-", ignore_cleanup_errors=True) as folder:
-        copy = write_with_unsigned_weights(file, Path(folder))
-        if copy is None:
-            return opened(file), described
-        return opened(copy), f"{described}, with uint8 weights (u8 × s8 sums saturate on this CPU)"
+    return write_with_unsigned_weights(file, folder) or file
 
 
 def session_with(

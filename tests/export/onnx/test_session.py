@@ -165,8 +165,24 @@ def test_who_opens_a_file_is_told_of_its_copy(saturating, optimized, integers, m
     session, described = create_session(integers[1], optimized=optimized)
     assert session.get_session_options().graph_optimization_level == (
         LEVELS.ORT_ENABLE_ALL if optimized else LEVELS.ORT_DISABLE_ALL)
-    copied = ", with uint8 weights (u8 × s8 sums saturate on this CPU)" if saturating else ""
-    assert described.endswith(f"optimizations {'on' if optimized else 'off'}{copied}")
+    switched = f"optimizations {'on' if optimized else 'off'}{', with uint8 weights' if saturating else ''}"
+    exact = ", session.x64quantprecision=1 (u8 × s8 sums saturate on this CPU without it)"
+    assert described.endswith(switched + (exact if saturating and optimized else ""))
+
+
+def test_a_file_that_the_exact_mode_refuses_runs_without_optimizations(integers, monkeypatch):
+    as_on(monkeypatch, saturating=True)
+    original = sessions._session
+
+    def refusing(file, threads, **options):
+        if options.get("exact"):
+            raise RuntimeError
+        return original(file, threads, **options)
+
+    monkeypatch.setattr(sessions, "_session", refusing)
+    session, described = create_session(integers[1])
+    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_DISABLE_ALL
+    assert "optimizations off (u8 × s8 sums saturate on this CPU" in described
 
 
 ORDINARY_ON_PURPOSE = {
