@@ -1,22 +1,17 @@
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 
-import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx import session as sessions
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.saturation import saturating_weights
 from qtk.export.onnx.session import create_session, integer_sums_saturate, open_session
-from qtk.export.onnx.unsigned_weights import write_with_unsigned_weights
-from tests.export.onnx.simulated import activations, run_onnx, simulate, symmetric, weights
+from tests.export.onnx.simulated import activations, simulate, symmetric
 
 INPUTS = torch.randn(3, 8)
 
@@ -82,80 +77,6 @@ def test_the_probe_compares_the_sum_of_the_largest_products(result, saturate, mo
 
     monkeypatch.setattr(sessions, "_session", lambda *_, **__: Session())
     assert integer_sums_saturate.__wrapped__() is saturate
-
-
-class Largest(nn.Module):
-    """One weight of the largest codes, read twice: by column, and as a stack of matrices or in a loop over time."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape))
-
-    def forward(self, x):
-        return torch.relu(x @ self.weight) @ self.weight
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.RNN(8, 8, nonlinearity="relu", bias=False)
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, 0.1)
-
-    def forward(self, x):
-        return self.net(x)[0]
-
-
-MODELS = {
-    "linear": (lambda: Largest((8, 8)), (4, 8)), "stack": (lambda: Largest((3, 8, 8)), (3, 4, 8)),
-    "loop": (Recurrent, (5, 2, 8)),
-}
-
-
-@pytest.mark.parametrize("optimized", [True, False])
-@pytest.mark.parametrize(("model", "shape"), MODELS.values(), ids=MODELS)
-def test_the_largest_codes_are_summed_exactly_on_every_cpu(model, shape, optimized, tmp_path):
-    """All products with 127: shown by CPUs that saturate, and by the type of the weights on all."""
-    x = torch.ones(shape)
-    sim = qtk.QuantSim(model().eval(), x)
-    sim.compute_encodings([x], progress=False)
-    with warnings.catch_warnings(action="ignore"):
-        sim.export(tmp_path / "out", formats=("onnx",))
-    path = tmp_path / "out" / "model.onnx"
-    expected = sim.model(x).detach().numpy()
-    for file in (path, write_with_unsigned_weights(path, tmp_path)):
-        session, _ = create_session(file, optimized=optimized)
-        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert saturating_weights(path)
-    assert int8_weights(path)
-    assert int8_weights(tmp_path / "model.onnx") == []
-
-
-def int8_weights(path):
-    """The int8 matrices of a file, in bodies too."""
-    model = ir.load(path)
-    return [name for graph in (model.graph, *model.graph.subgraphs()) for name, value in graph.initializers.items()
-            if value.dtype == ir.DataType.INT8 and len(value.shape) > 1]
-
-
-def test_zero_points_move_with_the_codes(tmp_path):
-    torch.manual_seed(0)
-    sim = simulate(nn.Linear(8, 4), INPUTS, weight=weights(symmetric=False))
-    export(sim, INPUTS, tmp_path / "model.onnx")
-    (tmp_path / "copy").mkdir()
-    copy = write_with_unsigned_weights(tmp_path / "model.onnx", tmp_path / "copy")
-    assert int8_weights(copy) == []
-    (found,), (expected,) = (run_onnx(path, INPUTS) for path in (copy, tmp_path / "model.onnx"))
-    assert np.array_equal(found, expected)
-
-
-def test_other_files_are_opened_as_they_are(tmp_path):
-    sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric(narrow_range=True), activation=activations("int8"))
-    export(sim, INPUTS, tmp_path / "model.onnx")
-    assert write_with_unsigned_weights(tmp_path / "model.onnx", tmp_path) is None
-    (tmp_path / "absent").mkdir()
-    assert write_with_unsigned_weights(tmp_path / "absent.onnx", tmp_path) is None
 
 
 @pytest.mark.parametrize("optimized", [True, False])
