@@ -151,12 +151,12 @@ def test_no_division_an_element_and_one_ticket_a_program(found):
 
 
 def test_as_many_warps_are_resident_as_hide_the_latency_of_memory(found):
-    """A quarter of the most, of odd rows an eighth; what is called most often, half, as odd rows read as one stream."""
+    """A quarter of the most, of odd rows an eighth, but a third of float32 streams; what is called most often, half."""
     for row in found:
         if row["call"] in ("forward", "min_max", "many") and row["granularity"] != "last_axis" and not is_odd(row):
             assert row["occupancy"] >= 0.5, row
         if row["kernel"].endswith("_rows_kernel"):
-            assert row["occupancy"] >= (0.5 if row["kind"] == "float32" else 0.25), row
+            assert row["occupancy"] >= (0.375 if row["kind"] == "float32" else 0.25), row
         assert row["occupancy"] >= (0.125 if is_odd(row) else 0.25), row
 
 
