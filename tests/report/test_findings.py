@@ -46,6 +46,10 @@ def test_saturation_is_told_from_what_the_optimizer_changes():
     (changed,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True)
     assert "optimizations change the results" in changed.cause
     assert "ORT_DISABLE_ALL" in changed.remedy
+    (beyond,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True, saturating_weights=("weight",))
+    assert (beyond.level, beyond.remedy) == (Level.RED, SATURATION_REMEDY)  # the exact mode does not reach all
+    refused = Run(EXACT, "runtime", refusal="shared weight")
+    assert judged(spoilt, refused, saturates=True, saturating_weights=("weight",))[0].remedy == SATURATION_REMEDY
     (elsewhere,) = judged(spoilt, saturates=False)
     assert "saturates" not in elsewhere.cause
 

@@ -120,7 +120,8 @@ def create_session(
         source = file if isinstance(file, bytes) else _with_unsigned_weights(file, Path(folder))
         copied = "" if source is file else ", with uint8 weights"
         if not optimized:
-            return _session(source, threads, optimized=False), f"{switched} off{copied}"
+            session = _session(source, threads, optimized=False, optimized_file=optimized_file)
+            return session, f"{switched} off{copied}"
         try:
             session = _session(source, threads, exact=True, optimized_file=optimized_file)
         except Exception:  # if the file itself is broken, the second attempt raises

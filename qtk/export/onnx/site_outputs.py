@@ -17,6 +17,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.export.onnx.concat_inputs import restore_edges
+from qtk.export.onnx.model_copy import write_copy
 from qtk.export.onnx.stacked_products import restore_operands
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.numerics import affine
@@ -91,10 +92,7 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
     returned = {value.name for value in model.graph.outputs}
     values = {value.name: value for node in model.graph for value in node.outputs}
     model.graph.outputs.extend(values[name] for name in wanted if name not in returned)
-    copy = folder / file.name
-    external = file.with_name(f"{file.name}.data").exists()
-    ir.save(model, copy, external_data=f"{file.name}.data" if external else None)
-    return copy
+    return write_copy(model, file, folder)
 
 
 def _load(file: Path) -> ir.Model:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from qtk.errors import ExportError
+from qtk.export.onnx.model_copy import write_copy
 from qtk.export.onnx.saturation import saturating_codes
 
 READERS = {"DequantizeLinear": (0, 1, 2), "QLinearMatMul": (3, 4, 5)}
@@ -36,10 +37,7 @@ def write_with_unsigned_weights(file: Path, folder: Path) -> Path | None:
         for codes in [value for name, value in graph.initializers.items() if name in names]:
             if codes.dtype == ir.DataType.INT8 and _is_read_as_codes(codes):
                 _make_unsigned(codes, graph)
-    copy = folder / file.name
-    external = file.with_name(f"{file.name}.data").exists()
-    ir.save(model, copy, external_data=f"{file.name}.data" if external else None)
-    return copy
+    return write_copy(model, file, folder)
 
 
 def _is_read_as_codes(codes: ir.Value) -> bool:

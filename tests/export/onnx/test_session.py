@@ -5,12 +5,13 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from qtk.errors import ExportError
 from qtk.export.onnx import session as sessions
 from qtk.export.onnx.qdq import export
-from qtk.export.onnx.session import create_session, integer_sums_saturate, open_session
+from qtk.export.onnx.session import EXACT_MODE, create_session, integer_sums_saturate, open_session
 from tests.export.onnx.simulated import activations, simulate, symmetric
 
 INPUTS = torch.randn(3, 8)
@@ -34,6 +35,7 @@ def test_a_file_of_integers_runs_as_asked(integers, optimized):
     assert session.get_session_options().graph_optimization_level == wanted
     assert described.startswith(f"ONNX Runtime {onnxruntime.__version__}, optimizations {'on' if optimized else 'off'}")
     assert ("uint8" in described) == integer_sums_saturate()
+    assert (EXACT_MODE in described) == (optimized and integer_sums_saturate())
 
 
 def test_threads_of_a_session_that_waits_leave_the_cores_to_others(integers):
@@ -64,9 +66,35 @@ def test_what_is_no_file_is_refused_with_its_name(tmp_path, integers):
 LEVELS = onnxruntime.GraphOptimizationLevel
 
 
+def sums(*columns):
+    """A file that multiplies its uint8 input with int8 matrices, one operator for each name given."""
+    weight = np.full((4, 1), 127, np.int8)
+    nodes = [helper.make_node("MatMulInteger", ["x", name], [f"y{index}"]) for index, name in enumerate(columns)]
+    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.INT32, [1, 1]) for node in nodes]
+    graph = helper.make_graph(
+        nodes, "sums", [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 4])], outputs,
+        [numpy_helper.from_array(weight, name) for name in dict.fromkeys(columns)],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10).SerializeToString()
+
+
 def as_on(monkeypatch, *, saturating):
     """Sessions are opened as on a CPU whose sums saturate, or do not."""
     monkeypatch.setattr(sessions, "integer_sums_saturate", lambda: saturating)
+
+
+def is_exact(session):
+    try:
+        return session.get_session_options().get_session_config_entry(EXACT_MODE) == "1"
+    except RuntimeError:  # not set
+        return False
+
+
+def test_largest_codes_are_summed_exactly_on_every_cpu():
+    session, _ = create_session(sums("w"))
+    (result,) = session.run(None, {"x": np.full((1, 4), 255, np.uint8)})
+    assert result.item() == 4 * 255 * 127
+    assert is_exact(session) == integer_sums_saturate()
 
 
 @pytest.mark.parametrize(("result", "saturate"), [(4 * 255 * 127, False), (2 * 32767, True)])
@@ -79,6 +107,34 @@ def test_the_probe_compares_the_sum_of_the_largest_products(result, saturate, mo
     assert integer_sums_saturate.__wrapped__() is saturate
 
 
+def test_a_cpu_that_saturates_gets_the_exact_mode_and_is_told(monkeypatch):
+    as_on(monkeypatch, saturating=True)
+    session, described = create_session(sums("w"))
+    assert is_exact(session)
+    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_ENABLE_ALL
+    assert described.endswith(
+        "optimizations on, session.x64quantprecision=1 (u8 × s8 sums saturate on this CPU without it)"
+    )
+
+
+def test_a_file_that_the_exact_mode_refuses_runs_without_optimizations(monkeypatch, capfd):
+    """Two operators that share a weight."""
+    as_on(monkeypatch, saturating=True)
+    session, described = create_session(sums("w", "w"))
+    assert not is_exact(session)
+    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_DISABLE_ALL
+    assert "optimizations off (u8 × s8 sums saturate on this CPU" in described
+    assert "onnxruntime" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("saturating", "optimized"), [(False, True), (False, False), (True, False)])
+def test_otherwise_the_exact_mode_is_off(saturating, optimized, monkeypatch):
+    as_on(monkeypatch, saturating=saturating)
+    session, described = create_session(sums("w", "w"), optimized=optimized)
+    assert not is_exact(session)
+    assert described.endswith(f"optimizations {'on' if optimized else 'off'}")
+
+
 @pytest.mark.parametrize("optimized", [True, False])
 @pytest.mark.parametrize("saturating", [True, False])
 def test_who_opens_a_file_is_told_of_its_copy(saturating, optimized, integers, monkeypatch):
@@ -89,21 +145,6 @@ def test_who_opens_a_file_is_told_of_its_copy(saturating, optimized, integers, m
     switched = f"optimizations {'on' if optimized else 'off'}{', with uint8 weights' if saturating else ''}"
     exact = ", session.x64quantprecision=1 (u8 × s8 sums saturate on this CPU without it)"
     assert described.endswith(switched + (exact if saturating and optimized else ""))
-
-
-def test_a_file_that_the_exact_mode_refuses_runs_without_optimizations(integers, monkeypatch):
-    as_on(monkeypatch, saturating=True)
-    original = sessions._session
-
-    def refusing(file, threads, **options):
-        if options.get("exact"):
-            raise RuntimeError
-        return original(file, threads, **options)
-
-    monkeypatch.setattr(sessions, "_session", refusing)
-    session, described = create_session(integers[1])
-    assert session.get_session_options().graph_optimization_level == LEVELS.ORT_DISABLE_ALL
-    assert "optimizations off (u8 × s8 sums saturate on this CPU" in described
 
 
 ORDINARY_ON_PURPOSE = {

@@ -88,5 +88,4 @@ def test_other_files_are_opened_as_they_are(tmp_path):
     sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric(narrow_range=True), activation=activations("int8"))
     export(sim, INPUTS, tmp_path / "model.onnx")
     assert write_with_unsigned_weights(tmp_path / "model.onnx", tmp_path) is None
-    (tmp_path / "absent").mkdir()
     assert write_with_unsigned_weights(tmp_path / "absent.onnx", tmp_path) is None

@@ -1,0 +1,14 @@
+"""Writes a changed model beside, its weights in a second file if those of the original are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+
+def write_copy(model: ir.Model, file: Path, folder: Path) -> Path:
+    """Writes ``model``, loaded from ``file`` and changed, into ``folder`` by the name of ``file``; returns its path."""
+    copy, data = folder / file.name, f"{file.name}.data"
+    ir.save(model, copy, external_data=data if file.with_name(data).exists() else None)
+    return copy
