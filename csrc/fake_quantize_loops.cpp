@@ -13,7 +13,11 @@ constexpr int64_t STRETCH = 4096;  // most elements summed in float before they 
 constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
 constexpr int64_t RUN = 512;       // elements of half precision that are floats at a time
 constexpr int64_t SHORT_RUN = 128;  // shorter rows are converted several at a time, or element by element
-constexpr int DEPTH = 4;           // rows summed in registers before the column sums are written
+constexpr int DEPTH = 2;           // rows summed in registers before the column sums are written
+constexpr int64_t MANY = 4;        // rows for which scales by column are taken apart
+constexpr int64_t FETCHED = 64;    // elements that are fetched together
+constexpr int64_t AHEAD = 512;     // elements from those in work to those that are fetched
+constexpr int64_t CACHE_LINE = 64;  // bytes
 
 using qtk::clamped;  // beside those for minifloats
 using qtk::fake_quantized;
@@ -143,6 +147,22 @@ INLINE const T* ready(const T* values, int64_t, float*) { return values; }
 
 INLINE const float* ready(const Half* values, int64_t n, float* into) { return as_floats(values, n, into); }
 
+// Fetches n elements, which may lie behind the end, into the first cache. Processors do it by themselves, but not always
+// for several streams.
+template <class T>
+INLINE void fetch(const T* values, int64_t n) {
+  for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += CACHE_LINE) {
+    __builtin_prefetch(reinterpret_cast<const char*>(values) + byte, 0);
+  }
+}
+
+template <class T>
+INLINE void fetch_to_write(T* values, int64_t n) {
+  for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += CACHE_LINE) {
+    __builtin_prefetch(reinterpret_cast<char*>(values) + byte, 1);
+  }
+}
+
 INLINE float at(float value, int64_t) { return value; }
 INLINE float at(const float* values, int64_t i) { return values[i]; }
 
@@ -153,10 +173,30 @@ INLINE void forward_at_once(const T* x, T* y, int64_t n, S scale, S zero, Grid g
   }
 }
 
+INLINE float from(float value, int64_t) { return value; }
+INLINE const float* from(const float* values, int64_t i) { return values + i; }
+
+// Many floats, which may come from memory.
+template <class S, class Grid, class... R>
+INLINE void forward_fetching(const float* x, float* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
+  int64_t i = 0;
+  for (; i + FETCHED <= n; i += FETCHED) {
+    fetch(x + i + AHEAD, FETCHED);
+    fetch_to_write(y + i + AHEAD, FETCHED);
+    forward_at_once(x + i, y + i, FETCHED, from(scale, i), from(zero, i), grid, residual + i...);
+  }
+  forward_at_once(x + i, y + i, n - i, from(scale, i), from(zero, i), grid, residual + i...);
+}
+
 // Half precision goes by way of floats in the first cache: conversion in a loop of its own is vectorized better.
 template <class T, class S, class Grid, class... R>
 INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
-  if (std::is_same_v<T, float> || n < SHORT_RUN) {
+  if constexpr (std::is_same_v<T, float>) {
+    n < FETCHED ? forward_at_once(x, y, n, scale, zero, grid, residual...)
+                : forward_fetching(x, y, n, scale, zero, grid, residual...);
+    return;
+  }
+  if (n < SHORT_RUN) {
     forward_at_once(x, y, n, scale, zero, grid, residual...);
     return;
   }
@@ -191,8 +231,38 @@ INLINE void forward_short_rows(
   }
 }
 
-// Rows of an even number of bfloat16, several at a time, or a part of one. Two neighbours are one integer: a shift and a
-// mask make a register of pairs two of floats, and back, where in order they would be permuted.
+// One float of two neighbours, or two where neighbours differ.
+struct Pairs {
+  const float* lower;
+  const float* upper;
+};
+
+INLINE float lower_at(float value, int64_t) { return value; }
+INLINE float upper_at(float value, int64_t) { return value; }
+INLINE float lower_at(Pairs values, int64_t i) { return values.lower[i]; }
+INLINE float upper_at(Pairs values, int64_t i) { return values.upper[i]; }
+
+// Two neighbours are one integer: a shift and a mask make a register of pairs two of floats, and back, where in order
+// they would be permuted.
+template <class S, class Grid>
+INLINE void quantize_pairs(
+    const BFloat16* x, int64_t pairs, S scale, S zero, Grid grid, float* lower, float* upper) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    uint32_t pair;
+    std::memcpy(&pair, x + 2 * i, sizeof(pair));
+    lower[i] = fake_quantized(as_float(pair << 16), lower_at(scale, i), lower_at(zero, i), grid);
+    upper[i] = fake_quantized(as_float(pair & 0xffff0000u), upper_at(scale, i), upper_at(zero, i), grid);
+  }
+}
+
+INLINE void store_pairs(const float* lower, const float* upper, int64_t pairs, BFloat16* y) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const uint32_t pair = rounded_to_upper(lower[i]) >> 16 | (rounded_to_upper(upper[i]) & 0xffff0000u);
+    std::memcpy(y + 2 * i, &pair, sizeof(pair));
+  }
+}
+
+// Rows of an even number of bfloat16, several at a time, or a part of one.
 template <class Grid>
 INLINE void forward_pairs(
     const BFloat16* x, BFloat16* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
@@ -203,17 +273,37 @@ INLINE void forward_pairs(
     for (int64_t begin = 0; begin < width; begin += RUN) {
       const int64_t at = first * width + begin, pairs = std::min(RUN, width - begin) / 2;
       for (int64_t row = 0; row < here; ++row) {
-        const float scale = scales.scale[first + row], zero = zero_of(scales, first + row);
-        for (int64_t i = 0; i < pairs; ++i) {
-          uint32_t pair;
-          std::memcpy(&pair, x + at + row * width + 2 * i, sizeof(pair));
-          lower[row * pairs + i] = fake_quantized(as_float(pair << 16), scale, zero, grid);
-          upper[row * pairs + i] = fake_quantized(as_float(pair & 0xffff0000u), scale, zero, grid);
-        }
+        quantize_pairs(
+            x + at + row * width, pairs, scales.scale[first + row], zero_of(scales, first + row), grid,
+            lower + row * pairs, upper + row * pairs);
       }
-      for (int64_t i = 0; i < here * pairs; ++i) {
-        const uint32_t pair = rounded_to_upper(lower[i]) >> 16 | (rounded_to_upper(upper[i]) & 0xffff0000u);
-        std::memcpy(y + at + 2 * i, &pair, sizeof(pair));
+      store_pairs(lower, upper, here * pairs, y + at);
+    }
+  }
+}
+
+// Columns of bfloat16: their scales are taken apart once for all rows.
+template <class Grid>
+INLINE void forward_pairs_of_columns(
+    const BFloat16* x, BFloat16* y, int64_t rows, int64_t width, Scales scales, Grid grid) {
+  float scale[2][RUN / 2], zero[2][RUN / 2], lower[RUN / 2], upper[RUN / 2];
+  for (int64_t begin = 0; begin < width; begin += RUN) {
+    const int64_t columns = std::min(RUN, width - begin), pairs = columns / 2, last = begin + columns - 1;
+    for (int64_t i = 0; i < pairs; ++i) {
+      for (int side = 0; side < 2; ++side) {
+        scale[side][i] = scales.scale[begin + 2 * i + side];
+        zero[side][i] = scales.zero[begin + 2 * i + side];
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * width;
+      fetch(x + at + width + begin, columns);
+      fetch_to_write(y + at + width + begin, columns);
+      quantize_pairs(
+          x + at + begin, pairs, Pairs{scale[0], scale[1]}, Pairs{zero[0], zero[1]}, grid, lower, upper);
+      store_pairs(lower, upper, pairs, y + at + begin);
+      if (columns % 2 == 1) {
+        store(fake_quantized(load(x[at + last]), scales.scale[last], scales.zero[last], grid), y + at + last);
       }
     }
   }
@@ -240,6 +330,12 @@ INLINE void forward_rows_of(
 template <class T, class Grid, class... R>
 INLINE void forward_columns_of(
     const T* x, T* y, int64_t rows, int64_t width, Scales scales, Grid grid, R*... residual) {
+  if constexpr (std::is_same_v<T, BFloat16> && sizeof...(R) == 0) {
+    if (rows >= MANY && width >= 2 * LANES) {
+      forward_pairs_of_columns(x, y, rows, width, scales, grid);
+      return;
+    }
+  }
   const float* __restrict scale = scales.scale;
   const float* __restrict zero = scales.zero;
   for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
@@ -298,6 +394,11 @@ INLINE void backward_lanes(
   int64_t i = 0;
 #pragma GCC unroll 2  // 2 to 3 % faster
   for (; i + LANES <= n; i += LANES) {
+    if (n >= FETCHED) {
+      fetch(x + i + AHEAD, LANES);
+      fetch(g + i + AHEAD, LANES);
+      fetch_to_write(dx + i + AHEAD, LANES);
+    }
     for (int lane = 0; lane < LANES; ++lane) {
       const int64_t at = i + lane;
       backward(x[at], g[at], dx + at, scale, zero, grid, sums_of_scale + lane, sums_clipped + lane);
@@ -386,6 +487,8 @@ INLINE void backward_strip(
   }
   for (int lane = 0; lane < COLUMNS; ++lane) {
     of_scale[lane] = sums_of_scale[lane];
+  }
+  for (int lane = 0; lane < COLUMNS; ++lane) {  // in one loop with the others they would be stored one by one
     clipped[lane] = sums_clipped[lane];
   }
 }
