@@ -63,6 +63,11 @@ def for_arm(tmp_path_factory):
     return built(tmp_path_factory.mktemp("arm"), ARM)
 
 
+@pytest.fixture(scope="module")
+def for_avx2(tmp_path_factory):
+    return built(tmp_path_factory.mktemp("avx2"), HOST, "-DQTK_ARCH=x86-64-v3")
+
+
 def test_the_build_options_are_those_of_the_library():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert all(f'"{option}"' in setup for option in OPTIONS[:-1])
@@ -97,11 +102,27 @@ def test_arm_computes_the_same_bits(expected, for_arm, tmp_path):
 
 @needs(HOST)
 @pytest.mark.skipif(not ON_X86, reason="the host is not x86-64")
-@pytest.mark.parametrize("arch", [pytest.param("x86-64", marks=pytest.mark.slow), "x86-64-v3"])
-def test_one_instruction_set_for_all_loops_computes_the_same_bits(expected, arch, tmp_path):
-    if arch == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+def test_avx2_computes_the_same_bits(expected, for_avx2, tmp_path):
+    if "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip("this processor has no AVX2")
-    assert hashes(tmp_path, HOST, built(tmp_path, HOST, f"-DQTK_ARCH={arch}")) == expected
+    assert hashes(tmp_path, HOST, for_avx2) == expected
+
+
+@needs(HOST)
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_X86, reason="the host is not x86-64")
+def test_the_baseline_computes_the_same_bits(expected, tmp_path):
+    assert hashes(tmp_path, HOST, built(tmp_path, HOST, "-DQTK_ARCH=x86-64")) == expected
+
+
+@needs(HOST)
+@pytest.mark.skipif(not ON_X86, reason="the host is not x86-64")
+def test_sums_by_column_are_stored_as_whole_registers(for_avx2):
+    (made,) = (made for made in for_avx2 if made.stem == "fake_quantize_loops")
+    function = re.compile(r"^\w+ <(\w*backward_columns\w*)>:\n(.*?)^$", re.MULTILINE | re.DOTALL)
+    functions = function.findall(instructions(made, HOST))
+    assert len(functions) == 9
+    assert [name for name, code in functions if re.search(r"vextractps .*\(", code)] == []
 
 
 @needs(HOST)

@@ -36,6 +36,15 @@ def test_every_number_of_half_precision(kind):
         conformance.check_forward(forward, x, *spec)
 
 
+@pytest.mark.parametrize("zero_point", conformance.ZERO_POINTS, ids=str)
+@pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
+def test_columns_of_every_width(kind, zero_point):
+    """More columns than are quantized at a time and fewer, an odd number and an even one, of few rows and of many."""
+    for shape in ((3, 1030), (4, 1030), (5, 1029), (9, 33), (9, 34), (70, 513)):
+        scale, zero = conformance.ranges(shape, (-1, 1), zero_point, -8, 7)
+        conformance.check_forward(forward, conformance.values(shape, scale, kind), scale, zero, ((-1, 1), -8, 7))
+
+
 @pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
 def test_every_nan_stays_one(kind):
     nans = torch.tensor([0x7FFFFFFF, 0x7FFF8000, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
