@@ -173,8 +173,8 @@ INLINE void forward_at_once(const T* x, T* y, int64_t n, S scale, S zero, Grid g
   }
 }
 
-INLINE float from(float value, int64_t) { return value; }
-INLINE const float* from(const float* values, int64_t i) { return values + i; }
+INLINE float shifted(float value, int64_t) { return value; }
+INLINE const float* shifted(const float* values, int64_t i) { return values + i; }
 
 // Many floats, which may come from memory.
 template <class S, class Grid, class... R>
@@ -183,9 +183,9 @@ INLINE void forward_fetching(const float* x, float* y, int64_t n, S scale, S zer
   for (; i + FETCHED <= n; i += FETCHED) {
     fetch(x + i + AHEAD, FETCHED);
     fetch_to_write(y + i + AHEAD, FETCHED);
-    forward_at_once(x + i, y + i, FETCHED, from(scale, i), from(zero, i), grid, residual + i...);
+    forward_at_once(x + i, y + i, FETCHED, shifted(scale, i), shifted(zero, i), grid, residual + i...);
   }
-  forward_at_once(x + i, y + i, n - i, from(scale, i), from(zero, i), grid, residual + i...);
+  forward_at_once(x + i, y + i, n - i, shifted(scale, i), shifted(zero, i), grid, residual + i...);
 }
 
 // Half precision goes by way of floats in the first cache: conversion in a loop of its own is vectorized better.
@@ -394,7 +394,7 @@ INLINE void backward_lanes(
   int64_t i = 0;
 #pragma GCC unroll 2  // 2 to 3 % faster
   for (; i + LANES <= n; i += LANES) {
-    if (n >= FETCHED) {
+    if (std::is_same_v<D, float> && n >= FETCHED) {  // in memory, not in buffers
       fetch(x + i + AHEAD, LANES);
       fetch(g + i + AHEAD, LANES);
       fetch_to_write(dx + i + AHEAD, LANES);
