@@ -227,7 +227,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
     if names and _may_run_without_vnni(simulation.target):
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
-            f"products of uint8 and the int8 codes of {names[0]}{others} can overflow the int16 that "
+            f"products of 8-bit inputs and the int8 codes of {names[0]}{others} can overflow the int16 that "
             "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
             "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
             "sessions with session.x64quantprecision=1, which reaches neither loops over time nor stacks of matrices",

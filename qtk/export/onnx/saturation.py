@@ -1,9 +1,10 @@
-"""Finds weights whose products with uint8 ONNX Runtime cannot add up on every CPU.
+"""Finds weights whose products with 8-bit inputs ONNX Runtime cannot add up on every CPU.
 
 x86 without VNNI multiplies uint8 by int8, and adds the products of two neighbours along the summed axis in int16,
 which saturates: 255 · (127 + 127) = 64,770 becomes 32,767. A pair of codes of one sign is exact for any input if they
-add up to no more than 128, in magnitude; one of both signs always is. ARM, and x86 with VNNI, add in int32; uint8
-weights are exact everywhere.
+add up to no more than 128, in magnitude; one of both signs always is. Inputs of int8 become uint8 first, by adding 128
+(ONNX Runtime 1.32, on x86, behind a QuantizeLinear), so that zeros are large. ARM, and x86 with VNNI, add in int32;
+uint8 weights are exact everywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from qtk.core.dtypes import FloatDtype
 from qtk.core.spec import QuantSpec
 from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.stored_sites import StoredSite, numbers_in, stored_sites
@@ -22,8 +24,14 @@ from qtk.export.onnx.stored_sites import StoredSite, numbers_in, stored_sites
 SUMS = range(-(2**15), 2**15)
 """What the sum of two products is held in."""
 
+SHIFT = 128
+"""What makes int8 codes uint8."""
+
 FACTORS = {"Conv": (0, 1), "Gemm": (0, 1), "MatMul": (0, 1), "QLinearMatMul": (0, 3)}
 """Operators that ONNX Runtime computes in integers → the places of what they multiply, the weight last."""
+
+SIGNED_AS_STORED = ("QLinearMatMul",)
+"""Operators that multiply int8 codes as they are where the file holds them; ONNX Runtime's own kernel adds exactly."""
 
 MOVING = (*FOLLOWED, "Flatten", "Split", "Gather", "Expand", "Cast", "Pad")
 """Operators that ONNX Runtime, or the export, lets move codes between a DequantizeLinear and a product."""
@@ -63,15 +71,12 @@ def _saturating_sites(file: str | os.PathLike[str]) -> list[StoredSite]:
 
 def _saturates(site: StoredSite, specs: Mapping[ir.Node, QuantSpec]) -> bool:
     codes = site.node.inputs[0]
-    if codes is None or codes.const_value is None or not site.spec.dtype.signed or site.spec.dtype.bits > 8:
+    if codes is None or codes.const_value is None or not _is_integer_of_8_bits(site.spec) or not site.spec.dtype.signed:
         return False
     stored = torch.from_numpy(numbers_in(codes.const_value, "int32"))
     products = (*_products(codes, stored), *_products(site.node.outputs[0], stored))
-    return any(
-        largest_pair(_in_order(product, moved)) * _highest(product.inputs[FACTORS[product.op_type][0]], specs)
-        not in SUMS
-        for product, moved in products
-    )
+    return any(largest_pair(_in_order(product, moved)) * _highest(product, specs) not in SUMS
+               for product, moved in products)
 
 
 def _products(value: ir.Value, codes: Tensor) -> Iterator[tuple[ir.Node, Tensor]]:
@@ -107,14 +112,26 @@ def _in_order(product: ir.Node, codes: Tensor) -> Tensor:
     return codes if transposed is not None and transposed.as_int() else codes.movedim(-2, -1)
 
 
-def _highest(value: ir.Value | None, specs: Mapping[ir.Node, QuantSpec]) -> int:
-    """The highest code of the unsigned 8 bits that ``value`` is, or is dequantized from; 0 if it is something else."""
-    if value is None:
+def _highest(product: ir.Node, specs: Mapping[ir.Node, QuantSpec]) -> int:
+    """The highest uint8 code that an operator multiplies its weight with; 0 if it does not multiply in this way."""
+    spec = _spec_of(product.inputs[FACTORS[product.op_type][0]], specs)
+    if spec is None or not _is_integer_of_8_bits(spec):
         return 0
+    if not spec.dtype.signed:
+        return int(spec.dtype.maximum)
+    return 0 if product.op_type in SIGNED_AS_STORED else int(spec.dtype.maximum) + SHIFT
+
+
+def _is_integer_of_8_bits(spec: QuantSpec) -> bool:
+    return not isinstance(spec.dtype, FloatDtype) and spec.dtype.bits <= 8
+
+
+def _spec_of(value: ir.Value | None, specs: Mapping[ir.Node, QuantSpec]) -> QuantSpec | None:
+    """The spec that ``value`` is quantized by, possibly moved; ``None`` if it is not."""
+    if value is None:
+        return None
     producer = value.producer()
     readers = [reader for reader, index in value.uses() if index == 0]
     spec = next((specs[node] for node in (producer, *readers) if node in specs), None)
-    if spec is not None:
-        return int(spec.dtype.maximum) if not spec.dtype.signed and spec.dtype.bits <= 8 else 0
     moves = producer is not None and producer.op_type in MOVING
-    return _highest(producer.inputs[0], specs) if producer is not None and moves else 0
+    return _spec_of(producer.inputs[0], specs) if spec is None and producer is not None and moves else spec

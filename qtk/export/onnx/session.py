@@ -38,6 +38,8 @@ FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level"
 rounds their inputs to 8 bits in blocks as well, which the simulation does not."""
 
 
+SATURATES = "u8 × s8 sums saturate on this CPU"
+
 SPINNING = "session.intra_op.allow_spinning"
 """ONNX Runtime's setting that lets threads wait in a loop for the next run. Off here, where several sessions are open
 at a time: those of one take the cores from the next, which doubles its time on two cores (seen in 1.32)."""
@@ -98,9 +100,9 @@ def create_session(
     """A session whose integer sums are exact on every CPU.
 
     Where ONNX Runtime's kernels saturate (x86 without VNNI), a copy of the file is opened whose int8 weights that can
-    saturate are uint8 (``unsigned_weights``), in ONNX Runtime's exact mode, for the products of int8 and int8. If that
-    refuses it (seen in 1.31: such a weight that several operators share), it runs with the optimizations off. Sums
-    over two activations, one uint8 and one int8, still saturate.
+    saturate are uint8 (``unsigned_weights``). A file that qtk did not write runs in ONNX Runtime's exact mode, or, if
+    that refuses it (seen in 1.31: such a weight that several operators share), with the optimizations off. Sums over
+    two activations, one uint8 and one int8, still saturate.
 
     Args:
         file: an ONNX file, or its content.
@@ -117,23 +119,27 @@ def create_session(
         session = _session(file, threads, optimized=optimized, optimized_file=optimized_file)
         return session, f"{switched} {'on' if optimized else 'off'}"
     with tempfile.TemporaryDirectory(prefix="qtk-", ignore_cleanup_errors=True) as folder:
-        source = file if isinstance(file, bytes) else _with_unsigned_weights(file, Path(folder))
-        copied = "" if source is file else ", with uint8 weights"
-        if not optimized:
-            session = _session(source, threads, optimized=False, optimized_file=optimized_file)
-            return session, f"{switched} off{copied}"
-        try:
-            session = _session(source, threads, exact=True, optimized_file=optimized_file)
-        except Exception:  # if the file itself is broken, the second attempt raises
-            session = _session(source, threads, optimized=False)
-            return session, f"{switched} off (u8 × s8 sums saturate on this CPU, and {EXACT_MODE}=1 refuses the file)"
-    return session, f"{switched} on{copied}, {EXACT_MODE}=1 (u8 × s8 sums saturate on this CPU without it)"
+        source = None if isinstance(file, bytes) else _with_unsigned_weights(file, Path(folder))
+        if not optimized or source is not None:
+            copied = "" if source in (None, file) else f", with uint8 weights ({SATURATES})"
+            session = _session(source or file, threads, optimized=optimized, optimized_file=optimized_file)
+            return session, f"{switched} {'on' if optimized else 'off'}{copied}"
+    try:
+        session = _session(file, threads, exact=True, optimized_file=optimized_file)
+    except Exception:  # if the file itself is broken, the second attempt raises
+        session = _session(file, threads, optimized=False)
+        return session, f"{switched} off ({SATURATES}, and {EXACT_MODE}=1 refuses the file)"
+    return session, f"{switched} on, {EXACT_MODE}=1 ({SATURATES} without it)"
 
 
-def _with_unsigned_weights(file: Path, folder: Path) -> Path:
-    from qtk.export.onnx.unsigned_weights import write_with_unsigned_weights  # loaded here: slow to import
+def _with_unsigned_weights(file: Path, folder: Path) -> Path | None:
+    """The file to open in place of ``file``; ``None`` if qtk did not write it."""
+    from qtk.export.onnx.unsigned_weights import with_unsigned_weights  # loaded here: slow to import
 
-    return write_with_unsigned_weights(file, folder) or file
+    try:
+        return with_unsigned_weights(file, folder)
+    except ExportError:
+        return None
 
 
 def session_with(

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from qtk.errors import ExportError
 from qtk.export.onnx.model_copy import write_copy
+from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.saturation import saturating_codes
 
 READERS = {"DequantizeLinear": (0, 1, 2), "QLinearMatMul": (3, 4, 5)}
@@ -24,15 +25,17 @@ MIDDLE = 128
 """Code of the middle of uint8."""
 
 
-def write_with_unsigned_weights(file: Path, folder: Path) -> Path | None:
-    """Writes the copy into ``folder``; returns its path, ``None`` if qtk did not write ``file`` or none saturates."""
-    try:
-        names = saturating_codes(file)
-    except ExportError:  # not a file that qtk wrote
-        return None
-    if not names:
-        return None
+def with_unsigned_weights(file: Path, folder: Path) -> Path:
+    """``file`` if none of its weights saturates, otherwise the copy, in ``folder``.
+
+    Raises: ExportError if qtk did not write ``file``.
+    """
+    names = saturating_codes(file)
     model = ir.load(file)
+    if SITES not in model.metadata_props:
+        raise ExportError(f"{file} was not written by qtk: it has no metadata {SITES}")
+    if not names:
+        return file
     for graph in (model.graph, *model.graph.subgraphs()):
         for codes in [value for name, value in graph.initializers.items() if name in names]:
             if codes.dtype == ir.DataType.INT8 and _is_read_as_codes(codes):

@@ -14,6 +14,9 @@ from tests.export.onnx.without_vnni import QEMU, run_without_vnni
 
 needs_qemu = pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64")
 REDUCED = {"version": 1, "defaults": {"weight": {"granularity": "per_channel", "reduced_range": True}}}
+SIGNED = {"version": 1, "defaults": {"activation": {"dtype": "int8", "symmetric": True},
+                                     "weight": {"granularity": "per_channel"}}}
+SIGNED_REDUCED = {"version": 1, "defaults": SIGNED["defaults"] | REDUCED["defaults"]}
 UNSIGNED = {"version": 1, "defaults": {"weight": {"granularity": "per_channel", "dtype": "uint8", "symmetric": True}}}
 
 
@@ -42,7 +45,9 @@ class Layers(nn.Module):
         ("default", ["conv.weight", "linear.weight", "right"]),
         ("onnxruntime_vnni", ["conv.weight", "linear.weight", "right"]),
         ("onnxruntime", []),
+        (SIGNED, ["conv.weight", "linear.weight", "right"]),
         (REDUCED, []),
+        (SIGNED_REDUCED, []),
         (UNSIGNED, []),
         ({"version": 1, "defaults": {"activation": "float"}}, []),
     ],
@@ -115,11 +120,27 @@ def transposed_convolution():
 @pytest.mark.parametrize("make", [stack_of_matrices, plain_rnn, transposed_convolution])
 def test_other_products(make, tmp_path):
     model, x, names = make()
-    sim = qtk.QuantSim(model, x)
+    assert named(model, x, "default", tmp_path) == names
+
+
+def test_int8_times_int8_is_exact_in_the_operator_that_multiplies_stacks(tmp_path):
+    """Its kernel for int8 does not saturate; in front of the others ONNX Runtime makes the codes uint8."""
+    model, x, _ = stack_of_matrices()
+    assert named(model, x, SIGNED, tmp_path) == []
+
+
+def test_minifloats_are_no_codes_that_saturate(tmp_path):
+    eights = {"dtype": "fp8_e4m3", "symmetric": True}
+    config = {"version": 1, "defaults": {"activation": eights, "weight": eights}}
+    assert named(Layers(), torch.randn(2, 6, 6, 6), config, tmp_path) == []
+
+
+def named(model, x, config, tmp_path):
+    sim = qtk.QuantSim(model, x, config=config)
     sim.compute_encodings([x], progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
     found = saturating_weights(tmp_path / "out" / "model.onnx")
-    assert sorted(name.rpartition(".")[2] for name in found) == names
+    return sorted(name.rpartition(".")[2] for name in found)
 
 
 def integer_products(kind, weight):
