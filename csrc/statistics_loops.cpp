@@ -1,7 +1,9 @@
 #include "statistics_loops.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 namespace qtk {
 namespace {
@@ -20,23 +22,46 @@ INLINE void take(T x, float* low, float* high, uint32_t* nan) {
   *nan |= value == value ? 0u : 1u;
 }
 
-// The extremes of COUNT lanes, found in the first: half against half, for in a short row this costs as much as the
-// elements.
-template <int COUNT>
-INLINE void fold(float* low, float* high, uint32_t* nan) {
-  if constexpr (COUNT > 1) {
-    constexpr int HALF = COUNT / 2;
-    for (int lane = 0; lane < HALF; ++lane) {
-      low[lane] = smaller(low[lane], low[HALF + lane]);
-      high[lane] = larger(high[lane], high[HALF + lane]);
-      nan[lane] |= nan[HALF + lane];
-    }
-    fold<HALF>(low, high, nan);
-  }
+// Four numbers in a register, which every processor has. Short rows take as long to fold as to read, and GCC 12 folds
+// arrays element by element.
+using Quad = float __attribute__((vector_size(16)));
+using Flags = uint32_t __attribute__((vector_size(16)));
+
+INLINE Quad quad(const float* x) {
+  Quad values;
+  __builtin_memcpy(&values, x, sizeof(values));
+  return values;
 }
 
+INLINE Flags quad(const uint32_t* x) {
+  Flags values;
+  __builtin_memcpy(&values, x, sizeof(values));
+  return values;
+}
+
+INLINE Quad smaller(Quad a, Quad b) { return b < a ? b : a; }
+INLINE Quad larger(Quad a, Quad b) { return b > a ? b : a; }
+
+// Extremes by lane.
+struct Quads {
+  Quad low = Quad{} + INFINITY, high = Quad{} - INFINITY;
+  Flags nan = {};
+
+  INLINE void take(Quad x) {
+    low = smaller(low, x);
+    high = larger(high, x);
+    nan |= reinterpret_cast<Flags>(x != x);
+  }
+
+  INLINE void take(const Quads& other) {
+    low = smaller(low, other.low);
+    high = larger(high, other.high);
+    nan |= other.nan;
+  }
+};
+
 template <class T>
-INLINE void min_max_rows_of(const T* x, int64_t rows, int64_t width, Extremes into) {
+INLINE void min_max_single_rows(const T* x, int64_t rows, int64_t width, Extremes into) {
   constexpr int TOGETHER = LANES * STRIPS;
   for (int64_t row = 0; row < rows; ++row, x += width) {
     float low[TOGETHER], high[TOGETHER];
@@ -55,11 +80,83 @@ INLINE void min_max_rows_of(const T* x, int64_t rows, int64_t width, Extremes in
     for (int lane = 0; i < width; ++i, ++lane) {
       take(x[i], low + lane, high + lane, nan + lane);
     }
-    fold<TOGETHER>(low, high, nan);
-    into.low[row] = smaller(into.low[row], low[0]);
-    into.high[row] = larger(into.high[row], high[0]);
-    into.nan[row] |= nan[0];
+    Quads found;
+    for (int lane = 0; lane < TOGETHER; lane += 4) {
+      found.take({quad(low + lane), quad(high + lane), quad(nan + lane)});
+    }
+    for (int lane = 0; lane < 4; ++lane) {
+      into.low[row] = smaller(into.low[row], found.low[lane]);
+      into.high[row] = larger(into.high[row], found.high[lane]);
+      into.nan[row] |= found.nan[lane];
+    }
   }
+}
+
+// A row of n >= 4 elements. The last four may overlap with those before, which changes no extreme.
+INLINE Quads quads_of(const float* x, int64_t n) {
+  Quads a, b, c, d;  // without data dependences on one another
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    a.take(quad(x + i));
+    b.take(quad(x + i + 4));
+    c.take(quad(x + i + 8));
+    d.take(quad(x + i + 12));
+  }
+  for (; i + 4 <= n; i += 4) {
+    a.take(quad(x + i));
+  }
+  b.take(quad(x + n - 4));
+  a.take(c);
+  b.take(d);
+  a.take(b);
+  return a;
+}
+
+// Element i of the result combines those of row i.
+template <class Four, class Combine>
+INLINE Four folded(Four a, Four b, Four c, Four d, Combine combine) {
+  const Four ab = combine(Four{a[0], b[0], a[1], b[1]}, Four{a[2], b[2], a[3], b[3]});
+  const Four cd = combine(Four{c[0], d[0], c[1], d[1]}, Four{c[2], d[2], c[3], d[3]});
+  return combine(Four{ab[0], ab[1], cd[0], cd[1]}, Four{ab[2], ab[3], cd[2], cd[3]});
+}
+
+INLINE void min_max_four_rows(const float* x, int64_t width, Extremes into) {
+  const Quads a = quads_of(x, width), b = quads_of(x + width, width), c = quads_of(x + 2 * width, width),
+              d = quads_of(x + 3 * width, width);
+  const Quad low = folded(a.low, b.low, c.low, d.low, [](Quad x, Quad y) { return smaller(x, y); });
+  const Quad high = folded(a.high, b.high, c.high, d.high, [](Quad x, Quad y) { return larger(x, y); });
+  const Flags nan = folded(a.nan, b.nan, c.nan, d.nan, [](Flags x, Flags y) { return x | y; });
+  for (int row = 0; row < 4; ++row) {
+    into.low[row] = smaller(into.low[row], low[row]);
+    into.high[row] = larger(into.high[row], high[row]);
+    into.nan[row] |= nan[row] != 0 ? 1u : 0u;
+  }
+}
+
+INLINE Extremes from_row(Extremes of, int64_t row) { return {of.low + row, of.high + row, of.nan + row}; }
+
+INLINE const float* as_floats(const float* x, int64_t, float*) { return x; }
+
+// Half precision goes by way of floats in the first cache.
+template <class T>
+INLINE const float* as_floats(const T* x, int64_t n, float* buffer) {
+  load_all(x, n, buffer);
+  return buffer;
+}
+
+template <class T>
+INLINE void min_max_rows_of(const T* x, int64_t rows, int64_t width, Extremes into) {
+  constexpr int64_t BUFFER = 2048, LONG = BUFFER / 4;  // from LONG on, more lanes gain more than folding costs
+  const int64_t in_fours = width >= 4 && width < LONG ? rows / 4 * 4 : 0;
+  float buffer[BUFFER];
+  for (int64_t row = 0; row < in_fours;) {
+    const int64_t taken = std::min(BUFFER / width / 4 * 4, in_fours - row);
+    const float* from = as_floats(x + row * width, taken * width, buffer);
+    for (const int64_t end = row + taken; row < end; row += 4, from += 4 * width) {
+      min_max_four_rows(from, width, from_row(into, row));
+    }
+  }
+  min_max_single_rows(x + in_fours * width, rows - in_fours, width, from_row(into, in_fours));
 }
 
 template <class T>

@@ -75,6 +75,27 @@ def test_infinities_count_and_nan_wins(ops, columns):
         assert high[2].isnan()
 
 
+@pytest.mark.parametrize("kind", conformance.KINDS)
+def test_extremes_at_every_place_of_rows_of_every_width(kind):
+    """On the CPU rows are taken in fours, up to a width, and the last elements of a row may be taken twice."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (*range(1, 36), 63, 197, 511, 512, 513):
+        rows = 2 * width + 3
+        x = torch.randn(rows, width, generator=generator).to(kind)
+        place = torch.arange(width)
+        x[place, place], x[width + place, place], x[-1, width // 2] = 9.0, -9.0, torch.nan
+        low, high = statistics.min_max(x, [1, -1])
+        expected = torch.aminmax(x.float(), dim=1)
+        assert torch.equal(low[:-1], expected.min[:-1])
+        assert torch.equal(high[:-1], expected.max[:-1])
+        assert low.isnan().nonzero().tolist() == high.isnan().nonzero().tolist() == [[rows - 1]]
+        for nan_at in range(width):  # in the first, second, third and last row of four
+            broken = torch.zeros(4, width, dtype=kind)
+            broken[nan_at % 4, nan_at] = torch.nan
+            low, _ = statistics.min_max(broken, [1, -1])
+            assert low.isnan().nonzero().tolist() == [[nan_at % 4]]
+
+
 @pytest.mark.pairwise(
     case=[*CASES, "channel_of_nothing"], layout=conformance.LAYOUTS, kind=conformance.KINDS, bins=[1, 7, 512],
     backend=BACKENDS,
