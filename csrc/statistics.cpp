@@ -84,10 +84,11 @@ std::tuple<Tensor, Tensor> min_max_cpu(const Tensor& input, at::IntArrayRef bloc
     });
   });
   Tensor low = at::empty({scales}, at::kFloat), high = at::empty({scales}, at::kFloat);
+  float *lows = low.mutable_data_ptr<float>(), *highs = high.mutable_data_ptr<float>();
   for (int64_t index = 0; index < scales; ++index) {
     const bool broken = found.nan[index] != 0;
-    low.mutable_data_ptr<float>()[index] = broken ? NAN : found.low[index];
-    high.mutable_data_ptr<float>()[index] = broken ? NAN : found.high[index];
+    lows[index] = broken ? NAN : found.low[index];
+    highs[index] = broken ? NAN : found.high[index];
   }
   return {low, high};
 }
