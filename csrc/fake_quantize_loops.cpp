@@ -12,11 +12,10 @@ constexpr int LANES = 16;          // sums are kept apart by lane, so that the c
 constexpr int64_t STRETCH = 4096;  // most elements summed in float before they are added in double
 constexpr int64_t SHORT = 512;     // longest row for which the lanes of several rows are reduced together
 constexpr int64_t RUN = 512;       // elements of half precision that are floats at a time
-constexpr int64_t SHORT_RUN = 128;  // shorter rows are converted several at a time, or element by element
-constexpr int DEPTH = 2;           // rows summed in registers before the column sums are written
+constexpr int64_t SHORT_RUN = 128;  // shorter rows are converted several at a time
 constexpr int64_t MANY = 4;        // rows for which scales by column are taken apart
 constexpr int64_t FETCHED = 64;    // elements that are fetched together
-constexpr int64_t AHEAD = 512;     // elements from those in work to those that are fetched
+constexpr int64_t AHEAD = 2048;    // elements from those in work to those that are fetched
 constexpr int64_t CACHE_LINE = 64;  // bytes
 
 using qtk::clamped;  // beside those for minifloats
@@ -83,26 +82,31 @@ INLINE void backward(T x, T g, D* dx, float scale, float zero, Grid grid, float*
   *clipped += masked(slope, ~mask);
 }
 
+template <class R>
+int32_t residual_of(float x, float distance, float number, float nearest);
+
 // Without branches: a residual is selected among integers, so that no float that is NaN is converted.
-INLINE void keep(float x, float, float number, float nearest, int8_t* r) {
+template <>
+INLINE int32_t residual_of<int8_t>(float x, float, float number, float nearest) {
   const int positive = x <= 0 ? 0 : 1;
-  *r = static_cast<int8_t>(number == nearest ? positive : 3 * positive - 1);
+  return number == nearest ? positive : 3 * positive - 1;
 }
 
-INLINE void keep(float x, float distance, float number, float nearest, int16_t* r) {
+template <>
+INLINE int32_t residual_of<int16_t>(float x, float distance, float number, float nearest) {
   const uint32_t mask = inside(number, nearest);
   const int32_t units = static_cast<int32_t>(std::nearbyint(masked(distance * RESOLUTION, mask)));
   const int32_t within = x == 0 ? EXACT_ZERO : units;
   const int32_t outside = number < nearest ? LOW : (number > nearest ? HIGH : NOT_A_NUMBER);
-  *r = static_cast<int16_t>(mask != 0 ? within : outside);
+  return mask != 0 ? within : outside;
 }
 
 template <class R>
-INLINE float fake_quantized(float x, float scale, float zero, Codes grid, R* r) {
+INLINE float fake_quantized_with(float x, float scale, float zero, Codes grid, int32_t* residual) {
   const float steps = x / scale;
   const float number = nearest_of(steps, zero, grid);
   const float nearest = clamped(number, grid);
-  keep(x, (nearest - zero) - steps, number, nearest, r);
+  *residual = residual_of<R>(x, (nearest - zero) - steps, number, nearest);
   return (nearest - zero) * scale;
 }
 
@@ -166,15 +170,31 @@ INLINE void fetch_to_write(T* values, int64_t n) {
 INLINE float at(float value, int64_t) { return value; }
 INLINE float at(const float* values, int64_t i) { return values[i]; }
 
-template <class T, class S, class Grid, class... R>
-INLINE void forward_at_once(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
+INLINE float shifted(float value, int64_t) { return value; }
+INLINE const float* shifted(const float* values, int64_t i) { return values + i; }
+
+template <class T, class D, class S, class Grid>
+INLINE void forward_at_once(const T* x, D* y, int64_t n, S scale, S zero, Grid grid) {
   for (int64_t i = 0; i < n; ++i) {
-    store(fake_quantized(load(x[i]), at(scale, i), at(zero, i), grid, residual + i...), y + i);
+    store(fake_quantized(load(x[i]), at(scale, i), at(zero, i), grid), y + i);
   }
 }
 
-INLINE float shifted(float value, int64_t) { return value; }
-INLINE const float* shifted(const float* values, int64_t i) { return values + i; }
+// Residuals have 32 bits, as the values, until a loop of its own narrows them.
+template <class T, class D, class S, class Grid, class R>
+INLINE void forward_at_once(const T* x, D* y, int64_t n, S scale, S zero, Grid grid, R* residual) {
+  int32_t wide[RUN];
+  for (int64_t begin = 0; begin < n; begin += RUN) {
+    const int64_t count = std::min(RUN, n - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t j = begin + i;
+      store(fake_quantized_with<R>(load(x[j]), at(scale, j), at(zero, j), grid, wide + i), y + j);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      residual[begin + i] = static_cast<R>(wide[i]);
+    }
+  }
+}
 
 // Many floats, which may come from memory.
 template <class S, class Grid, class... R>
@@ -196,18 +216,12 @@ INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, 
                 : forward_fetching(x, y, n, scale, zero, grid, residual...);
     return;
   }
-  if (n < SHORT_RUN) {
-    forward_at_once(x, y, n, scale, zero, grid, residual...);
-    return;
-  }
   float values[RUN];
   for (int64_t begin = 0; begin < n; begin += RUN) {
     const int64_t count = std::min(RUN, n - begin);
-    const auto* from = ready(x + begin, count, values);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t j = begin + i;
-      values[i] = fake_quantized(load(from[i]), at(scale, j), at(zero, j), grid, residual + j...);
-    }
+    forward_at_once(
+        ready(x + begin, count, values), values, count, shifted(scale, begin), shifted(zero, begin), grid,
+        residual + begin...);
     store_all(values, count, y + begin);
   }
 }
@@ -470,52 +484,32 @@ INLINE void backward_rows_of(
       x + at, g + at, dx + at, rows - grouped, width, rest, grid, {sums.of_scale + grouped, sums.clipped + grouped});
 }
 
-// One strip of LANES columns, or a single one.
-template <int ROWS, int COLUMNS, class X, class T, class Grid>
-INLINE void backward_strip(
-    const X* x, const T* g, T* dx, int64_t width, const float* scale, const float* zero, Grid grid, float* of_scale,
-    float* clipped) {
-  float sums_of_scale[COLUMNS], sums_clipped[COLUMNS];
-  for (int lane = 0; lane < COLUMNS; ++lane) {
-    sums_of_scale[lane] = of_scale[lane];
-    sums_clipped[lane] = clipped[lane];
-  }
-  for (int row = 0; row < ROWS; ++row, x += width, g += width, dx += width) {
-    for (int lane = 0; lane < COLUMNS; ++lane) {
-      backward(x[lane], g[lane], dx + lane, scale[lane], zero[lane], grid, sums_of_scale + lane, sums_clipped + lane);
-    }
-  }
-  for (int lane = 0; lane < COLUMNS; ++lane) {
-    of_scale[lane] = sums_of_scale[lane];
-  }
-  for (int lane = 0; lane < COLUMNS; ++lane) {  // in one loop with the others they would be stored one by one
-    clipped[lane] = sums_clipped[lane];
-  }
-}
-
-template <int ROWS, class X, class T, class Grid>
-INLINE void backward_deep(
-    const X* x, const T* g, T* dx, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
-  int64_t i = 0;
-  for (; i + LANES <= width; i += LANES) {
-    backward_strip<ROWS, LANES>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, grid,
-                                sums.of_scale + i, sums.clipped + i);
-  }
-  for (; i < width; ++i) {
-    backward_strip<ROWS, 1>(x + i, g + i, dx + i, width, scales.scale + i, scales.zero + i, grid, sums.of_scale + i,
-                            sums.clipped + i);
+template <class X, class T, class Grid>
+INLINE void add_columns(
+    const X* __restrict x, const T* __restrict g, T* __restrict dx, int64_t begin, int64_t end,
+    const float* __restrict scale, const float* __restrict zero, Grid grid, float* __restrict of_scale,
+    float* __restrict clipped) {
+  for (int64_t i = begin; i < end; ++i) {
+    backward(x[i], g[i], dx + i, scale[i], zero[i], grid, of_scale + i, clipped + i);
   }
 }
 
 template <class X, class T, class Grid>
 INLINE void backward_columns_of(
     const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
-  int64_t row = 0;
-  for (; row + DEPTH <= rows; row += DEPTH) {
-    backward_deep<DEPTH>(x + row * width, g + row * width, dx + row * width, width, scales, grid, sums);
-  }
-  for (; row < rows; ++row) {
-    backward_deep<1>(x + row * width, g + row * width, dx + row * width, width, scales, grid, sums);
+  const auto add = [&](int64_t begin, int64_t end) {
+    add_columns(x, g, dx, begin, end, scales.scale, scales.zero, grid, sums.of_scale, sums.clipped);
+  };
+  for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
+    int64_t i = 0;
+    for (; std::is_same_v<T, float> && i + FETCHED <= width; i += FETCHED) {
+      constexpr int64_t NEAR = AHEAD / 2;  // scales and sums take their share of the first cache
+      fetch(x + i + NEAR, FETCHED);
+      fetch(g + i + NEAR, FETCHED);
+      fetch_to_write(dx + i + NEAR, FETCHED);
+      add(i, i + FETCHED);
+    }
+    add(i, width);
   }
 }
 

@@ -18,6 +18,8 @@ from turns import Setting, Timed, arguments, finish, multiples
 from qtk.ops.statistics import histogram, min_max
 
 BINS = 512
+SHORT = 32
+"""Elements of a block."""
 
 
 def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -25,6 +27,9 @@ def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     low, high = min_max(x, ())
     if (float(low), float(high)) != (float(x.min()), float(x.max())):
         raise SystemExit("min_max is not torch's; no speed is given")
+    blocks = x.reshape(-1, SHORT)
+    if not all(map(torch.equal, min_max(x, (1, SHORT)), torch.aminmax(blocks.float(), dim=1))):
+        raise SystemExit("min_max of blocks is not torch's; no speed is given")
     power = torch.tensor([-6], dtype=torch.int32, device=x.device)  # randn: about ±5.5
     first = torch.full((1,), -BINS / 2, device=x.device)
     counts = histogram(x, first, power, BINS, ())
@@ -40,6 +45,8 @@ def actions(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "qtk min_max, per last axis": lambda: min_max(x, (-1, 1)),
         "qtk min_max, per row": lambda: min_max(x, (1, -1)),
         "torch amin and amax, per last axis": lambda: (x.amin(0), x.amax(0)),
+        f"qtk min_max, blocks of {SHORT}": lambda: min_max(x, (1, SHORT)),
+        f"torch aminmax, blocks of {SHORT}": lambda: torch.aminmax(blocks, dim=1),
         f"qtk histogram, {BINS} bins": lambda: histogram(x, first, power, BINS, ()),
         f"torch histc, {BINS} bins": lambda: torch.histc(x, BINS),
         f"qtk histogram, {BINS} bins, per last axis": lambda: histogram(x, firsts, powers, BINS, (-1, 1)),

@@ -39,10 +39,13 @@ def test_every_number_of_half_precision(kind):
 @pytest.mark.parametrize("zero_point", conformance.ZERO_POINTS, ids=str)
 @pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
 def test_columns_of_every_width(kind, zero_point):
-    """More columns than are quantized at a time and fewer, an odd number and an even one, of few rows and of many."""
-    for shape in ((3, 1030), (4, 1030), (5, 1029), (9, 33), (9, 34), (70, 513)):
+    """More columns than are taken at a time and fewer, an odd number and an even one, whole pages, of few rows and many."""
+    for shape in ((3, 1030), (4, 1030), (5, 1029), (9, 33), (9, 34), (5, 1024), (70, 513)):
         scale, zero = conformance.ranges(shape, (-1, 1), zero_point, -8, 7)
-        conformance.check_forward(forward, conformance.values(shape, scale, kind), scale, zero, ((-1, 1), -8, 7))
+        x = conformance.values(shape, scale, kind)
+        conformance.check_forward(forward, x, scale, zero, ((-1, 1), -8, 7))
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
+        conformance.check_backward(backward, grad, x.nan_to_num(nan=0.5), scale, zero, ((-1, 1), -8, 7))
 
 
 @pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
