@@ -196,6 +196,17 @@ INLINE void forward_at_once(const T* x, D* y, int64_t n, S scale, S zero, Grid g
   }
 }
 
+// Whether to fetch ahead where one tensor is read and one is written. Processors that have AVX-512 do so better by
+// themselves; older ones gain an eighth.
+bool fetches_single_streams() {
+#if defined(__x86_64__)
+  static const bool needed = !__builtin_cpu_supports("avx512f");
+  return needed;
+#else
+  return true;
+#endif
+}
+
 // Many floats, which may come from memory.
 template <class S, class Grid, class... R>
 INLINE void forward_fetching(const float* x, float* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
@@ -212,8 +223,9 @@ INLINE void forward_fetching(const float* x, float* y, int64_t n, S scale, S zer
 template <class T, class S, class Grid, class... R>
 INLINE void forward_of(const T* x, T* y, int64_t n, S scale, S zero, Grid grid, R*... residual) {
   if constexpr (std::is_same_v<T, float>) {
-    n < FETCHED ? forward_at_once(x, y, n, scale, zero, grid, residual...)
-                : forward_fetching(x, y, n, scale, zero, grid, residual...);
+    n >= FETCHED && (std::is_pointer_v<S> || fetches_single_streams())
+        ? forward_fetching(x, y, n, scale, zero, grid, residual...)
+        : forward_at_once(x, y, n, scale, zero, grid, residual...);
     return;
   }
   float values[RUN];

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +24,56 @@ MOST_KEPT = 4096
 _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 """What distinguishes a launch → its compiled kernel, and the arguments that were compiled in."""
 
+_REPEATABLE: dict[Hashable, Repeatable] = {}
+"""What distinguishes a call → its launch."""
+
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call whose launch depends on ``likeness`` and on the addresses of ``tensors``, on one device, and on no more."""
+
+    likeness: Hashable
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether 128 bits are read and written at a time in calls that are like one that this holds for."""
+        addresses = 0
+        for each in self.tensors:
+            addresses |= each.data_ptr()
+        return addresses % 16 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Repeatable:
+    """A launch with room for tensors: ``tensors[k]`` of a call is argument ``at`` for every ``(at, k)`` of ``places``."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    places: tuple[tuple[int, int], ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        arguments = self.arguments.copy()
+        for at, k in self.places:
+            arguments[at] = tensors[k]
+        with on_device_of(tensors[0]):
+            self.compiled[self.grid](*arguments)
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, repeatable_as: Call | None = None, **constants: Any
+) -> None:
     """As ``kernel[grid](*arguments, **constants)``, ``EXACTLY``; the first argument is a tensor on the current device.
 
     Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
     of a call. Here a launch with the same numbers, and with tensors of the same types that are aligned alike, takes the
     kernel that the first of them compiled. (For AMD's GPUs Triton also asks whether a storage has less than 2 GiB, for
     offsets of 32 bits; those of tensors of one size are the same.)
+
+    A launch that is all that a call does is kept for calls like it: ``repeat``.
     """
     key = (
         id(kernel), arguments[0].get_device(), *constants, *constants.values(),
@@ -41,13 +83,38 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
     if known is not None:
         compiled, rest = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
-        return
-    compiled = kernel[grid](*arguments, **constants, **EXACTLY)
-    if compiled is None:  # Triton's interpreter
-        return
-    if len(_COMPILED) >= MOST_KEPT:
-        _COMPILED.clear()
-    _COMPILED[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    else:
+        compiled = kernel[grid](*arguments, **constants, **EXACTLY)
+        if compiled is None:  # Triton's interpreter
+            return
+        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        _keep(_COMPILED, key, (compiled, rest))
+    if repeatable_as is not None and repeatable_as.is_aligned:
+        _keep_launch(repeatable_as, compiled, (*grid, 1, 1)[:3], [*arguments, *rest])
+
+
+def repeat(call: Call) -> bool:
+    """Launches at once what a call like this one launched: without its checks, tiles and lookups. Returns: whether."""
+    known = _REPEATABLE.get(call.likeness)
+    if known is None or not call.is_aligned:
+        return False
+    known(call.tensors)
+    return True
+
+
+def _keep_launch(call: Call, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
+    """Keeps a launch without its tensors, unless it works on others than those of the call."""
+    of_tensors = [at for at, each in enumerate(arguments) if isinstance(each, Tensor)]
+    places = [(at, k) for at in of_tensors for k, each in enumerate(call.tensors) if each is arguments[at]]
+    if {at for at, _ in places} == set(of_tensors):
+        left = [None if isinstance(each, Tensor) else each for each in arguments]
+        _keep(_REPEATABLE, call.likeness, Repeatable(compiled, grid, left, tuple(dict(places).items())))
+
+
+def _keep(kept: dict[Any, Any], key: Hashable, value: object) -> None:
+    if len(kept) >= MOST_KEPT:
+        kept.clear()
+    kept[key] = value
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

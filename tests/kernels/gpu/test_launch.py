@@ -1,7 +1,10 @@
 import pytest
 import torch
 
+from qtk.errors import SpecError
+
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
+fake_quantize = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -100,3 +103,138 @@ def test_no_more_are_kept_than_a_limit(kernel, monkeypatch):
     for count in range(11):
         launch.run(kernel, (1,), x, x, count, FIRST=1, SECOND=2)
     assert len(launch._COMPILED) <= 4
+
+
+class StandIn:
+    """For a kernel of the ops: notes what is launched, compiled for it or again."""
+
+    def __init__(self, kernel, launches):
+        self.arg_names, self.launches = kernel.arg_names, launches
+
+    def __getitem__(self, grid):
+        def compiled_for(*arguments, **constants):
+            rest = [constants[name] for name in self.arg_names[len(arguments) :]]
+            self.launches.append(((*grid, 1, 1)[:3], [*arguments, *rest]))
+            return Again(self.launches)
+
+        return compiled_for
+
+
+class Again:
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, list(arguments)))
+
+
+def places(launched, tensors):
+    """The grid and the arguments of a launch, tensors by their place among those of the call, -1 for others."""
+    grid, arguments = launched
+    return grid, [
+        next((k for k, own in enumerate(tensors) if own is each), -1) if isinstance(each, torch.Tensor) else each
+        for each in arguments
+    ]
+
+
+def forward(x, scale, zero_point=None, block_size=(), codes=(-128, 127)):
+    result = fake_quantize.fake_quantize(x, scale, zero_point, block_size, *codes)
+    return x, result, scale, zero_point
+
+
+def forward_in_training(x, scale, zero_point=None, block_size=(), codes=(-128, 127)):
+    result, kept = fake_quantize.fake_quantize_with_residual(x, scale, zero_point, block_size, *codes, False)
+    return x, result, kept, scale, zero_point
+
+
+def backward(x, scale, zero_point=None, block_size=(), codes=(-128, 127), grad=None):
+    grad = torch.ones_like(x) if grad is None else grad
+    dx, _, _ = fake_quantize.fake_quantize_backward(grad, x, scale, zero_point, block_size, *codes, False, False)
+    return x, grad, dx, scale, zero_point
+
+
+CALLS = {
+    "first": lambda: (torch.zeros(8, 32), torch.ones(1)),
+    "shape": lambda: (torch.zeros(16, 32), torch.ones(1)),
+    "dtype": lambda: (torch.zeros(8, 32).bfloat16(), torch.ones(1)),
+    "order": lambda: (torch.zeros(32, 8).t(), torch.ones(8), None, (1, -1)),
+    "zero points": lambda: (torch.zeros(8, 32), torch.ones(1), torch.zeros(1, dtype=torch.int32)),
+    "learned zero points": lambda: (torch.zeros(8, 32), torch.ones(1), torch.zeros(1)),
+    "codes": lambda: (torch.zeros(8, 32), torch.ones(1), None, (), (0, 127)),
+    "rows": lambda: (torch.zeros(8, 32), torch.ones(8), None, (1, -1)),
+    "columns": lambda: (torch.zeros(8, 32), torch.ones(32), None, (-1, 1)),
+    "blocks": lambda: (torch.zeros(8, 32), torch.ones(8, 2), None, [1, 16]),
+    "rows that begin anywhere": lambda: (torch.zeros(64, 197), torch.ones(64), None, (1, -1)),
+}
+
+
+class TestRepeat:
+    """Calls of the ops: what they launch, with their checks and without."""
+
+    @pytest.fixture(autouse=True)
+    def launches(self, monkeypatch):
+        found = []
+        monkeypatch.setattr(launch, "_COMPILED", {})
+        monkeypatch.setattr(launch, "_REPEATABLE", {})
+        for name in ("forward_kernel", "forward_rows_kernel", "backward_kernel", "backward_rows_kernel"):
+            monkeypatch.setattr(fake_quantize, name, StandIn(getattr(fake_quantize, name), found))
+        return found
+
+    @pytest.mark.parametrize("op", [forward, forward_in_training, backward])
+    def test_a_call_like_one_before_launches_the_same_on_its_own_tensors(self, op, launches, monkeypatch):
+        expected = []
+        for given in CALLS.values():
+            tensors = op(*given())
+            expected.append(places(launches.pop(), tensors))
+        assert not launches
+        assert all(-1 not in arguments[:5] for _, arguments in expected)
+        monkeypatch.setattr(fake_quantize, "check_range", None)  # nobody may look
+        for given, known in zip(CALLS.values(), expected, strict=True):
+            tensors = op(*given())
+            assert places(launches.pop(), tensors) == known
+        assert not launches
+
+    def test_calls_that_differ_compile_kernels_of_their_own(self, launches):
+        for op in (forward, forward_in_training, backward):
+            for given in CALLS.values():
+                op(*given())
+        assert len(launch._REPEATABLE) == 3 * len(CALLS)
+
+    def test_a_call_that_does_not_fit_is_refused_after_one_that_does(self, launches):
+        for op in (forward, backward):
+            op(torch.zeros(8, 32), torch.ones(8), None, (1, -1))
+            with pytest.raises(SpecError):
+                op(torch.zeros(8, 32), torch.ones(3), None, (1, -1))
+            with pytest.raises(SpecError):
+                op(torch.zeros(8, 32), torch.ones(8), None, (-1, 1))
+        assert len(launches) == 2
+
+    @pytest.mark.parametrize("op", [forward, backward])
+    def test_tensors_at_other_addresses_are_launched_as_what_they_are(self, op, launches):
+        rows = torch.ones(8), None, (1, -1)
+        op(torch.zeros(8, 32), *rows)
+        unaligned = torch.zeros(257)[1:].view(8, 32)
+        assert launch.repeat(launch.Call("anything", (unaligned,))) is False
+        with_gaps = torch.ones(16)[::2]
+        for x, *given in ((unaligned, *rows), (torch.zeros(8, 32), with_gaps, None, (1, -1))):
+            before = len(launch._COMPILED), len(launch._REPEATABLE)
+            tensors = op(x, *given)
+            _, arguments = launches.pop()
+            assert arguments[0] is x
+            assert len(launch._REPEATABLE) == before[1]
+            assert not x.data_ptr() % 16 or len(launch._COMPILED) > before[0]
+            assert arguments[1] is tensors[1]
+            assert arguments[3].is_contiguous()
+
+    def test_a_gradient_in_another_order_is_copied_each_time(self, launches):
+        for _ in range(2):
+            given = torch.zeros(8, 32), torch.ones(1)
+            *_, dx, _, _ = backward(*given, grad=torch.ones(32, 8).t())
+            _, arguments = launches.pop()
+            assert arguments[2] is dx
+            assert arguments[1].stride() == given[0].stride()
+
+    def test_no_tensor_is_kept(self, launches):
+        forward(torch.zeros(8, 32), torch.ones(1))
+        ((_, kept),) = launch._REPEATABLE.items()
+        assert not [each for each in kept.arguments if isinstance(each, torch.Tensor)]
