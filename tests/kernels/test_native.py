@@ -39,7 +39,7 @@ def test_every_number_of_half_precision(kind):
 @pytest.mark.parametrize("zero_point", conformance.ZERO_POINTS, ids=str)
 @pytest.mark.parametrize("kind", conformance.KINDS, ids=str)
 def test_columns_of_every_width(kind, zero_point):
-    """More columns than are taken at a time and fewer, an odd number and an even one, whole pages, of few rows and many."""
+    """More columns than are taken at a time and fewer, an odd number and an even one, of few rows and of many."""
     for shape in ((3, 1030), (4, 1030), (5, 1029), (9, 33), (9, 34), (5, 1024), (70, 513)):
         scale, zero = conformance.ranges(shape, (-1, 1), zero_point, -8, 7)
         x = conformance.values(shape, scale, kind)

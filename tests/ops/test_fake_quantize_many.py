@@ -13,7 +13,6 @@ one = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
 table = pytest.importorskip("qtk.kernels.gpu.table")
-tuned = pytest.importorskip("qtk.kernels.gpu.tuned")
 recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,7 +193,7 @@ def test_some_of_them_learn_their_range():
 
 @pytest.fixture
 def launches(monkeypatch):
-    names = recorded(monkeypatch, many, one, tuned)
+    names = recorded(monkeypatch, many, one)
     return lambda: (names.count("many_forward_kernel"), names.count("forward_kernel"))
 
 

@@ -32,14 +32,14 @@ _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call whose launch depends on ``likeness`` and on the addresses of ``tensors``, on one device, and on no more."""
+    """A call of an op: its launch depends on ``likeness`` and on the addresses of ``tensors``, on nothing else."""
 
     likeness: Hashable
     tensors: tuple[Tensor, ...]
 
     @property
     def is_aligned(self) -> bool:
-        """Whether 128 bits are read and written at a time in calls that are like one that this holds for."""
+        """Whether all tensors begin at multiples of 16 bytes, as what is allocated does."""
         addresses = 0
         for each in self.tensors:
             addresses |= each.data_ptr()
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Repeatable:
-    """A launch with room for tensors: ``tensors[k]`` of a call is argument ``at`` for every ``(at, k)`` of ``places``."""
+    """A launch with room for tensors: argument ``at`` is tensor ``k`` of a call for every ``(at, k)`` of ``places``."""
 
     compiled: Any
     grid: tuple[int, ...]
@@ -64,8 +64,8 @@ class Repeatable:
 
 
 def run(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, repeatable_as: Call | None = None, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
+) -> tuple[Any, tuple[object, ...]] | None:
     """As ``kernel[grid](*arguments, **constants)``, ``EXACTLY``; the first argument is a tensor on the current device.
 
     Before each launch Triton asks of every argument what a kernel is specialized for, which takes as long as the rest
@@ -73,7 +73,7 @@ def run(
     kernel that the first of them compiled. (For AMD's GPUs Triton also asks whether a storage has less than 2 GiB, for
     offsets of 32 bits; those of tensors of one size are the same.)
 
-    A launch that is all that a call does is kept for calls like it: ``repeat``.
+    Returns: the compiled kernel, and the arguments that were compiled in; ``None`` from Triton's interpreter.
     """
     key = (
         id(kernel), arguments[0].get_device(), *constants, *constants.values(),
@@ -83,14 +83,27 @@ def run(
     if known is not None:
         compiled, rest = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
-    else:
-        compiled = kernel[grid](*arguments, **constants, **EXACTLY)
-        if compiled is None:  # Triton's interpreter
-            return
-        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _keep(_COMPILED, key, (compiled, rest))
-    if repeatable_as is not None and repeatable_as.is_aligned:
-        _keep_launch(repeatable_as, compiled, (*grid, 1, 1)[:3], [*arguments, *rest])
+        return known
+    compiled = kernel[grid](*arguments, **constants, **EXACTLY)
+    if compiled is None:
+        return None
+    known = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    _keep(_COMPILED, key, known)
+    return known
+
+
+def run_for(call: Call | None, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """As ``run``; kept for ``repeat`` if all its tensors are the call's, which does nothing else but allocate."""
+    launched = run(kernel, grid, *arguments, **constants)
+    if call is None or launched is None or not call.is_aligned:
+        return
+    compiled, rest = launched
+    of_tensors = [at for at, each in enumerate(arguments) if isinstance(each, Tensor)]
+    places = {at: k for at in of_tensors for k, each in enumerate(call.tensors) if each is arguments[at]}
+    if len(places) == len(of_tensors):
+        numbers = [None if isinstance(each, Tensor) else each for each in (*arguments, *rest)]
+        kept = Repeatable(compiled, (*grid, 1, 1)[:3], numbers, tuple(places.items()))
+        _keep(_REPEATABLE, call.likeness, kept)
 
 
 def repeat(call: Call) -> bool:
@@ -100,15 +113,6 @@ def repeat(call: Call) -> bool:
         return False
     known(call.tensors)
     return True
-
-
-def _keep_launch(call: Call, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
-    """Keeps a launch without its tensors, unless it works on others than those of the call."""
-    of_tensors = [at for at, each in enumerate(arguments) if isinstance(each, Tensor)]
-    places = [(at, k) for at in of_tensors for k, each in enumerate(call.tensors) if each is arguments[at]]
-    if {at for at, _ in places} == set(of_tensors):
-        left = [None if isinstance(each, Tensor) else each for each in arguments]
-        _keep(_REPEATABLE, call.likeness, Repeatable(compiled, grid, left, tuple(dict(places).items())))
 
 
 def _keep(kept: dict[Any, Any], key: Hashable, value: object) -> None:

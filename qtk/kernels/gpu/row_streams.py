@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtk.kernels.gpu.codes import gradient, grid_of, quantize, range_at
-from qtk.kernels.gpu.launch import Call, on_device_of, programs, run
+from qtk.kernels.gpu.launch import Call, on_device_of, programs, run_for
 from qtk.kernels.gpu.tiles import WARPS, tail, wide
 from qtk.kernels.gpu.tiling import TILE, Tiling, is_amd
 
@@ -141,14 +141,15 @@ def launch_rows(
     """Launches ``kernel`` on the tensors it reads and writes, whose rows are those of ``tiling``.
 
     ``given`` are its arguments between these and the lengths, ``constants`` its ``tl.constexpr`` arguments but the
-    shape of a run, ``call`` what it is kept for (``launch.run``). As tiles do (``tiling.fitted``), runs of 32 bits have half the elements for twice the programs.
+    shape of a run, ``call`` what it is kept for (``launch.run_for``). As tiles do (``tiling.fitted``), runs of 32 bits
+    have half the elements for twice the programs.
     """
     total = streams[0].numel()
     reach = TILE // 2 if any(each.itemsize >= 4 for each in streams) else TILE
     turns = -(-total // reach)
     with on_device_of(streams[0]):
         splits = -(-turns // -(-turns // min(turns, programs(streams[0].device))))  # no program is without a turn
-        run(
-            kernel, (splits,), *streams, *given, tiling.s2, tiling.inner, total, turns, splits, repeatable_as=call,
-            **constants, REACH=reach, CHUNK=CHUNK, num_warps=WARPS,
+        run_for(
+            call, kernel, (splits,), *streams, *given, tiling.s2, tiling.inner, total, turns, splits, **constants,
+            REACH=reach, CHUNK=CHUNK, num_warps=WARPS,
         )

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from qtk.kernels.backends import tunes
-from qtk.kernels.gpu.launch import EXACTLY, Call, on_device_of, programs, run
+from qtk.kernels.gpu.launch import EXACTLY, Call, on_device_of, programs, run_for
 from qtk.kernels.gpu.tiles import arguments, has_tail, shape
 from qtk.kernels.gpu.tiling import Tiling, tile_of
 
@@ -38,7 +38,7 @@ def launch(
     """Launches ``kernel`` on all tiles of ``x``.
 
     ``given`` are its arguments before those of the tiling, ``constants`` its ``tl.constexpr`` arguments but the shape
-    of the tile, ``call`` what it is kept for (``launch.run``); where tiles are timed, nothing is kept.
+    of the tile, ``call`` what it is kept for (``launch.run_for``); where tiles are timed, nothing is kept.
     """
     constants = {**constants, "TAIL": has_tail(tiling)}
     *sizes, _ = arguments(tiling)
@@ -49,9 +49,8 @@ def launch(
             kernel[functools.partial(_grid, x, tiling)](*given, *sizes, **constants, **flags, **EXACTLY)
             return
         splits = tiling.splits(programs(x.device))
-        run(
-            kernel, (tiling.groups * splits,), *given, *sizes, tiling.turns, splits, repeatable_as=call, **constants,
-            **shape(tiling),
+        run_for(
+            call, kernel, (tiling.groups * splits,), *given, *sizes, tiling.turns, splits, **constants, **shape(tiling)
         )
 
 
