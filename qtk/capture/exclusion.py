@@ -12,6 +12,7 @@ from qtk.capture.ladder import EXCLUDED as EXCLUDED_RUNG
 from qtk.capture.prepared_model import REPORT, PreparedModel
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.graphs import graphs
+from qtk.graph.module_stack import module_calls
 from qtk.graph.sites import EXCLUDED, EXCLUDED_MODULE, GRAPH_PATH, add_labels, join, label, prefixes
 from qtk.registry import nearest
 
@@ -95,5 +96,5 @@ def _label(nodes: Collection[fx.Node], by: str, is_excluded: Callable[[str], boo
 
 def _modules_around(node: fx.Node) -> Iterator[str]:
     """Paths of the modules that contain ``node``, and their prefixes: a symbolic trace inlines the modules between."""
-    for value in (node.meta.get("nn_module_stack") or {}).values():
-        yield from prefixes(join(label(node, GRAPH_PATH) or "", value[0].partition("@")[0]))
+    for call in module_calls(node):
+        yield from prefixes(join(label(node, GRAPH_PATH) or "", call.path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from qtk.capture.verify_prepared import tensor_difference
 from qtk.errors import VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
+from qtk.graph.module_stack import module_calls
 from qtk.graph.sites import GRAPH_PATH, join, label
 
 
@@ -49,7 +49,7 @@ def _values(graph: CapturedGraph, call: Call) -> dict[str, Any]:
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output"):
             values[node] = evaluate_node(node, values.__getitem__)
-            stack = [(key, entry[0]) for key, entry in (node.meta.get("nn_module_stack") or {}).items()]
-            if stack and not re.search(r"@\d", "".join(stack[-1])):  # marks a later call, in the key or in the path
-                of_modules[stack[-1][1]] = values[node]
+            around = module_calls(node)
+            if around and around[-1].is_first:
+                of_modules[around[-1].path] = values[node]
     return of_modules

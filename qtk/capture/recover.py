@@ -14,6 +14,7 @@ from qtk.capture.holders import Holder, free_name, holder, keep_type
 from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
 from qtk.capture.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
+from qtk.graph.module_stack import module_calls
 from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
@@ -196,6 +197,5 @@ def _add(node: fx.Node, root: nn.Module, name: str, module: nn.Module) -> str:
 
 
 def _owner_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [value[0].partition("@")[0] for key, value in stack.items() if not key.startswith("_empty")]
-    return paths[-1] if paths else ""
+    around = module_calls(node)
+    return around[-1].path if around else ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,6 +14,7 @@ from torch import SymInt, Tensor, fx, nn
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import LENT, CapturedGraph
 from qtk.graph.insert import quantizer_called
+from qtk.graph.module_stack import ModuleCall, module_calls
 from qtk.graph.sites import SITE, is_float, label, prefixes, value_site
 from qtk.graph.targets import called_module
 from qtk.torch_private import empty_like, schema_of
@@ -103,10 +103,10 @@ class _Plan:
         for node in self.nodes:
             if node.op not in ("call_function", "call_module") or quantizer_called(node) is not None:
                 continue
-            stack = module_stack(node)
-            if not stack:
+            around = module_calls(node)
+            if not around:
                 self.pathless.add(node)
-            elif (call := _outermost_call(stack, modules, blocks)) is not None:
+            elif (call := _outermost_call(around, modules, blocks)) is not None:
                 self.homes[node] = call
         self._place_quantizers_and_parameters()
 
@@ -268,20 +268,15 @@ class _Plan:
         return self.inputs(unit) if isinstance(unit, _Call) else unit.all_input_nodes
 
 
-def module_stack(node: fx.Node) -> dict[str, str]:
-    """Path → key of the module calls around an op, outermost first; the key differs between calls of one module."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return {re.sub(r"@\d+", "", value[0]): key for key, value in stack.items() if not key.startswith("_empty")}
-
-
 def _outermost_call(
-    stack: Mapping[str, str], modules: Mapping[str, nn.Module], blocks: Mapping[nn.Module, str]
+    around: Sequence[ModuleCall], modules: Mapping[str, nn.Module], blocks: Mapping[nn.Module, str]
 ) -> _Call | None:
-    for path in stack:
+    keys = {each.path: each.key for each in around}
+    for path in keys:
         for outer in prefixes(path):
             module = modules.get(outer)
             if module is not None and module in blocks:
-                return _Call(module, stack.get(outer, outer))
+                return _Call(module, keys.get(outer, outer))
     return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
 from qtk.errors import CaptureError
+from qtk.graph.module_stack import MODULE_STACK
 from qtk.graph.targets import MEMBERS
 from qtk.torch_private import GRAPH_MODULE_NAMES, MODULE_TABLES, graph_from_bytes, graph_to_bytes
 
@@ -20,7 +21,7 @@ HOME, LENT, VARIANTS, CONSTANTS = "qtk_home", "qtk_lent", "qtk_variants", "qtk_c
 """Keys of ``meta``: device and dtype of a module without tensors; names of the attributes taken from the original;
 kind of call → graph of the same module for such calls; names of the attributes that capture has decided."""
 
-PICKLED_METADATA = ("custom", "val", "nn_module_stack")
+PICKLED_METADATA = ("custom", "val", MODULE_STACK)
 """What a pickled node keeps: its labels, the shape of its value, the modules around it."""
 ACTING = "_qtk_acting"
 """Attribute of a module whose code is in a graph: name → path of the attribute that acts in the place of its own."""

@@ -12,6 +12,7 @@ from qtk.core.plan import QuantPlan
 from qtk.core.site import Site
 from qtk.errors import EncodingError
 from qtk.graph.graphs import graphs
+from qtk.graph.module_stack import MODULE_STACK
 from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
@@ -126,8 +127,8 @@ def _call(target: str, value: fx.Node, site: Site) -> fx.Node:
     node = value.graph.call_module(target, (value,))
     add_labels(node, **{SITE: site.name})
     node.meta["val"] = value.meta["val"]
-    if "nn_module_stack" in value.meta:
-        node.meta["nn_module_stack"] = value.meta["nn_module_stack"]
+    if MODULE_STACK in value.meta:
+        node.meta[MODULE_STACK] = value.meta[MODULE_STACK]
     return node
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from qtk.core.site import Site
+from qtk.graph.module_stack import module_calls
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import path_of
@@ -184,10 +185,9 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_module"):
             continue
-        stack = node.meta.get("nn_module_stack") or {}
-        known = {key: value[0] for key, value in stack.items() if not key.startswith("_empty")}
-        path = re.sub(r"@\d+", "", [*known.values(), ""][0 if not known else len(known) - 1])
-        call = calls[path].setdefault(tuple(known), len(calls[path]))
+        around = module_calls(node)
+        path = around[-1].path if around else ""
+        call = calls[path].setdefault(tuple(each.key for each in around), len(calls[path]))
         owners[node] = f"{path}@{call}" if call and path else path
     return owners
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.insert import quantizer_called
+from qtk.graph.module_stack import MODULE_STACK
 from qtk.graph.op_row import Product
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import set_value_site, value_site
@@ -36,9 +37,6 @@ from qtk.transforms.weight_layout import output_axis
 
 REORDERING = ("reshape", "squeeze", "transpose")
 """Kinds of movement that keep every value once, so that a batch norm in front of it sees the same batch."""
-
-STACK = "nn_module_stack"
-"""Metadata of a node: the modules whose calls it belongs to, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +102,7 @@ class KeepBatchNorm:
             (folded, site, "weight"), (used, _named(site, "in_use"), "weight"),
             (new_bias, bias_site, "bias"), (used_bias, _named(bias_site, "in_use"), "bias"),
         ):
-            made.meta = {**node.meta, "val": values[name], STACK: _around(node, norm)}
+            made.meta = {**node.meta, "val": values[name], MODULE_STACK: _around(node, norm)}
             set_value_site(made, of)
         set_value_site(weight, _named(site, "unfolded"))
         if bias is not None:
@@ -258,7 +256,7 @@ def _set_parameters(node: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Non
 
 def _around(node: fx.Node, norm: fx.Node) -> dict[str, object]:
     """The module stack that a layer and its batch norm have in common: what both make belongs to neither."""
-    stacks = [list((each.meta.get(STACK) or {}).items()) for each in (node, norm)]
+    stacks = [list((each.meta.get(MODULE_STACK) or {}).items()) for each in (node, norm)]
     common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*stacks, strict=False))
     return dict(entry for entry, _ in common)
 

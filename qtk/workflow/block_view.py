@@ -10,9 +10,9 @@ from torch import fx, nn
 from qtk.capture.block_view import BlockView
 from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.errors import CaptureError
-from qtk.graph.block_cut import module_stack
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS
+from qtk.graph.module_stack import module_calls
 from qtk.graph.simulation import HasSimulation
 from qtk.graph.sites import prefixes
 from qtk.graph.targets import attribute, called_module
@@ -94,7 +94,7 @@ def _selected(model: PreparedGraph, globs: list[str]) -> list[str]:
     nodes = [node for graph in (model, *model.variants.values()) for node in graph.graph.nodes]
     used = [called_module(node) if node.op == "call_module" else _module_read(node) for node in nodes]
     as_it_is = {inner for module in used if module is not None for inner in module.modules()}
-    called = {path for node in nodes for path in module_stack(node)}
+    called = {call.path for node in nodes for call in module_calls(node)}
     computing = {outer for path in called for outer in prefixes(path)}
     modules = {path: module for path, module in model.named_modules(remove_duplicate=False)
                if path and path.partition(".")[0] != QUANTIZERS and module not in as_it_is}
