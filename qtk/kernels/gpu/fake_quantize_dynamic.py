@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtk.kernels.gpu.codes import SMALLEST_SCALE, grid_of, narrowed, quantize, rounded
 from qtk.kernels.gpu.division import WIDE, limited, limited_quotient
-from qtk.kernels.gpu.launch import on_device_of, run
+from qtk.kernels.gpu.launch import Call, on_device_of, repeat, run_for
 from qtk.kernels.gpu.statistics import min_max
 from qtk.kernels.gpu.tiles import WARPS, is_dense, load, places, spread, store, tail, tile
 from qtk.kernels.gpu.tiling import TILE, fitted, shifted, tiling_of
@@ -102,15 +102,19 @@ def fake_quantize_dynamic(
     x: Tensor, block_size: Sequence[int], qmin: int, qmax: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``qtk.numerics.dynamic.fake_quantize``."""
+    result = torch.empty_like(x)
+    scale = torch.empty(dynamic.scale_shape(x.shape, block_size), dtype=torch.float32, device=x.device)
+    zero = scale.new_empty(0 if symmetric else scale.shape, dtype=torch.int32)
+    likeness = x.get_device(), x.shape, x.stride(), x.dtype, tuple(block_size), qmin, qmax, symmetric
+    call = Call(("dynamic", *likeness), (x, result, scale, zero))
+    if repeat(call):
+        return result, scale, zero
     tiling = tiling_of(x, block_size) if x.numel() and is_dense(x) else None
     if tiling is None and (x.is_contiguous() or not x.numel()):
         return dynamic.fake_quantize(x, block_size, qmin, qmax, symmetric)
-    result = torch.empty_like(x)
     if tiling is None:
         flat, scale, zero = fake_quantize_dynamic(x.contiguous(), block_size, qmin, qmax, symmetric)
         return result.copy_(flat), scale, zero
-    scale = torch.empty(dynamic.scale_shape(x.shape, block_size), dtype=torch.float32, device=x.device)
-    zero = scale.new_empty(0 if symmetric else scale.shape, dtype=torch.int32)
     largest = LARGEST_REAL / (max(qmax, -qmin) if symmetric else qmax - qmin)
     codes = float(qmin), float(qmax), largest
     width = x.shape[-1] if x.ndim else 1
@@ -121,8 +125,8 @@ def fake_quantize_dynamic(
             shift = shifted(tiling, x, result, light=True).shift
             shift = shift if width + max(shift - 1, 0) <= wide else 0  # in twice as many lanes, half would be idle
             together = max(1, TILE // wide)
-            run(
-                rows_kernel, (triton.cdiv(scale.numel(), together),),
+            run_for(
+                call, rows_kernel, (triton.cdiv(scale.numel(), together),),
                 x, result, scale, zero, scale.numel(), width, *codes, SYMMETRIC=symmetric, ROWS=together, WIDTH=wide,
                 SHIFT=shift, num_warps=WARPS,
             )

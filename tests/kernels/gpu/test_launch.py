@@ -5,6 +5,7 @@ from qtk.errors import SpecError
 
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
 fake_quantize = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
+dynamic = pytest.importorskip("qtk.kernels.gpu.fake_quantize_dynamic")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -178,6 +179,7 @@ class TestRepeat:
         monkeypatch.setattr(launch, "_REPEATABLE", {})
         for name in ("forward_kernel", "forward_rows_kernel", "backward_kernel", "backward_rows_kernel"):
             monkeypatch.setattr(fake_quantize, name, StandIn(getattr(fake_quantize, name), found))
+        monkeypatch.setattr(dynamic, "rows_kernel", StandIn(dynamic.rows_kernel, found))
         return found
 
     @pytest.mark.parametrize("op", [forward, forward_in_training, backward])
@@ -192,6 +194,25 @@ class TestRepeat:
         for given, known in zip(CALLS.values(), expected, strict=True):
             tensors = op(*given())
             assert places(launches.pop(), tensors) == known
+        assert not launches
+
+    def test_ranges_of_rows_taken_at_run_time(self, launches, monkeypatch):
+        calls = [
+            (shape, kind, *spec)
+            for shape in ((8, 32), (16, 32), (8, 197)) for kind in (torch.float32, torch.bfloat16)
+            for spec in ((-128, 127, True), (0, 255, False), (0, 15, False))
+        ]
+
+        def launched(shape, kind, *spec):
+            x = torch.zeros(shape, dtype=kind)
+            tensors = x, *dynamic.fake_quantize_dynamic(x, [1, -1], *spec)
+            return places(launches.pop(), tensors)
+
+        expected = [launched(*call) for call in calls]
+        assert len(launch._REPEATABLE) == len(calls)
+        assert all(arguments[:4] == [0, 1, 2, 3] for _, arguments in expected)
+        monkeypatch.setattr(dynamic, "tiling_of", None)  # nobody may look
+        assert [launched(*call) for call in calls] == expected
         assert not launches
 
     def test_calls_that_differ_compile_kernels_of_their_own(self, launches):
