@@ -496,8 +496,9 @@ INLINE void backward_rows_of(
       x + at, g + at, dx + at, rows - grouped, width, rest, grid, {sums.of_scale + grouped, sums.clipped + grouped});
 }
 
+// A part of one row. The loop is long, so that compilers vectorize it whatever the widths of its numbers.
 template <class X, class T, class Grid>
-INLINE void add_columns(
+INLINE void backward_columns_of_row(
     const X* __restrict x, const T* __restrict g, T* __restrict dx, int64_t begin, int64_t end,
     const float* __restrict scale, const float* __restrict zero, Grid grid, float* __restrict of_scale,
     float* __restrict clipped) {
@@ -510,7 +511,7 @@ template <class X, class T, class Grid>
 INLINE void backward_columns_of(
     const X* x, const T* g, T* dx, int64_t rows, int64_t width, Scales scales, Grid grid, Sums<float> sums) {
   const auto add = [&](int64_t begin, int64_t end) {
-    add_columns(x, g, dx, begin, end, scales.scale, scales.zero, grid, sums.of_scale, sums.clipped);
+    backward_columns_of_row(x, g, dx, begin, end, scales.scale, scales.zero, grid, sums.of_scale, sums.clipped);
   };
   for (int64_t row = 0; row < rows; ++row, x += width, g += width, dx += width) {
     int64_t i = 0;
