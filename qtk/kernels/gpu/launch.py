@@ -93,7 +93,7 @@ def run(
 
 
 def run_for(call: Call | None, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """As ``run``; kept for ``repeat`` if all its tensors are the call's, which does nothing else but allocate."""
+    """As ``run``, for a call that launches nothing else; kept for ``repeat`` if all its tensors are the call's."""
     launched = run(kernel, grid, *arguments, **constants)
     if call is None or launched is None or not call.is_aligned:
         return
