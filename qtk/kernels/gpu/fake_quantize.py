@@ -214,7 +214,7 @@ def forward(
     kept = result if residual is None else torch.empty_like(x, dtype=residual)
     call = Call(
         ("forward", residual, *_likeness(x, scale, zero_point, block_size, grid)),
-        (x, result, kept, scale, scale if zero_point is None else zero_point),
+        (x, result, scale, *(() if residual is None else (kept,)), *(() if zero_point is None else (zero_point,))),
     )
     if repeat(call):
         return result, kept
@@ -253,7 +253,7 @@ def backward(
     of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
     call = None if sums else Call(
         ("backward", grad.stride(), grad.dtype, *_likeness(x, scale, zero_point, block_size, grid)),
-        (x, grad, dx, scale, scale if zero_point is None else zero_point),
+        (x, grad, dx, scale, *(() if zero_point is None else (zero_point,))),
     )
     if call is not None and repeat(call):
         return dx, of_scale, of_zero

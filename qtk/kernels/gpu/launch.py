@@ -32,7 +32,10 @@ _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an op: its launch depends on ``likeness`` and on the addresses of ``tensors``, on nothing else."""
+    """A call of an op: its launch depends on ``likeness`` and on the addresses of ``tensors``, on nothing else.
+
+    Each tensor has one role; that two are one is chance.
+    """
 
     likeness: Hashable
     tensors: tuple[Tensor, ...]
@@ -93,16 +96,17 @@ def run(
 
 
 def run_for(call: Call | None, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """As ``run``, for a call that launches nothing else; kept for ``repeat`` if all its tensors are the call's."""
+    """As ``run``, for a call that launches nothing else; kept for ``repeat`` if each tensor has a role in it."""
     launched = run(kernel, grid, *arguments, **constants)
     if call is None or launched is None or not call.is_aligned:
         return
     compiled, rest = launched
     of_tensors = [at for at, each in enumerate(arguments) if isinstance(each, Tensor)]
-    places = {at: k for at in of_tensors for k, each in enumerate(call.tensors) if each is arguments[at]}
-    if len(places) == len(of_tensors):
+    roles = {id(each): k for k, each in enumerate(call.tensors)}
+    if len(roles) == len(call.tensors) and all(id(arguments[at]) in roles for at in of_tensors):
+        places = tuple((at, roles[id(arguments[at])]) for at in of_tensors)
         numbers = [None if isinstance(each, Tensor) else each for each in (*arguments, *rest)]
-        kept = Repeatable(compiled, (*grid, 1, 1)[:3], numbers, tuple(places.items()))
+        kept = Repeatable(compiled, (*grid, 1, 1)[:3], numbers, places)
         _keep(_REPEATABLE, call.likeness, kept)
 
 

@@ -256,6 +256,18 @@ class TestRepeat:
             assert arguments[2] is dx
             assert arguments[1].stride() == given[0].stride()
 
+    def test_one_tensor_in_two_places_is_no_rule_for_the_next_call(self, launches):
+        x, numbers = torch.zeros(8, 32), torch.ones(1)
+        backward(x, numbers, grad=x)
+        forward(x, numbers, numbers)
+        launches.clear()
+        for op in (backward, forward):
+            *tensors, scale, zero = op(torch.zeros(8, 32), torch.ones(1), torch.ones(1) if op is forward else None)
+            _, arguments = launches.pop()
+            assert all(own is each for own, each in zip(tensors, arguments, strict=False))
+            assert arguments[3] is scale
+            assert zero is None or arguments[4] is zero
+
     def test_no_tensor_is_kept(self, launches):
         forward(torch.zeros(8, 32), torch.ones(1))
         ((_, kept),) = launch._REPEATABLE.items()
