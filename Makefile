@@ -1,6 +1,10 @@
 # make demo    install into .venv, quantize the embedded digits models, print the table
-# make test    install into .venv, run ruff, mypy and the tests but the slow ones
-# make test-all     the slow tests too, matrices in full
+# make quick   before each commit: ruff, mypy and the tests that take little time: 2.5 minutes
+# make test    what CI runs: install into .venv, run ruff, mypy and the tests but the slow ones: 10 minutes
+# make test ROOM=planning   the tests of one room, qtk/planning, and its doctests; ROOM=qtk: the files beside the rooms
+# make test-all     before a release: the slow tests too, matrices in full: 2 hours
+# make test-kernels after a change of kernels/, ops/, numerics/ or csrc/: all of their tests; records that they passed
+# make planted      after a change of the suite: plants faults and counts which are found: an hour
 # make test-oldest  the tests with the oldest torch that is promised, in .venv-oldest
 # make lint    ruff and mypy alone
 # make docs    the documentation as a site in build/site
@@ -24,19 +28,32 @@ KERNELS  = $(PYTHON) -m pip install --quiet "setuptools>=77" && \
            $(PYTHON) -m pip install --no-build-isolation --no-deps --editable .
 
 OLDEST  := $(CURDIR)/.venv-oldest
-PYTEST   = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope
+# Compiled files are kept whatever the environment says: each of many processes would compile qtk and the tests again.
+PYTEST   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope --durations=15
+ROOM    ?=
+PLACES   = $(and $(ROOM),$(shell $(PYTHON3) tests/rooms.py $(ROOM)))
 
-.PHONY: demo docs test test-all test-oldest pytest lint bench bench-gpu clean
+.PHONY: demo docs quick test test-all test-kernels test-oldest planted pytest lint bench bench-gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
 	$(VENV)/bin/qtk quantize --output $(OUTPUT) --force
 
-test: lint
-	$(PYTEST) $(ARGS)
+quick: $(if $(ROOM),$(STAMPS)/all,lint)
+	$(PYTEST) --door quick $(PLACES) $(ARGS)
+
+test: $(if $(ROOM),$(STAMPS)/all,lint)
+	$(PYTEST) $(PLACES) $(ARGS)
 
 test-all: lint
-	$(PYTEST) -m "" $(ARGS)
+	$(PYTEST) --door all $(ARGS)
+
+test-kernels: $(STAMPS)/all
+	$(PYTEST) --door all tests/kernels tests/ops tests/numerics tests/ptx $(ARGS)
+	$(PYTHON) tests/kernels/passed.py --record
+
+planted: $(STAMPS)/all
+	$(PYTHON) tests/planted/plant.py $(ARGS)
 
 pytest: $(STAMPS)/all
 	$(PYTEST) $(ARGS)

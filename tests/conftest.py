@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests import once
 from tests.pairwise import full, pairwise
 
 if capability := os.environ.get("QTK_EMULATE_GPU"):
@@ -20,6 +21,12 @@ elif not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # said before anything imports Triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
+
+
+def pytest_configure(config):
+    folder = once.begin()
+    if folder is not None:
+        config.add_cleanup(lambda: once.end(folder))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +40,6 @@ def pytest_generate_tests(metafunc):
     """``@pytest.mark.pairwise(name=values, ...)``: the full matrix wherever slow tests run."""
     marker = metafunc.definition.get_closest_marker("pairwise")
     if marker is not None:
-        quick = metafunc.config.option.markexpr == "not slow"
-        rows = (pairwise if quick else full)(marker.kwargs.values())
+        rows = (full if metafunc.config.getoption("door") == "all" else pairwise)(marker.kwargs.values())
         ids = ["-".join(str(value) for value in row) for row in rows]
         metafunc.parametrize(list(marker.kwargs), rows, ids=ids)

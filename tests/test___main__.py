@@ -1,14 +1,10 @@
 """``python -m qtk`` where no script is on the path."""
 
-import subprocess
-import sys
-
 import qtk
+from tests import fresh
 
 
 def test_it_is_the_command_line():
-    found = subprocess.run(
-        [sys.executable, "-m", "qtk", "--version"], capture_output=True, text=True, check=False
-    )
+    found = fresh.run_module("qtk", "--version")
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith(f"qtk {qtk.__version__}, torch ")

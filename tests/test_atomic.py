@@ -1,7 +1,6 @@
 import errno
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from qtk import atomic
 from qtk.atomic import MARKER, remove_unfinished, staged_directory, write_file
 from qtk.errors import ExportError
+from tests import fresh
 
 
 def listing(root: Path) -> set[str]:
@@ -221,32 +221,26 @@ def test_an_interrupt_between_the_renames_leaves_one_whole_directory(exchanges, 
     assert listing(tmp_path) == ({"out", "out/new"} if exchanges or interrupted == 2 else {"out", "out/old"})
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from qtk import atomic
-
 def killed(*paths):
-    os.kill(os.getpid(), 9)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-step, target = sys.argv[1:]
-if step == "swap":
-    atomic._exchange = lambda one, other: False
-    rename = Path.rename
-    Path.rename = lambda self, other: killed() if self.suffix == ".part" else rename(self, other)
-with atomic.staged_directory(target, force=True) as folder:
-    (folder / "half").write_text("half")
-    if step == "write":
-        killed()
-"""
+
+def killed_in(step, target):
+    if step == "swap":
+        atomic._exchange = lambda one, other: False
+        rename = Path.rename
+        Path.rename = lambda self, other: killed() if self.suffix == ".part" else rename(self, other)
+    with staged_directory(target, force=True) as folder:
+        (folder / "half").write_text("half")
+        if step == "write":
+            killed()
 
 
 @pytest.mark.parametrize("step", ["write", "swap"])
 def test_what_a_killed_process_left_is_gone_after_the_next_call(step, tmp_path):
     made_before(tmp_path / "out")
     made_before(tmp_path / "other")
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", KILLED, step, str(tmp_path / "out")], cwd=root, check=False)
+    assert fresh.run(killed_in, step, tmp_path / "out").returncode == -signal.SIGKILL
     assert any(path.name.startswith(".out.") for path in tmp_path.iterdir())
     with staged_directory(tmp_path / "other", force=True):
         pass

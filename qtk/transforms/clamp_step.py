@@ -1,7 +1,8 @@
-"""The step that scales the bounds of a clamp, channel by channel."""
+"""The step that scales the bounds of a clamp, channel by channel, and the steps that a model's factors need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,12 @@ from qtk.capture.holders import holder
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
-from qtk.graph.sites import value_site
+from qtk.graph.sites import join, value_site
 from qtk.graph.targets import attribute, called_module
 from qtk.nn.channel_clamp import ChannelClamp
+from qtk.transforms.channel_scales import ChannelScales, ClampedValue
 from qtk.transforms.graph_editor import GraphEditor, add_module, beside
+from qtk.transforms.members import Members
 from qtk.transforms.steps import State
 
 
@@ -76,6 +79,26 @@ class ScaleClamp:
             node.graph.erase_node(node)
 
 
+def clamp_steps(scales: ChannelScales, factors: Tensor, members: Members) -> Iterator[ScaleClamp]:
+    """The steps for every clamp that scaled channels pass through, one for each site.
+
+    Args:
+        scales: of the model.
+        factors: float64 [num_variables], the factor of each class.
+        members: of the model.
+    """
+    padded = torch.cat([factors, factors.new_ones(1)])  # class −1 has the factor 1
+    like = scales.outputs[0].weight if scales.outputs else ""
+    seen = set()
+    for clamp in scales.clamps:
+        factor, site = padded[clamp.variables], value_site(clamp.node)
+        if bool((factor == 1).all()) or site in seen:
+            continue
+        seen.add(site)
+        lower, upper = _names(clamp, members)
+        yield ScaleClamp(site, clamp.channel_axis, clamp.lower, clamp.upper, lower, upper, factor, like)
+
+
 def _maker(graph: CapturedGraph, site: Site) -> fx.Node:
     nodes: list[fx.Node] = [node for node in graph.graph.nodes if node.op in ("call_function", "call_module")]
     return next(node for node in nodes if value_site(node) == site)
@@ -99,3 +122,25 @@ def _read(graph: CapturedGraph, name: str, like: fx.Node, new: Tensor) -> fx.Nod
     node.meta["val"] = like.meta["val"].fake_mode.from_tensor(attribute(graph, name), static_shapes=True)
     return node
 
+
+def _names(clamp: ClampedValue, members: Members) -> tuple[str | None, str | None]:
+    """Names of the buffers of the lower and the upper bounds; ``None`` where there is no bound."""
+    if isinstance(called_module(clamp.node), ChannelClamp):
+        _, lower, upper = (*clamp.node.args, None)[:3]
+        return _name(clamp.graph, lower, members), _name(clamp.graph, upper, members)
+    site = value_site(clamp.node)
+    owner = join(site.owner, site.op).replace("@", "_")
+    return (
+        None if clamp.lower is None else _free(join(owner, "lower"), members),
+        None if clamp.upper is None else _free(join(owner, "upper"), members),
+    )
+
+
+def _name(graph: CapturedGraph, node: object, members: Members) -> str | None:
+    return members.name(attribute(graph, str(node.target))) if isinstance(node, fx.Node) else None
+
+
+def _free(name: str, members: Members) -> str:
+    while name in members:
+        name += "_bound"
+    return name

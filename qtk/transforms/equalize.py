@@ -19,7 +19,7 @@ from qtk.capture.prepared_model import PreparedModel
 from qtk.graph.op_table import row_of
 from qtk.transforms.absorb_bias import Statistics, absorbable_biases
 from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
-from qtk.transforms.clamp_names import clamp_steps
+from qtk.transforms.clamp_step import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
 from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.members import Members

@@ -175,20 +175,6 @@ def test_nothing_is_ranked_when_the_time_is_over(monkeypatch):
     assert len(account.trials) == 1
 
 
-def test_masked_scores_are_infinite_in_float_too():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 4)
-
-        def forward(self, x):
-            return self.linear(x).masked_fill(torch.tensor([False, True, False, False]), float("-inf"))
-
-    _, account = qtk.quantize(Masked().eval(), BATCHES, progress=False)
-    assert account.reached
-    assert 20 < account.best.sqnr_db < 80
-
-
 def test_time_is_limited():
     _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, time_limit=0.0,
                               progress=False)

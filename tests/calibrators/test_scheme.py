@@ -1,13 +1,15 @@
 import pytest
 import torch
 
+from qtk.calibrators.entropy import Entropy
+from qtk.calibrators.mse import Mse
 from qtk.calibrators.percentile import Percentile
 from qtk.calibrators.scheme import SCHEMES, calibrator, canonical_scheme
 from qtk.core.dtypes import dtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import QuantSpec
-from qtk.errors import CalibrationError, ConfigError
+from qtk.errors import ArgumentError, CalibrationError, ConfigError
 
 
 def test_aliases_name_the_same_scheme():
@@ -80,3 +82,26 @@ def test_every_scheme_does_every_granularity(scheme, name, static, granularity):
     encoding = calibrator(scheme).encodings([observer], [spec])[0]
     assert encoding.scale.shape == granularity.qparam_shape((4, 6))
     assert float(encoding.maximum.max()) <= 1.2 * float(x.abs().max())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Mse(steps=10**9), lambda: Mse(steps=None), lambda: Entropy(steps=10**9), lambda: Mse(norm=1e999)],
+)
+def test_every_count_of_a_method_has_a_bound(make):
+    with pytest.raises((ArgumentError, CalibrationError)):
+        make()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mse(steps=1000000000)", "entropy(steps=100000000)", "mse(bins=100000000)", "percentile(bins=100000000)",
+        "tf_enhanced(bins=100000000)", "mse(norm=1e999)", "tf_enhanced(gamma=1e999)",
+        "mse(norm=" + "-" * 100_000 + "1)", "mse(norm=" + "(" * 100_000 + "1)",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_recipe_reads_them_as_config_errors(text):
+    with pytest.raises(ConfigError) as caught:
+        calibrator(text)
+    assert len(str(caught.value)) < 2000

@@ -2,10 +2,14 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
 from qtk.capture.exclusion import exclude, exclude_paths, excluded_modules, module_names
 from qtk.errors import CaptureError, ConfigError
 from qtk.graph.sites import EXCLUDED, exclusion, label
 from qtk.workflow.prepare import prepare_model
+from tests.planning import branching_net
+from tests.planning.branching_net import X, reasons, sim
+from tests.planning.plans import BARE
 from tests.zoo.python import PYTHON
 
 
@@ -76,3 +80,59 @@ def test_the_modules_excluded_from_a_tree_are_known():
     prepared = prepare_model(PYTHON["deep"].model(), PYTHON["deep"].inputs(), modules_to_exclude=["stages.one.first"])
     exclude_paths(prepared, ["head"])
     assert sorted(excluded_modules(prepared)) == ["head", "stages.one.first"]
+
+
+def test_modules_to_exclude_is_the_same():
+    net, inputs = branching_net.Net(lambda net, y: (net.left(y), net.right(y))).eval(), X
+    by_config = qtk.QuantSim(net, inputs, config={**BARE, "exclude": ["left"]})
+    by_argument = qtk.QuantSim(qtk.prepare_model(net, inputs, modules_to_exclude=["left"]), inputs, config=BARE)
+    assert by_config.plan.diff(by_argument.plan) == []
+    assert list(by_config.plan) == list(by_argument.plan)
+    assert reasons(by_argument)["relu:out"] == "read by left, excluded by modules_to_exclude: left"
+
+
+def test_an_exclusion_that_names_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="no op runs in a module at path 'lfet'; did you mean 'left'"):
+        sim(lambda net, y: net.left(y), exclude=["lfet"])
+
+
+def test_a_branch_that_is_not_reached_may_be_excluded_by_the_config():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plus, self.minus = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.plus(x) if float(x.sum()) > 0 else self.minus(x)
+
+    x = torch.ones(2, 8)
+    with pytest.raises(CaptureError, match=r"(?s)do not reach these.*minus .*exclude: .*in the config"):
+        qtk.QuantSim(Branches(), x)
+    made = qtk.QuantSim(Branches(), x, config={"version": 1, "extends": "default", "exclude": ["minus"]})
+    assert "plus.weight" in made.quantizers
+
+
+class Experts(nn.Module):
+    """Only expert 0 and, for a negative sum, ``branch`` run."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.branch, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.experts[0](x) if float(x.sum()) > 0 else self.branch(self.experts[1](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("exclude", [["experts", "branch"], ["expert*", "branc?"]])
+def test_excluding_a_module_excludes_the_modules_in_it_that_the_example_inputs_do_not_reach(exclude):
+    made = qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": exclude})
+    assert "head.weight" in made.quantizers
+    assert not [name for name in made.quantizers if name.startswith("experts")]
+
+
+def test_modules_that_are_not_reached_beside_an_excluded_one_are_refused():
+    with pytest.raises(CaptureError, match=r"branch\.0 ") as raised:
+        qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": ["experts"]})
+    assert "experts." not in str(raised.value)

@@ -280,3 +280,9 @@ def test_the_class_of_a_model_with_islands_is_its_own():
     assert type(prepared) is not kind
     assert isinstance(prepared, kind)
     assert torch.equal(prepared(x), expected)
+
+
+def test_the_report_of_a_simulation_says_what_is_quantized():
+    report = qtk.QuantSim(nn.Linear(8, 2), torch.randn(3, 8)).model.report
+    assert report.covered == 16 / 18
+    assert "88.9% of the parameters are quantized" in str(report).splitlines()

@@ -12,16 +12,9 @@ import qtk
 from qtk.core.granularity import PerChannel
 from qtk.nn.recurrent import Recurrent
 from qtk.quantizers.modes import in_mode
+from tests.capture.recurrent_nets import OPTIONS, Cell, H, I, N, Net, P, T, case, simulated
 from tests.zoo.recurrent import Packed
 
-N, T, I, H, P = 3, 5, 8, 6, 4  # noqa: E741
-OPTIONS = {
-    "plain": {},
-    "two_layers": {"num_layers": 2, "dropout": 0.5},
-    "both_ways": {"bidirectional": True, "batch_first": True},
-    "without_bias": {"bias": False, "num_layers": 2, "bidirectional": True},
-    "projected": {"proj_size": P, "bidirectional": True},
-}
 CASES = [
     (kind, option) for kind, option in itertools.product((nn.LSTM, nn.GRU, nn.RNN), OPTIONS)
     if option != "projected" or kind is nn.LSTM
@@ -35,48 +28,8 @@ every_case = pytest.mark.parametrize(("kind", "option"), [
 ])
 
 
-class Net(nn.Module):
-    """All that a net hands out, with a start state or without."""
-
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.rnn = kind(I, H, **options)
-
-    def forward(self, x, *states):
-        return self.rnn(x, as_taken(states))
-
-
-class Cell(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(I, H)
-
-    def forward(self, x, *states):
-        return self.cell(x, as_taken(states))
-
-
-def as_taken(states):
-    """None, one tensor or a pair."""
-    return states if len(states) == 2 else states[0] if states else None
-
-
 def flat(result):
     return [tensor for value in result for tensor in flat(value)] if isinstance(result, tuple) else [result]
-
-
-@functools.cache
-def case(kind, option):
-    """A net in eval mode, the same prepared, and an input; shared by tests that do not change them."""
-    torch.manual_seed(0)
-    model = Net(kind, **OPTIONS[option]).eval()
-    x = torch.randn((N, T, I) if OPTIONS[option].get("batch_first") else (T, N, I))
-    return model, qtk.prepare_model(model, x), x
-
-
-def simulated(prepared, inputs, bits=8, data=None, **options):
-    sim = qtk.QuantSim(prepared, inputs, **{"weight_bits": bits, "activation_bits": bits} | options)
-    sim.compute_encodings(data or [inputs], progress=False)
-    return sim
 
 
 def run(model, inputs):
@@ -366,29 +319,3 @@ def test_a_copy_and_a_file_are_the_simulation_and_apart_from_it(kind, tmp_path):
     assert same(expected, run(other, x))
     assert same(expected, run(loaded.model, x))
     assert all(loaded.encodings()[name].equals(encoding) for name, encoding in sim.encodings().items())
-
-
-@pytest.mark.parametrize(("kind", "option"), [
-    (nn.GRU, "both_ways"), (nn.LSTM, "projected"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (nn.LSTM, "plain"), (nn.GRU, "two_layers"), (nn.RNN, "both_ways"),
-    )),
-])
-def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp_path):
-    _, prepared, x = case(kind, option)
-    sim = simulated(prepared, x)
-    sim.export(tmp_path / "out", formats=("onnx",))
-    torch.manual_seed(2)
-    exact = sim.verify_export(tmp_path / "out", [x, torch.randn_like(x)]).exact
-    assert exact.differing == 0.0
-
-
-@pytest.mark.parametrize("kind", [
-    nn.LSTMCell, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRUCell, nn.RNNCell)),
-])  # the zoo exports all three
-def test_an_exported_cell_computes_the_bits_of_the_simulation(kind, tmp_path):
-    torch.manual_seed(0)
-    inputs = (torch.randn(N, I), *(torch.randn(N, H) for _ in range(2 if kind is nn.LSTMCell else 1)))
-    sim = simulated(Cell(kind).eval(), inputs)
-    sim.export(tmp_path / "out", formats=("onnx",))
-    assert sim.verify_export(tmp_path / "out", [inputs]).exact.differing == 0.0

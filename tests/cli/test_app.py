@@ -1,10 +1,7 @@
 """The command as users type it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qtk.cli.app import app
+from tests import fresh
 
 
 def invoke(*arguments):
@@ -35,10 +33,7 @@ def test_the_output_option_goes_before_the_recipe(project, tmp_path):
 
 
 def test_modules_beside_the_recipe_are_found_from_anywhere(project, tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "qtk.cli.app", "export", project.recipe()],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(),
-    )
+    run = fresh.run_module("qtk.cli.app", "export", project.recipe(), folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "results" / "net" / "w8a8" / "encodings.json").is_file()
 
@@ -91,10 +86,7 @@ def test_quiet_leaves_progress_out_and_keeps_results(project):
 
 def test_bars_stay_out_of_a_pipe(project):
     settings = [{"name": "a", "weight_bits": 4, "transforms": ["smooth_quant"], "layerwise": ["seq_mse"]}]
-    run = subprocess.run(
-        [sys.executable, "-m", "qtk.cli.app", "quantize", project.recipe(settings=settings)],
-        capture_output=True, text=True, check=False, env=environment(),
-    )
+    run = fresh.run_module("qtk.cli.app", "quantize", project.recipe(settings=settings))
     assert run.returncode == 0, run.stderr
     assert "calibrating" in run.stderr
     assert "\r" not in run.stderr
@@ -139,16 +131,9 @@ def digits(tmp_path_factory):
     pytest.importorskip("sklearn")
     pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("digits")
-    run = subprocess.run(
-        [sys.executable, "-m", "qtk.cli.app", "quantize"],
-        capture_output=True, text=True, check=False, cwd=folder, env=environment(),
-    )
+    run = fresh.run_module("qtk.cli.app", "quantize", folder=folder)
     assert run.returncode == 0, run.stderr
     return folder / "qtk-output", run.stdout
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
 
 def test_without_arguments_the_digits_keep_their_accuracy(digits):

@@ -27,6 +27,7 @@ from qtk.config.load import load_config
 from qtk.config.shipped import shipped_names
 from tests.docs import qat_programs
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, languages, page
+from tests.docs.short_digits import digits_of
 
 AROUND = {"qat.md": qat_programs.PROGRAMS}
 """Pages whose blocks are parts of programs: for each block what it takes from around it, and what it must have done."""
@@ -75,12 +76,15 @@ def parse(arguments: list[str]) -> None:
         command.make_context(name, rest, parent=context)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", WITH_PYTHON)
-def test_the_python_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_of_a_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     for needed in ("sklearn", "onnxruntime"):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), digits_of(pytestconfig):
         run_page(name, page(name))
 
 

@@ -11,7 +11,7 @@ EXAMPLES = {"short": 60, "long": 600}
 
 
 def pytest_collection_modifyitems(config, items):
-    name = "short" if config.option.markexpr == "not slow" else "long"
+    name = "long" if config.getoption("door") == "all" else "short"
     tests = {item.function for item in items if item.path.parent == HERE and is_hypothesis_test(item.function)}
     for test in tests:
         examples = max(3, int(EXAMPLES[name] * SHARES.get(test.__name__, 1.0)))

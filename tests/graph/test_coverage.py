@@ -25,9 +25,3 @@ def test_parameters_that_a_quantized_weight_is_computed_from_count():
 @pytest.mark.parametrize("model", [nn.ReLU()])
 def test_a_model_without_parameters_is_covered(model):
     assert coverage(qtk.QuantSim(model, X).model) == 1.0
-
-
-def test_the_report_of_a_simulation_says_what_is_quantized():
-    report = qtk.QuantSim(nn.Linear(8, 2), X).model.report
-    assert report.covered == 16 / 18
-    assert "88.9% of the parameters are quantized" in str(report).splitlines()

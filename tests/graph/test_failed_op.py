@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.errors import CalibrationError
 from qtk.graph.failed_op import _tensor_text, failed_op
 
 IDS = torch.zeros(2, 3, dtype=torch.long)
@@ -27,17 +26,6 @@ def test_an_error_elsewhere_has_no_op():
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0  # noqa: B018
     assert failed_op(caught.value) is None
-
-
-@pytest.mark.parametrize("run", [
-    lambda sim, data: sim.compute_encodings(data, progress=False),
-    lambda sim, data: qtk.apply_gptq(sim, data, progress=False),
-])
-def test_an_index_out_of_range_names_batch_and_site(run):
-    sim = qtk.QuantSim(lookup(), IDS)
-    words = r"batch 1 \(.*\) does not run.* at 0:out .*int64 \[2, 3\] of 30…30\): IndexError: index out of range"
-    with pytest.raises(CalibrationError, match=words):
-        run(sim, [IDS, IDS + 30])
 
 
 @pytest.mark.parametrize(("tensor", "text"), [

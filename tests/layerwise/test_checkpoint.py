@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from torch import nn
 import qtk
 from qtk.errors import CalibrationError
 from qtk.layerwise import run
+from tests import fresh
 
-ROOT = Path(__file__).parents[2]
 METHODS = ["seq_mse", "gptq", "bias_correction"]
 
 
@@ -57,7 +55,7 @@ def judged(how, **options):
     return sim, qtk.apply_layerwise(sim, data, METHODS, progress=False, **HOLDOUTS[how], **options)
 
 
-def main(directory: str, how: str | None = None) -> None:
+def stopping_after_two_layers(directory, how=None):
     """A process that is slow after its second layer, so that it can be killed there."""
     real = run.compute_update
 
@@ -75,17 +73,19 @@ def main(directory: str, how: str | None = None) -> None:
     qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=directory, progress=False)
 
 
+def killed_after_two_layers(folder, how=None):
+    process = fresh.Running(stopping_after_two_layers, (str(folder), how))
+    process.wait_for("two\n")
+    process.kill()
+    assert process.wait().returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("how", [
     pytest.param(how, marks=[pytest.mark.slow] if how in ("groups", "none", "going on") else []) for how in HOLDOUTS
 ])
 def test_killed_and_resumed_with_held_out_data_is_bit_equal(tmp_path, how, monkeypatch):
     folder = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, __file__, str(folder), how], env=environment, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"two\n"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    killed_after_two_layers(folder, how)
     whole, expected = judged(how)
     resumed, report = judged(how, checkpoint_dir=folder)
     own, other = state(resumed), state(whole)
@@ -101,12 +101,7 @@ def test_killed_and_resumed_with_held_out_data_is_bit_equal(tmp_path, how, monke
 
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"two\n"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    killed_after_two_layers(folder)
     assert sorted(file.name for file in folder.iterdir()) == ["0000.safetensors", "0001.safetensors", "run.json"]
 
     real, made = run.compute_update, []
@@ -231,7 +226,3 @@ def test_half_files_of_a_killed_run_are_deleted(tmp_path):
     (tmp_path / "other.part").write_bytes(b"not ours")
     qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
     assert [name for name in sorted(os.listdir(tmp_path)) if name.endswith(".part")] == ["other.part"]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

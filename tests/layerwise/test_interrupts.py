@@ -1,14 +1,10 @@
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from qtk.layerwise.interrupts import uninterrupted
-
-ROOT = Path(__file__).parents[2]
+from tests import fresh
 
 
 def test_an_interrupt_waits_until_the_body_is_done():
@@ -48,13 +44,15 @@ def test_other_threads_are_never_interrupted_anyway():
     assert ran == [True]
 
 
+def interrupted_by_the_system():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        print("done", flush=True)
+    print("never")
+
+
 def test_the_default_handler_of_the_system_is_let_through():
-    program = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        "from qtk.layerwise.interrupts import uninterrupted\n"
-        "with uninterrupted():\n    signal.raise_signal(signal.SIGINT); print('done', flush=True)\n"
-        "print('never')\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    shown = fresh.run(interrupted_by_the_system)
     assert shown.stdout == "done\n"
     assert shown.returncode == -signal.SIGINT

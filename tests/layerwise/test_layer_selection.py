@@ -5,12 +5,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_selection import select_layers
 from qtk.layerwise.second_moments import RequiredStatistics
+from tests.planning.tied_weights import tied, two_axes
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,15 @@ def test_a_method_of_ones_own_is_applied_and_its_need_of_rows_is_told(sim):
     assert Idle.sees == ["0.weight"] * 2 + ["1.weight"] * 2
     assert [layer.reason for layer in report.layers] == [None, None]
     qtk.apply_layerwise(sim, [torch.randn(10, 4)], [Idle(rows=10)], holdout=0, progress=False)
+
+
+@pytest.mark.parametrize(("exclude", "others"), [
+    ((), two_axes), (("left",), two_axes), (("left",), lambda weight, x: (F.linear(x, weight),)),
+])
+def test_no_layer_wise_method_rounds_what_another_reader_rounds_otherwise_or_not_at_all(exclude, others):
+    made, x = tied(others, exclude=exclude, granularity="per_channel"), torch.randn(64, 8)
+    made.compute_encodings([x], progress=False)
+    before = made.model.get_parameter("left.weight").clone()
+    with pytest.raises(CalibrationError, match="no layer to work on"):
+        qtk.apply_gptq(made, [x], progress=False)
+    assert torch.equal(before, made.model.get_parameter("left.weight"))

@@ -1,6 +1,6 @@
 import pytest
 
-from qtk.errors import ConfigError
+from qtk.errors import ArgumentError, CalibrationError, ConfigError
 from qtk.layerwise.adaround import AdaRound
 from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.coordinate_descent import CoordinateDescent
@@ -52,3 +52,18 @@ def test_what_is_unknown_is_refused_with_the_nearest(text, said):
     with pytest.raises(ConfigError) as raised:
         method(text)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("make", [lambda: SeqMse(num_candidates=10**8), lambda: AdaRound(iterations=10**12)])
+def test_every_count_of_a_method_has_a_bound(make):
+    with pytest.raises((ArgumentError, CalibrationError)):
+        make()
+
+
+@pytest.mark.parametrize(
+    "text", ["seq_mse(num_candidates=100000000)", "adaround(iterations=1000000000000)", "gptq(damping=1e999)"],
+)
+def test_a_recipe_reads_them_as_config_errors(text):
+    with pytest.raises(ConfigError) as caught:
+        method(text)
+    assert len(str(caught.value)) < 2000

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,8 @@ from qtk.errors import CalibrationError
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.numerics.im2col import Geometry
+from tests import fresh
 
-ROOT = Path(__file__).parents[2]
 RANKS, WIDTH = 3, 96
 CPU = torch.device("cpu")
 EVERYTHING = RequiredStatistics(difference=True, sample_rows=7)
@@ -40,7 +38,7 @@ def weight():
     return torch.randn(1, 3, WIDTH, generator=torch.Generator().manual_seed(9))
 
 
-def main(directory):
+def on_a_rank(directory):
     """What each process runs."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
@@ -70,10 +68,7 @@ def main(directory):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fresh.run_ranks(on_a_rank, RANKS, str(directory))
     return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
 
 
@@ -120,7 +115,3 @@ def test_one_process_keeps_what_it_has():
     assert sum_over_ranks(moments, CPU) is moments
     with pytest.raises(ValueError, match="a full disk"):
         sum_over_ranks(moments, CPU, ValueError("a full disk"))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

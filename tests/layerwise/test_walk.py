@@ -4,44 +4,20 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtk
 from qtk.capture.calls import Call
 from qtk.errors import CalibrationError, InternalError
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
 from qtk.numerics.im2col import im2col, weight_to_gemm
 from qtk.numerics.token_layout import TokenLayout
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
-
-EXACT = RequiredStatistics(dtype=torch.float64)
-
-
-class Branches(nn.Module):
-    """One value for three layers, a residual, convolutions of several kinds; a layer used twice, if need be."""
-
-    def __init__(self, *, twice=False):
-        super().__init__()
-        self.twice = twice
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.depthwise = nn.Conv2d(4, 4, 3, stride=2, groups=4)
-        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
-        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
-        self.mlp = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3, bias=False)
-
-    def forward(self, x):
-        x = self.up(F.relu(self.depthwise(F.relu(self.stem(x)))))
-        x = x.flatten(2).transpose(1, 2)
-        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1)
-        x = x + weights @ self.v(x)
-        x = F.gelu(self.mlp(x))
-        return self.head((self.mlp(x) if self.twice else x).mean(1))
+from tests.layerwise.branches import EXACT, Branches, prepared
 
 
 class Watched(fx.Interpreter):
@@ -64,15 +40,6 @@ def inputs_of(sim, batch, mode):
     with torch.no_grad(), in_mode(sim.quantizers.values(), mode):
         watched.run(batch)
     return watched.inputs
-
-
-def prepared(model=None, batches=None, **settings):
-    torch.manual_seed(0)
-    batches = batches or [torch.randn(3, 2, 8, 8) for _ in range(3)]
-    sim = qtk.QuantSim(model or Branches().eval(), batches[0], weight_bits=4, **settings)
-    sim.compute_encodings(batches, progress=False)
-    layers, _ = weighted_layers(sim.model, sim.plan)
-    return sim, batches, [Call((batch,), {}, None) for batch in batches], layers
 
 
 def rows(layer, inputs):
@@ -171,66 +138,6 @@ def test_layers_that_are_not_wanted_are_run_like_everything_else():
     present = [inputs_of(sim, batch, Mode.SIMULATE) for batch in batches]
     own = rows(chosen[1], [x for each in present for x in each["head.weight"]])
     torch.testing.assert_close(found["head.weight"].gram[:, 0], own.mT @ own, rtol=1e-5, atol=1e-5)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(3, 5, batch_first=True)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-@pytest.mark.parametrize("inputs", ["asym", "symfp"])
-def test_layers_inside_a_loop_over_time_see_all_their_calls(inputs):
-    torch.manual_seed(1)
-    model, batches = Recurrent().eval(), [torch.randn(4, 6, 3) for _ in range(2)]
-    sim, _, calls, layers = prepared(model, batches)
-    found = {reached.layer.name: reached for reached in walk(
-        sim.model, calls, dict.fromkeys(layers, EXACT), inputs=inputs
-    )}
-    assert set(found) == {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "head.weight"}
-    with torch.no_grad():
-        x = torch.cat(batches).double()
-        hidden = torch.cat([model.lstm(batch)[0] for batch in batches]).double()
-    before = torch.cat([torch.zeros(8, 1, 5), hidden[:, :-1]], 1).reshape(-1, 5)  # h0 comes first
-    for name, own in (("lstm.weight_ih_l0", x.reshape(-1, 3)), ("lstm.weight_hh_l0", before)):
-        moments = found[name].moments
-        assert moments.rows == len(own)
-        torch.testing.assert_close(moments.gram[0, 0], own.T @ own, rtol=1e-4, atol=1e-4)
-    assert [list(module.modules()) for module in sim.model.modules() if "Tap" in type(module).__name__] == []
-
-
-class OwnPython(nn.Module):
-    """Its way depends on the data, so that it stays Python around its parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = torch.relu(self.first(x))
-        if float(x.sum()) > 0:
-            x = self.second(x)
-        return self.second(x)
-
-
-def test_layers_in_a_model_that_stays_python():
-    torch.manual_seed(0)
-    model, batches = OwnPython().eval(), [torch.randn(5, 4) for _ in range(2)]
-    sim, _, calls, layers = prepared(model, batches)
-    assert not isinstance(sim.model, fx.GraphModule)
-    found = {reached.layer.name: reached.moments for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT))}
-    with torch.no_grad():
-        first = [torch.relu(model.first(batch)) for batch in batches]
-        own = torch.cat([x for each in first for x in (each, model.second(each))]).double()
-    torch.testing.assert_close(found["first.weight"].gram[0, 0], torch.cat(batches).double().mT @ torch.cat(
-        batches).double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["second.weight"].gram[0, 0], own.T @ own, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        sim.model(batches[0])
 
 
 class Named(nn.Module):

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,8 +11,8 @@ from torch import distributed, nn
 
 import qtk
 from qtk.errors import CalibrationError
+from tests import fresh
 
-ROOT = Path(__file__).parents[2]
 SCHEMES = ("min_max", "percentile(quantile=0.99)", "mse(steps=20)", "entropy(bins=64)", "tf_enhanced")
 
 
@@ -70,7 +68,7 @@ def broken_loader(data: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     raise OSError("the disk is gone")
 
 
-def main(directory: str) -> None:
+def on_a_rank(directory: str) -> None:
     """What each process runs."""
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -112,10 +110,7 @@ def main(directory: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fresh.run_ranks(on_a_rank, 2, str(directory))
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
@@ -179,7 +174,3 @@ def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
 def test_whatever_else_stops_one_rank_stops_all(found):
     said = "CalibrationError: batch 1 of the data cannot be read: OSError: the disk is gone"
     assert [found[rank]["loader"] for rank in (0, 1)] == [said, f"CalibrationError: rank 0: {said}"]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

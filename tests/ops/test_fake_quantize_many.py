@@ -1,4 +1,4 @@
-"""``qtk::fake_quantize_many`` against ``qtk::fake_quantize``, and its kernels against those of one tensor."""
+"""``qtk::fake_quantize_many`` against ``qtk::fake_quantize``."""
 
 import pytest
 import torch
@@ -7,39 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from qtk.errors import SpecError
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.ops.fake_quantize_many import fake_quantize_many
-from tests.kernels import conformance
-
-one = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
-many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
-launch = pytest.importorskip("qtk.kernels.gpu.launch")
-table = pytest.importorskip("qtk.kernels.gpu.table")
-recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ZERO_POINTS = {"symmetric": None, "int32": torch.int32, "learned": torch.float32}
-LAYOUTS = ("contiguous", "reversed_axes", "with_gaps")
-SLOW = ("channel_last_wide", "block_of_a_wide_axis")  # in the interpreter, and nothing new
-CODES = ((-8, 7), (-128, 127), (-64, 64))
-
-
-def tensors(zero_point=torch.float32, kind=torch.float32, *, grad=True, layout="contiguous"):
-    """The arguments of a call for each shape of the conformance tests."""
-    calls = []
-    for seed, (name, (shape, block_size)) in enumerate(conformance.SHAPES.items()):
-        if name in SLOW:
-            continue
-        codes = CODES[seed % len(CODES)]
-        scale, zero = conformance.ranges(shape, block_size, zero_point, *codes, seed=seed)
-        x = conformance.LAYOUTS[layout](conformance.values(shape, scale, kind, seed=seed).nan_to_num())
-        leaves = [x.detach().requires_grad_(grad), scale.requires_grad_(grad)]
-        if zero is not None and zero.is_floating_point():
-            zero.requires_grad_(grad)
-        calls.append((*leaves, zero, block_size, *codes))
-    return calls
-
-
-def columns(calls):
-    return [list(column) for column in zip(*calls, strict=True)]
+from tests.kernels.many_tensors import ZERO_POINTS, columns, tensors
 
 
 def flat(calls):
@@ -144,80 +112,3 @@ def test_nothing_and_what_does_not_fit():
     with pytest.raises(NotImplementedError, match="forward mode"):
         torch.func.jvp(lambda x: fake_quantize_many([x], [torch.ones(1)], [None], [()], [-8], [7])[0],
                        (torch.ones(2),), (torch.ones(2),))
-
-
-def on_device(calls):
-    return [[each.detach().to(DEVICE) if isinstance(each, torch.Tensor) else each for each in call] for call in calls]
-
-
-def fill_with_nan(monkeypatch):
-    """An element that a kernel does not write is NaN."""
-    real = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: real(*args, **options).fill_(torch.nan))
-
-
-@pytest.mark.pairwise(layout=LAYOUTS, kind=(torch.float32, torch.bfloat16), zero_point=ZERO_POINTS.values())
-def test_the_kernel_writes_what_that_of_one_tensor_does(layout, kind, zero_point, monkeypatch):
-    calls = on_device(tensors(zero_point, kind, layout=layout))
-    expected = [one.fake_quantize(*call) for call in calls]
-    fill_with_nan(monkeypatch)
-    for own, other in zip(many.fake_quantize_many(*columns(calls)), expected, strict=True):
-        assert conformance.same_bits(own, other)
-        assert own.stride() == other.stride()
-
-
-@pytest.mark.pairwise(layout=LAYOUTS, kind=(torch.float32, torch.float16), zero_point=ZERO_POINTS.values(),
-                      wants=[(False, False), (True, False), (True, True)])
-def test_the_gradients_of_the_kernel_are_those_of_one_tensor(layout, kind, zero_point, wants, monkeypatch):
-    calls = on_device(tensors(zero_point, kind))
-    generator = torch.Generator().manual_seed(1)
-    grads = [conformance.LAYOUTS[layout](torch.randn(call[0].shape, generator=generator).to(kind)) for call in calls]
-    grads = [grad.to(DEVICE) for grad in grads]
-    expected = [one.fake_quantize_backward(grad, *call, *wants) for grad, call in zip(grads, calls, strict=True)]
-    fill_with_nan(monkeypatch)
-    found = many.fake_quantize_many_backward(grads, *columns(calls), *([each] * len(calls) for each in wants))
-    for own, other in zip(found, expected, strict=True):
-        for part, same in zip(own, other, strict=True):
-            assert conformance.same_bits(part, same)
-    assert not launch.tickets(torch.device(DEVICE), 1).any()
-
-
-def test_some_of_them_learn_their_range():
-    calls = on_device(tensors(grad=False))[:9]
-    grads = [torch.randn_like(call[0]) for call in calls]
-    wants = [[place % 2 == 0 for place in range(9)], [place % 3 == 0 for place in range(9)]]
-    for place, found in enumerate(many.fake_quantize_many_backward(grads, *columns(calls), *wants)):
-        expected = one.fake_quantize_backward(grads[place], *calls[place], wants[0][place], wants[1][place])
-        assert all(conformance.same_bits(own, other) for own, other in zip(found, expected, strict=True))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    names = recorded(monkeypatch, many, one)
-    return lambda: (names.count("many_forward_kernel"), names.count("forward_kernel"))
-
-
-def test_one_launch_serves_a_class_of_granularity_and_a_dtype(launches):
-    weights = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]
-    scales = [torch.rand(len(weight), device=DEVICE) + 0.1 for weight in weights]
-    calls = [(weight, scale, None, (1, -1), -8, 7) for weight, scale in zip(weights, scales, strict=True)]
-    calls += [(weight, scale[:1], None, (), -128, 127) for weight, scale in zip(weights, scales, strict=True)]
-    many.fake_quantize_many(*columns(calls))
-    assert launches() == (2, 0)
-
-
-def test_what_cannot_share_a_launch_is_launched_alone(launches):
-    base = torch.randn(1025, device=DEVICE)
-    calls = [(x, torch.ones(1, device=DEVICE), None, (), -8, 7)
-             for x in (base[1:], base[::2], torch.zeros(0, device=DEVICE), base[:1024])]
-    for own, call in zip(many.fake_quantize_many(*columns(calls)), calls, strict=True):
-        assert torch.equal(own, one.fake_quantize(*call))
-    assert launches()[0] == 1
-
-
-def test_more_tensors_than_a_launch_takes(monkeypatch, launches):
-    monkeypatch.setattr(table, "MOST_TENSORS", 3)
-    calls = [(torch.randn(16, device=DEVICE), torch.rand(1, device=DEVICE) + 0.1, None, (), -8, 7) for _ in range(7)]
-    for own, call in zip(many.fake_quantize_many(*columns(calls)), calls, strict=True):
-        assert torch.equal(own, one.fake_quantize(*call))
-    assert launches()[0] == 3

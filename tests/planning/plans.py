@@ -1,5 +1,7 @@
 """Plans of small models, by site name."""
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qtk.config.load import load_config
@@ -32,3 +34,15 @@ class ConvReluConv(nn.Module):
 
     def forward(self, x):
         return self.conv2(self.relu(self.conv1(x)))
+
+
+class WeightsAsInputs(nn.Module):
+    """Ops whose weights are inputs of the model, one of them reshaped."""
+
+    def forward(self, x, kernel, flat, table, bias):
+        ids = torch.arange(2, device=x.device)
+        return F.conv2d(x, kernel, bias), F.linear(x, flat.reshape(5, -1)), F.embedding(ids, table)
+
+
+def weights_as_inputs():
+    return torch.randn(2, 3, 8, 6), torch.randn(4, 3, 3, 3), torch.randn(30), torch.randn(4, 5), torch.randn(4)

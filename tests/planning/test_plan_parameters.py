@@ -6,8 +6,9 @@ from torch import nn
 import qtk
 from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.site import Site
-from qtk.errors import CalibrationError, ConfigError, SpecError
+from qtk.errors import ConfigError, SpecError
 from tests.planning.plans import PER_CHANNEL, by_name, leaders, plan_of
+from tests.planning.tied_weights import Tied, tied, two_axes
 from tests.zoo.models import ZOO
 
 
@@ -211,22 +212,6 @@ def test_parameters_that_indices_select_from_or_that_are_expanded_are_quantized_
     assert {"weights", "latent", "offset", "kernel"} <= sim.encodings().keys()
 
 
-class Tied(nn.Module):
-    """``left`` reads its weight [out, in], and so do other ops in ways of their own."""
-
-    def __init__(self, others):
-        super().__init__()
-        self.left, self.others = nn.Linear(8, 6, bias=False), others
-
-    def forward(self, x):
-        return self.left(x), *self.others(self.left.weight, x)
-
-
-def tied(others, *, exclude=("left",), rules=(), **weight):
-    config = {"version": 1, "defaults": {"weight": weight}, "exclude": list(exclude), "rules": list(rules)}
-    return qtk.QuantSim(Tied(others).eval(), torch.randn(4, 8), config=config)
-
-
 def direct_and_transposed(weight, x):
     return F.linear(x, weight), x @ weight.t()
 
@@ -260,10 +245,6 @@ def test_direct_and_transposed_readers_of_a_square_weight_share_no_scales():
     assert first is again
     assert first is not turned
     assert first.spec == turned.spec
-
-
-def two_axes(weight, x):
-    return (F.linear(x[:, :6], weight.t()),)
 
 
 def test_readers_with_other_axes_have_the_spec_in_the_axes_that_they_read():
@@ -329,18 +310,6 @@ def test_a_weight_in_several_formats_leaves_the_edges_of_another_weight_their_le
     assert made.plan.unquantized[Site.parameter("head.weight")].startswith("head wants it in another format than emb")
     assert leaders(made.plan) == {"c:in[1]": "b:in[1]"}
     assert made.quantizers["c:in[1]"] is made.quantizers["b:in[1]"]
-
-
-@pytest.mark.parametrize(("exclude", "others"), [
-    ((), two_axes), (("left",), two_axes), (("left",), lambda weight, x: (F.linear(x, weight),)),
-])
-def test_no_layer_wise_method_rounds_what_another_reader_rounds_otherwise_or_not_at_all(exclude, others):
-    made, x = tied(others, exclude=exclude, granularity="per_channel"), torch.randn(64, 8)
-    made.compute_encodings([x], progress=False)
-    before = made.model.get_parameter("left.weight").clone()
-    with pytest.raises(CalibrationError, match="no layer to work on"):
-        qtk.apply_gptq(made, [x], progress=False)
-    assert torch.equal(before, made.model.get_parameter("left.weight"))
 
 
 def test_what_a_batch_selects_from_a_weight_that_an_excluded_module_reads_stays_in_float():

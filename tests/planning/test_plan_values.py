@@ -2,12 +2,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import qtk
 from qtk.config.load import load_config
 from qtk.graph.unknown_ops import unknown_ops
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
-from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, by_name, plan_of
+from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, WeightsAsInputs, by_name, plan_of, weights_as_inputs
 
 
 def test_a_supergroup_keeps_only_its_last_quantizer():
@@ -79,53 +78,6 @@ def test_values_without_elements_are_no_sites():
     assert {site.name: why for site, why in quant_plan.unquantized.items()}["mul:out"] == "has no elements"
 
 
-class CountsTokens(nn.Module):
-    """Tokens per expert, counted as floats, and data that they scale."""
-
-    def forward(self, x, expert):
-        counts = torch.histc(expert.float(), 4, 0, 3)
-        return torch.tanh(x) / counts.sum(), counts.cumsum(0).to(torch.int32)
-
-
-def test_counts_and_offsets_have_no_site_and_stay_exact():
-    expert = torch.arange(4).repeat_interleave(torch.tensor([582, 576, 460, 430]))
-    x = torch.randn(2048, 4)
-    sim = qtk.QuantSim(CountsTokens(), (x, expert))
-    assert list(sim.quantizers) == ["x:input", "tanh:out", "div:out"]
-    reasons = {site.name: reason for site, reason in sim.plan.unquantized.items()}
-    counting = ["identity:out", "count:out", "sum:out", "cumsum:out"]
-    assert reasons == dict.fromkeys(counting, "counts, indices, offsets or a mask")
-    sim.compute_encodings([(x, expert)], progress=False)
-    assert sim.model(x, expert)[1].tolist() == [582, 1158, 1618, 2048]
-
-
-def test_images_of_integers_are_quantized_where_a_convolution_reads_them_and_positions_are_not():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            self.register_buffer("frequency", torch.rand(8))
-
-        def forward(self, image, position):
-            angle = position.float()[:, None] * self.frequency
-            return self.conv(image.float() / 255), angle.cos()
-
-    decided = plan_of(Both(), (torch.randint(0, 255, (2, 3, 8, 8)), torch.arange(600)))
-    assert list(by_name(decided)) == ["div:out", "conv.weight", "conv:out", "cos:out"]
-
-
-class WeightsAsInputs(nn.Module):
-    """Ops whose weights are inputs of the model, one of them reshaped."""
-
-    def forward(self, x, kernel, flat, table, bias):
-        ids = torch.arange(2, device=x.device)
-        return F.conv2d(x, kernel, bias), F.linear(x, flat.reshape(5, -1)), F.embedding(ids, table)
-
-
-def weights_as_inputs():
-    return torch.randn(2, 3, 8, 6), torch.randn(4, 3, 3, 3), torch.randn(30), torch.randn(4, 5), torch.randn(4)
-
-
 def test_a_model_input_that_is_used_as_weight_is_quantized_as_an_activation():
     decided = plan_of(WeightsAsInputs(), weights_as_inputs(), PER_CHANNEL)
     inputs = {name: str(site.spec) for name, site in by_name(decided).items() if name.endswith(":input")}
@@ -135,11 +87,3 @@ def test_a_model_input_that_is_used_as_weight_is_quantized_as_an_activation():
     assert {site.name: reason for site, reason in decided.unquantized.items()} == {
         "bias:input": "read as bias, scale or shift by conv2d"
     }
-
-
-def test_weights_as_inputs_are_the_same_in_the_file(tmp_path):
-    inputs = weights_as_inputs()
-    sim = qtk.QuantSim(WeightsAsInputs(), inputs, config="onnxruntime")
-    sim.compute_encodings([inputs], progress=False)
-    sim.export(tmp_path / "exported")
-    assert sim.verify_export(tmp_path / "exported", [inputs], turns=0, progress=False).exact.differing == 0.0

@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import ConfigError
+from tests.planning import branching_net
 from tests.planning.plans import BARE, by_name, plan_of
 
 
@@ -182,3 +183,9 @@ def test_an_int32_bias_and_a_width_of_none_agree(widths):
     with pytest.raises(ConfigError, match=r"rules\[1\]\.bias .*: conv3\.bias follows rules\[2\]"):
         sim(rule, {"match": {"path": "conv3"}, "bias": {"bits": 8}}, {"match": {"path": "conv3"}, "bias": {"bits": 6}},
             **widths)
+
+
+def test_a_rule_on_what_is_excluded_says_so():
+    rule = {"match": {"path": "left"}, "weight": {"bits": 4}}
+    with pytest.raises(ConfigError, match="left is excluded by exclude: left"):
+        branching_net.sim(lambda net, y: net.left(y), rules=[rule])

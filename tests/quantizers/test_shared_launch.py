@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qtk
 from qtk.graph import weight_quantizers
-from qtk.kernels.backends import shares_launches
 from qtk.ops.fake_quantize import fake_quantize
 from qtk.quantizers import shared_launch
 from qtk.quantizers.quantizer import Mode
@@ -89,10 +88,6 @@ def one_by_one(monkeypatch, run):
     with monkeypatch.context() as patch:
         patch.setattr(weight_quantizers, "shares_launches", lambda device: False)
         return run()
-
-
-def test_the_cpu_does_not_share_launches():
-    assert not shares_launches(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 4}, {"activation_bits": None}], ids=str)

@@ -69,3 +69,20 @@ class SpelledGelu(nn.Module):
 
     def forward(self, x):
         return x * self.factor * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(64, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """No parameter 0 (an initial layer scale or head may be), statistics of batch norm off their defaults."""
+    for parameter in model.parameters():
+        if not bool(parameter.any()):
+            parameter.data = torch.randn_like(parameter) * 0.1
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_()
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+    return model

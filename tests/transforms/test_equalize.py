@@ -3,84 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import qtk
 from qtk.capture.calls import Call
-from qtk.capture.prepared_model import PreparedModel
-from qtk.graph.graphs import graphs
-from qtk.nn.channel_clamp import ChannelClamp
 from qtk.transforms.equalize import NOTHING, equalize_layers
-from qtk.transforms.result import Outcome, TransformResult
+from qtk.transforms.result import Outcome
 from qtk.transforms.steps import steps_of
-from tests.transforms.scaling import difference, prepare
+from tests.transforms.equalization import NETS, conv, equalized, images, unequal
+from tests.transforms.scaling import difference
 from tests.transforms.scaling_nets import net, norm
-
-
-def unequal(model: nn.Module) -> nn.Module:
-    """Every weight with rows and columns of very unequal ranges."""
-    generator = torch.Generator().manual_seed(11)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            for axis in (0, 1):
-                shape = [-1 if other == axis else 1 for other in range(parameter.ndim)]
-                spread = torch.exp2(torch.randn(parameter.shape[axis], generator=generator) * 2)
-                parameter.data = parameter.data * spread.view(shape)
-    return model
-
-
-def images(*shape: int) -> Tensor:
-    return torch.randn(8, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def equalized(model: nn.Module, x: Tensor) -> tuple[PreparedModel, PreparedModel, TransformResult]:
-    """The prepared model before and after, and the result."""
-    prepared = prepare(model, x)
-    before = copy.deepcopy(prepared)
-    return before, prepared, equalize_layers(prepared, Call((x,), {}, None))
-
-
-def conv(into: int, out: int, size: int = 1, **options: int) -> nn.Conv2d:
-    return nn.Conv2d(into, out, size, **options)
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {  # net, input, number of groups
-    "relu": (lambda: net(lambda m, x: m.b(F.relu(m.a(x))), a=conv(2, 6, 3, padding=1), b=conv(6, 3, 3)), (2, 6, 6), 1),
-    "prelu": (lambda: net(lambda m, x: m.b(m.act(m.a(x))), a=conv(2, 6), b=conv(6, 3), act=nn.PReLU(6)), (2, 6, 6), 1),
-    "relu6": (lambda: net(lambda m, x: m.b(m.act(m.a(x))), a=conv(2, 6), b=conv(6, 3), act=nn.ReLU6()), (2, 6, 6), 1),
-    "hardtanh": (
-        lambda: net(lambda m, x: m.b(F.hardtanh(m.a(x), -2.0, 3.0)), a=conv(2, 6), b=conv(6, 3)), (2, 6, 6), 1),
-    "clamped from above": (
-        lambda: net(lambda m, x: m.b(m.a(x).clamp(max=1.0)), a=conv(2, 6), b=conv(6, 3)), (2, 6, 6), 1),
-    "linear chain": (
-        lambda: net(lambda m, x: m.c(m.b(m.a(x))), a=nn.Linear(3, 5), b=nn.Linear(5, 4), c=nn.Linear(4, 2)), (3,), 2),
-    "depthwise triple": (
-        lambda: net(lambda m, x: m.c(F.relu6(m.b(F.relu6(m.a(x))))), a=conv(2, 6), b=conv(6, 6, 3, groups=6),
-                    c=conv(6, 3)), (2, 6, 6), 2),
-    "residual region": (
-        lambda: net(
-            lambda m, x: m.head(F.relu((y := F.relu((z := F.relu(m.stem(x))) + m.b(F.relu(m.a(z))))) + m.d(
-                F.relu(m.c(y)))).mean((2, 3))),
-            stem=conv(2, 4), a=conv(4, 6, 3, padding=1), b=conv(6, 4), c=conv(4, 5), d=conv(5, 4, 3, padding=1),
-            head=nn.Linear(4, 3)), (2, 6, 6), 3),
-    "grouped and transposed": (
-        lambda: net(lambda m, x: m.c(F.relu(m.b(F.relu(m.a(x))))), a=conv(2, 6), b=conv(6, 4, 3, groups=2),
-                    c=nn.ConvTranspose2d(4, 6, 2, groups=2)), (2, 6, 6), 2),
-    "concat": (
-        lambda: net(lambda m, x: m.c(torch.cat([F.relu(m.a(x)), F.relu6(m.b(x))], 1)), a=conv(2, 3), b=conv(2, 4),
-                    c=conv(7, 3)), (2, 6, 6), 2),
-    "one clamp of a concat": (
-        lambda: net(lambda m, x: m.c(F.relu6(torch.cat([m.a(x), m.b(x)], 1))), a=conv(2, 3), b=conv(2, 4),
-                    c=conv(7, 3)), (2, 6, 6), 2),
-    "one clamp module called twice": (
-        lambda: net(lambda m, x: m.c(m.act(m.b(m.act(m.a(x))))), a=conv(2, 3), b=conv(3, 4), c=conv(4, 3),
-                    act=nn.ReLU6()), (2, 6, 6), 2),
-}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -119,26 +55,6 @@ def test_two_layers_have_the_closed_form() -> None:
     torch.testing.assert_close(new["a.bias"], old["a.bias"] * factor)
     torch.testing.assert_close(new["b.weight"], old["b.weight"] / factor[:, None, None])
     assert torch.equal(new["b.bias"], old["b.bias"])
-
-
-def test_a_relu6_becomes_a_clamp_with_scaled_bounds() -> None:
-    model = unequal(NETS["relu6"][0]())
-    x = images(2, 6, 6) * 10
-    before, after, _ = equalized(model, x)
-    assert any(isinstance(module, ChannelClamp) for module in after.modules())
-    factor = dict(after.named_parameters())["a.bias"] / dict(before.named_parameters())["a.bias"]
-    buffers = dict(after.named_buffers())
-    torch.testing.assert_close(buffers["act.upper"], 6 * factor)
-    assert not bool(buffers["act.lower"].any())
-    assert {"act.upper", "act.lower"} == after.state_dict().keys() - before.state_dict().keys()
-    twice = copy.deepcopy(after)  # bounds are scaled again, not replaced
-    with torch.no_grad():
-        for parameter, factor in ((twice.get_parameter("a.weight"), 4.0), (twice.get_parameter("a.bias"), 4.0),
-                                  (twice.get_parameter("b.weight"), 0.25)):
-            parameter.mul_(factor)
-        twice.get_buffer("act.upper").mul_(4.0)
-    equalize_layers(twice, Call((x,), {}, None))
-    assert difference(before, twice, (x,), {}) <= 1e-10
 
 
 def test_dead_channels_stay() -> None:
@@ -186,17 +102,3 @@ def test_timm_models_keep_their_function(name: str) -> None:
     assert result.applied
     assert not result.undone
     assert difference(model, prepared, (x,), {}) <= 1e-10
-
-
-def test_the_bounds_of_channels_have_a_size_in_numbers():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
-    with torch.no_grad():
-        model[0].weight[:2] *= 50
-        model[2].weight[:, :2] /= 50
-    weights = {"weight": {"granularity": "per_tensor"}}
-    sim = qtk.QuantSim(model, torch.randn(4, 3, 8, 8), config={"version": 1, "extends": "default", "defaults": weights})
-    assert qtk.equalize_model(sim).applied
-    values = [node.meta["val"] for graph in graphs(sim.model).values() for node in graph.graph.nodes
-              if node.op == "get_attr" and "val" in node.meta]
-    assert len(values) == 6
-    assert {type(length) for value in values for length in value.shape} == {int}

@@ -1,4 +1,4 @@
-"""Folding batch norms keeps the function, in float64 to rounding, and says where each went."""
+"""Folding all batch norms of a model keeps its function, and an error or a wrong fold leaves it as it was."""
 
 import copy
 
@@ -7,73 +7,13 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.graph.graphs import graphs
-from qtk.graph.targets import batch_norm_called
-from qtk.nn.scale_shift import ScaleShift
 from qtk.transforms import fold_batch_norm_step
 from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.result import Outcome
 from qtk.transforms.steps import ScaleParameter, make
-from tests.transforms.nets import INTO_LAYERS, INTO_SCALE_SHIFT, InPython, randomized
+from tests.transforms.folding import folded, inputs, norms
+from tests.transforms.nets import INTO_LAYERS, InPython, randomized
 from tests.zoo.models import ZOO
-
-
-def folded(model, x):
-    prepared = qtk.prepare_model(copy.deepcopy(model), x)
-    return prepared, qtk.fold_batch_norms(prepared)
-
-
-def count(model, kind):
-    return sum(isinstance(module, kind) for module in model.modules())
-
-
-def norms(model):
-    nodes = [node for graph in graphs(model).values() for node in graph.graph.nodes]
-    return sum(batch_norm_called(node) is not None for node in nodes)
-
-
-def inputs(shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", INTO_LAYERS)
-def test_into_layers(name):
-    build, shape = INTO_LAYERS[name]
-    model, x = randomized(build()), inputs(shape)
-    prepared, result = folded(model, x)
-    other = inputs(shape, seed=2)
-    torch.testing.assert_close(prepared(other), model(other), rtol=1e-10, atol=1e-12)
-    assert result.groups
-    assert all(group.outcome is Outcome.APPLIED for group in result.groups), str(result)
-    assert norms(prepared) == count(prepared, ScaleShift) == 0
-    assert not any("running" in key or "num_batches" in key for key in prepared.state_dict())
-
-
-@pytest.mark.parametrize("name", INTO_SCALE_SHIFT)
-def test_into_a_scale_and_a_shift_with_the_reason(name):
-    build, shape, reason = INTO_SCALE_SHIFT[name]
-    model, x = randomized(build()), inputs(shape)
-    prepared, result = folded(model, x)
-    other = inputs(shape, seed=2)
-    torch.testing.assert_close(prepared(other), model(other), rtol=1e-10, atol=1e-12)
-    assert norms(prepared) == 0
-    assert count(prepared, ScaleShift) >= 1
-    left = [group.detail for group in result.applied if group.detail.startswith("became a scale and a shift")]
-    assert any(part in detail for detail in left for part in reason.split("|")), left
-
-
-def test_statistics_of_the_batch_cannot_be_folded():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)).eval()
-    prepared, result = folded(model, torch.randn(2, 3, 4, 4))
-    assert [group.outcome for group in result.groups] == [Outcome.SKIPPED]
-    assert "statistics of the batch" in result.groups[0].detail
-    assert norms(prepared) == 1
-
-
-def test_an_excluded_module_is_left():
-    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
-    prepared = qtk.prepare_model(model, inputs((2, 4, 5, 5)), modules_to_exclude=["0", "1"])
-    assert qtk.fold_batch_norms(prepared).skipped[0].detail == "excluded from quantization"
 
 
 def test_a_model_without_batch_norm_says_so():

@@ -1,59 +1,20 @@
-"""Keeping batch norms keeps the function in both modes; the plan is that of the folded model; folding is exact."""
-
-import copy
+"""Keeping batch norms: what is left as it is and why, and folding in the end, which is exact."""
 
 import pytest
 import torch
 from torch import nn
 
 import qtk
-from qtk.graph.graphs import graphs
-from qtk.graph.targets import batch_norm_called, kept_batch_norm_called
 from qtk.transforms import keep_batch_norms as transform
-from qtk.transforms.keep_batch_norms import as_folded, fold_kept, folded, is_kept, keep_batch_norms
-from qtk.transforms.result import Outcome
+from qtk.transforms.keep_batch_norms import as_folded, fold_kept, folded, is_kept
+from tests.transforms.folding import inputs
+from tests.transforms.keeping import AT_EXPORT, KEPT, kept
 from tests.transforms.nets import INTO_LAYERS, INTO_SCALE_SHIFT, randomized
 
-KEPT = [name for name in INTO_LAYERS if "before" not in name and name not in ("both_sides", "some_tokens")]
 LEFT = {
     "before_linear": "into 1, behind it", "some_tokens": "an op that drops or repeats values stands between it and fc",
     **{name: reason for name, (_, _, reason) in INTO_SCALE_SHIFT.items()},
 }
-AT_EXPORT = {"version": 1, "extends": "default", "fold_batch_norms": "at_export"}
-
-
-def inputs(shape, seed=1, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def kept(model, x):
-    prepared = qtk.prepare_model(copy.deepcopy(model), x)
-    return prepared, keep_batch_norms(prepared, prepared.example)
-
-
-def calls(model, find):
-    return sum(find(node) is not None for graph in graphs(model).values() for node in graph.graph.nodes)
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_the_function_is_kept_in_both_modes(name):
-    build, shape = INTO_LAYERS[name]
-    model, x = randomized(build()), inputs(shape)
-    prepared, result = kept(model, x)
-    assert result.groups
-    assert all(group.outcome is Outcome.APPLIED for group in result.groups), str(result)
-    assert calls(prepared, batch_norm_called) == 0 < calls(prepared, kept_batch_norm_called)
-    assert list(prepared.state_dict()) == list(model.state_dict())
-    other = inputs(shape, seed=2)
-    torch.testing.assert_close(prepared(other), model(other), rtol=1e-10, atol=1e-12)
-    gradients = []
-    for each in (prepared.train(), model.train()):
-        each(other).square().sum().backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters()})
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(dict(prepared.state_dict()), dict(model.state_dict()), rtol=1e-10, atol=1e-12)
-    prepared.eval(), model.eval()
-    torch.testing.assert_close(prepared(other), model(other), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -65,19 +26,6 @@ def test_others_stay_operators_and_the_reason_is_named(name):
     assert result.skipped
     assert any(qtk_reason in str(result) for qtk_reason in LEFT[name].split("|")), str(result)
     assert torch.equal(prepared(x), model(x))
-
-
-@pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
-@pytest.mark.parametrize("name", KEPT)
-def test_the_plan_is_that_of_the_folded_model(name, target):
-    build, shape = INTO_LAYERS[name]
-    model, x = randomized(build()).float(), inputs(shape, dtype=torch.float32)
-    config = {"version": 1, "extends": target}
-    first = qtk.QuantSim(model, x, config=config)
-    live = qtk.QuantSim(model, x, config=config | {"fold_batch_norms": "at_export"})
-    assert str(live.plan) == str(first.plan)
-    assert list(live.quantizers) == list(first.quantizers)
-    assert is_kept(live.model)
 
 
 @pytest.mark.parametrize("target", ["default", "onnxruntime"])
@@ -105,17 +53,6 @@ def test_folding_a_calibrated_simulation_changes_no_bit(name, target):
     assert torch.equal(sim.model(x), before)
     assert list(sim.encodings()) == list(encodings)
     assert all(torch.equal(sim.encodings()[name].scale, encoding.scale) for name, encoding in encodings.items())
-
-
-def test_a_name_that_a_quantizer_reads_is_that_of_the_folded_layer():
-    model, x = randomized(INTO_LAYERS["conv2d"][0]()).float(), inputs((2, 4, 6, 6), dtype=torch.float32)
-    sim = qtk.QuantSim(model, x, config=AT_EXPORT)
-    sim.compute_encodings([x], progress=False)
-    norm, weight = model[1], model[0].weight
-    scaled = weight * (norm.weight / (norm.running_var + norm.eps).sqrt())[:, None, None, None]
-    expected = torch.maximum(scaled.flatten(1).amax(1) / 127, scaled.flatten(1).amin(1) / -128)
-    torch.testing.assert_close(sim.encodings()["0.weight"].scale, expected.detach())
-    assert list(sim.encodings()) == ["input:input", "0.weight", "0:out"]
 
 
 def test_an_error_while_it_is_folded_leaves_it_kept():

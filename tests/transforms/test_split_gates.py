@@ -33,32 +33,6 @@ def test_gate_and_product_have_sites(activation):
     assert "1.gate:out" not in {site.name for site in qtk.QuantSim(net(activation()), X).plan}
 
 
-def test_spelled_out_gates_have_sites():
-    class SqueezeExcite(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.reduce = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
-
-        def forward(self, x):
-            y = self.conv(x)
-            return y * torch.sigmoid(self.reduce(y.mean((2, 3), keepdim=True)))
-
-    split, whole = (
-        {site.name for site in qtk.QuantSim(SqueezeExcite().eval(), X, config=config).plan}
-        for config in (CONFIG, {"version": 1})
-    )
-    assert split - whole == {"sigmoid:out"}
-
-
 def test_activations_of_linear_layers_stay_whole():
     model = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).eval()
     assert "1.gate:out" not in {site.name for site in qtk.QuantSim(model, X, config=CONFIG).plan}
-
-
-def test_a_saved_simulation_is_loaded(tmp_path):
-    model = net(nn.SiLU())
-    sim = qtk.QuantSim(model, X, config=CONFIG)
-    sim.compute_encodings([X], progress=False)
-    sim.save(tmp_path / "saved")
-    loaded = qtk.QuantSim.load(tmp_path / "saved", model, X)
-    assert torch.equal(loaded.model(X), sim.model(X))

@@ -3,8 +3,6 @@
 import copy
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,9 @@ import qtk
 from qtk.demo.small_vit import SmallViT
 from qtk.errors import CaptureError
 from qtk.torch_private import pytree
+from tests import fresh
 from tests.zoo.models import ZOO
 
-ROOT = Path(__file__).parents[2]
 RANKS, BATCH = 2, 4
 
 
@@ -430,7 +428,7 @@ def test_islands_are_modules_that_are_called():
     assert calls == [1]
 
 
-def main(directory):
+def on_a_rank(directory):
     """What each process of the FSDP test runs."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
@@ -496,10 +494,7 @@ def sharded_islands():
 
 
 def test_fsdp_shards_every_block(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fresh.run_ranks(on_a_rank, RANKS, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     assert all(rank["islands"] for rank in ranks)
     for result in (view for rank in ranks for view in rank["views"]):
@@ -511,7 +506,3 @@ def test_fsdp_shards_every_block(tmp_path):
         assert result["gradients"].keys() == result["mean"].keys()
         for name, gradient in result["gradients"].items():
             torch.testing.assert_close(gradient, result["mean"][name], rtol=1e-4, atol=1e-5)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

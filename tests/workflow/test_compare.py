@@ -6,6 +6,8 @@ from torch import nn
 
 import qtk
 from qtk.quantizers.modes import in_mode
+from tests.capture.islands import SIZES, simulated, weights
+from tests.zoo.python import PYTHON
 
 
 @pytest.fixture
@@ -154,3 +156,15 @@ def test_a_bypassed_site_fills_no_range():
     for quantizer in sim.quantizers.values():
         quantizer.mode = qtk.Mode.BYPASS
     assert all(math.isnan(error.range_filled) for error in sim.compare([torch.randn(8, 4)], progress=False))
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_compare_measures_every_leading_site(name):
+    entry, sim = PYTHON[name], simulated(name)
+    errors = sim.compare(SIZES, forward=lambda model, size: entry.run(model, size), progress=False)
+    leading = {site.name for site, decided in sim.plan.items() if decided.leader is None}
+    assert {error.site for error in errors} == leading
+    figures = [error.own_sqnr_db for error in errors if not math.isnan(error.own_sqnr_db)]
+    assert figures == sorted(figures)
+    assert all(error.unpaired for error in errors if math.isnan(error.sqnr_db))
+    assert {error.site for error in errors if error.sqnr_db > 30} >= weights(name)

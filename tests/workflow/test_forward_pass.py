@@ -300,3 +300,15 @@ def test_a_mistake_in_the_data_is_not_blamed_on_qtk(data, forward):
         sim = qtk.QuantSim(model, inputs)
         with pytest.raises((CalibrationError, CaptureError), match=r"batch 0|raised TypeError"):
             sim.compute_encodings(data, forward=forward, progress=False)
+
+
+@pytest.mark.parametrize("run", [
+    lambda sim, data: sim.compute_encodings(data, progress=False),
+    lambda sim, data: qtk.apply_gptq(sim, data, progress=False),
+])
+def test_an_index_out_of_range_names_batch_and_site(run):
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    sim = qtk.QuantSim(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).eval(), ids)
+    words = r"batch 1 \(.*\) does not run.* at 0:out .*int64 \[2, 3\] of 30…30\): IndexError: index out of range"
+    with pytest.raises(CalibrationError, match=words):
+        run(sim, [ids, ids + 30])

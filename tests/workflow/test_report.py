@@ -1,7 +1,4 @@
-"""The report: complete, of the numbers that were measured, and without anything from outside."""
-
-import re
-from html.parser import HTMLParser
+"""The report: of the numbers that were measured, and whole or not at all."""
 
 import pytest
 import torch
@@ -9,66 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError, ExportError
-
-BATCHES = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
-
-
-class Page(HTMLParser):
-    """Tags, their attributes and the text of each table row and card."""
-
-    VOID = ("meta", "input", "br", "path", "rect")
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.attributes, self.texts = [], [], {"tr": [], "div": [], "h2": []}
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.attributes += attributes
-        if tag in self.texts:
-            self.texts[tag].append("")
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        for tag, texts in self.texts.items():
-            if tag in self.open:
-                texts[-1] += data
-
-
-def simulation():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(4, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).eval()
-    sim = qtk.QuantSim(model, BATCHES[0].reshape(-1, 4, 2), weight_bits=4)
-    data = [batch.reshape(-1, 4, 2) for batch in BATCHES]
-    sim.compute_encodings(data, progress=False)
-    return sim, data
-
-
-def written(tmp_path, **settings):
-    sim, data = simulation()
-    path = tmp_path / "report.html"
-    sim.report(path, data, progress=False, **settings)
-    return sim, data, path.read_text(encoding="utf-8")
-
-
-def test_it_holds_every_site_and_needs_nothing_else(tmp_path):
-    sim, _, text = written(tmp_path, title="a <b>title</b>")
-    page = Page(text)
-    assert not page.open
-    assert "a &lt;b&gt;title" in text
-    assert page.texts["h2"] == [
-        "The sites with the largest error of their own", "What the output loses by each site",
-        "Weights, channel by channel", "The model", "The plan"]
-    for site in (*sim.plan, *sim.plan.unquantized):
-        assert sum(row.startswith(f"{site.name}") for row in page.texts["tr"]) >= 1
-    links = [value for name, value in page.attributes if name in ("src", "href", "srcset", "action")]
-    assert not links
-    assert not re.search(r"https?:|url\(|@import|fetch\(", text)
+from tests.report.written_report import simulation, written
 
 
 def test_its_numbers_are_those_measured(tmp_path):

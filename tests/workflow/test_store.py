@@ -22,6 +22,7 @@ from qtk.quantizers.quantizer import Mode
 from qtk.workflow import store
 from qtk.workflow.store import load, restore, save
 from tests.export.onnx.simulated import activations, planned, symmetric
+from tests.planning.branching_net import reasons
 
 ARGUMENTS = {"scheme": "min_max", "weight_bits": 4, "activation_bits": None, "config": {"version": 1}}
 
@@ -371,3 +372,26 @@ def test_the_mode_of_an_observer_is_not_stored_with_it(tmp_path):
     sim.save(tmp_path / "saved")
     again = qtk.QuantSim.load(tmp_path / "saved", model, x)
     assert {quantizer.mode for quantizer in again.quantizers.values()} == {Mode.SIMULATE}
+
+
+def test_an_excluded_batch_norm_is_not_folded_and_exclusions_survive_saving(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    images = torch.randn(2, 3, 6, 6)
+    made = qtk.QuantSim(net, images, config={"version": 1, "extends": "default", "exclude": ["1", "3"]})
+    made.compute_encodings([images], progress=False)
+    assert reasons(made)["1:out"] == "excluded by exclude: 1"
+    assert reasons(made)["2:out"] == "read by 3, excluded by exclude: 3"
+    made.save(tmp_path / "saved")
+    again = qtk.QuantSim.load(tmp_path / "saved", net, images)
+    assert reasons(again) == reasons(made)
+    assert torch.equal(again.model(images), made.model(images))
+
+
+def test_a_saved_simulation_is_loaded(tmp_path):
+    x = 3 * torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1)).eval()
+    sim = qtk.QuantSim(model, x, config={"version": 1, "split_gates": True})
+    sim.compute_encodings([x], progress=False)
+    sim.save(tmp_path / "saved")
+    loaded = qtk.QuantSim.load(tmp_path / "saved", model, x)
+    assert torch.equal(loaded.model(x), sim.model(x))

@@ -1,4 +1,4 @@
-"""The models of the zoo, captured and proved once a process for all tests that leave them as they are."""
+"""The models of the zoo, captured and proved once a run of the suite for all tests that leave them as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 from torch import nn
 
 import qtk
+from tests.once import once
 from tests.zoo.models import ZOO
+
+NEVER_PICKLED = ("weight_standardised",)
+"""Models with parametrizations, which torch refuses to pickle."""
 
 LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
 """The default target with batch norms as they are, so that a bypassed simulation is the float model bit for bit."""
@@ -19,8 +23,11 @@ LIVE = {"version": 1, "extends": "default", "fold_batch_norms": False}
 @functools.cache
 def pair(name: str) -> tuple[nn.Module, qtk.PreparedModel]:
     """A model in eval mode and the same prepared; they share their tensors."""
-    model = ZOO[name].model()
-    return model, qtk.prepare_model(model, ZOO[name].inputs())
+    def make() -> tuple[nn.Module, qtk.PreparedModel]:
+        model = ZOO[name].model()
+        return model, qtk.prepare_model(model, ZOO[name].inputs())
+
+    return make() if name in NEVER_PICKLED else once(f"zoo-{name}", make)
 
 
 def simulated(name: str, **options: Any) -> qtk.QuantSim:

@@ -27,6 +27,8 @@ from tests.export.onnx.simulated import (
     symmetric,
     weights,
 )
+from tests.planning.branching_net import Net, X, sites
+from tests.planning.plans import WeightsAsInputs, weights_as_inputs
 
 
 class SmallConvNet(nn.Module):
@@ -791,3 +793,24 @@ def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
     sim.export(tmp_path / "exported", formats=["onnx"])
     verdict = sim.verify_export(tmp_path / "exported", [x, torch.randn(3, 8, 8, 8)], turns=0, progress=False)
     assert verdict.exact.differing == 0.0
+
+
+@pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
+def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_path):
+    config = {"version": 1, "extends": target, "exclude": ["left"]}
+    made = qtk.QuantSim(Net(lambda net, y: (net.left(y), net.right(y), net.third(y))).eval(), X, config=config)
+    made.compute_encodings([X], progress=False)
+    edges = {"right:in[0]", "third:in[0]"} & sites(made)
+    assert len(edges) == 2
+    made.export(tmp_path / "out")
+    assert made.verify_export(tmp_path / "out", [X], turns=0).exact.top1 == 1.0
+    report = qtk.apply_seq_mse(made, [X], progress=False)
+    assert "left.weight" not in {layer.name for layer in report.layers}
+
+
+def test_weights_as_inputs_are_the_same_in_the_file(tmp_path):
+    inputs = weights_as_inputs()
+    sim = qtk.QuantSim(WeightsAsInputs(), inputs, config="onnxruntime")
+    sim.compute_encodings([inputs], progress=False)
+    sim.export(tmp_path / "exported")
+    assert sim.verify_export(tmp_path / "exported", [inputs], turns=0, progress=False).exact.differing == 0.0

@@ -14,6 +14,8 @@ import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.qdq import compare_with_simulation, export
 from qtk.export.onnx.stored_sites import stored_sites
+from tests.capture import recurrent_nets
+from tests.capture.recurrent_nets import Cell, case, simulated
 from tests.export.onnx.simulated import run_onnx, run_simulation
 from tests.zoo.recurrent import Packed
 
@@ -169,3 +171,31 @@ def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
     with pytest.raises(ExportError, match=r"lstm\.l0\.cell\.\S+: packed sequences are padded in ONNX"):
         sim.export(tmp_path / "out", formats=("onnx",))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "option"), [
+    (nn.GRU, "both_ways"), (nn.LSTM, "projected"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (nn.LSTM, "plain"), (nn.GRU, "two_layers"), (nn.RNN, "both_ways"),
+    )),
+])
+def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp_path):
+    _, prepared, x = case(kind, option)
+    sim = simulated(prepared, x)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    torch.manual_seed(2)
+    exact = sim.verify_export(tmp_path / "out", [x, torch.randn_like(x)]).exact
+    assert exact.differing == 0.0
+
+
+@pytest.mark.parametrize("kind", [
+    nn.LSTMCell, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRUCell, nn.RNNCell)),
+])  # the zoo exports all three
+def test_an_exported_cell_computes_the_bits_of_the_simulation(kind, tmp_path):
+    torch.manual_seed(0)
+    rows, features, states = recurrent_nets.N, recurrent_nets.I, recurrent_nets.H
+    x, start = torch.randn(rows, features), [torch.randn(rows, states) for _ in range(2 if kind is nn.LSTMCell else 1)]
+    inputs = (x, *start)
+    sim = simulated(Cell(kind).eval(), inputs)
+    sim.export(tmp_path / "out", formats=("onnx",))
+    assert sim.verify_export(tmp_path / "out", [inputs]).exact.differing == 0.0

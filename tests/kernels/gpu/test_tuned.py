@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qtk.kernels import backends
 from tests.kernels import conformance
 from tests.kernels.gpu import test_fake_quantize as gpu
 
@@ -96,14 +95,3 @@ def test_candidates_are_powers_of_two_of_a_few_sizes(s2, middle, inner, columns)
     for scales, reach, _ in tiles:
         assert scales & (scales - 1) == reach & (reach - 1) == 0
         assert scales * reach <= max(tuned.TILES)
-
-
-def test_it_is_off_unless_it_is_asked_for(monkeypatch):
-    gpu_device = torch.device("cuda")
-    monkeypatch.setattr(backends, "shares_launches", lambda device: device.type == "cuda")
-    assert not backends.tunes(gpu_device)
-    monkeypatch.setenv(backends.TUNE_TRITON, "1")
-    assert backends.tunes(gpu_device)
-    assert not backends.tunes(torch.device("cpu"))
-    monkeypatch.setattr(backends, "shares_launches", lambda device: False)  # while a graph is captured
-    assert not backends.tunes(gpu_device)

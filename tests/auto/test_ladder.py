@@ -1,0 +1,65 @@
+"""The order of trials follows from the choices that earlier trials kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from qtk.auto.choices import Choices
+from qtk.auto.ladder import CHAINS, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
+
+PLAIN = Choices("min_max")
+
+
+def run(keeps, sites=(), first=PLAIN):
+    """Every step of a run that keeps the choices of which ``keeps`` is true."""
+    kept, steps = [first], []
+    for step, choices in ladder(lambda: kept[-1], lambda: sites):
+        steps.append((step, choices))
+        if keeps(choices):
+            kept.append(choices)
+    return steps
+
+
+def test_without_a_gain_every_trial_changes_one_setting_of_the_first():
+    trials = [choices for _, choices in run(lambda choices: False)]
+    assert trials == [
+        *(Choices(scheme) for scheme in SCHEMES), *(Choices("min_max", (name,)) for name in TRANSFORMS),
+        *(Choices("min_max", layerwise=chain) for chain in CHAINS),
+    ]
+
+
+def test_later_trials_build_on_what_was_kept():
+    last = run(lambda choices: True, sites=["a", "b"])[-1][1]
+    assert last == Choices(SCHEMES[-1], TRANSFORMS, CHAINS[-1], ("a",))
+
+
+@pytest.mark.parametrize("scheme", ["min_max", *SCHEMES])
+def test_a_scheme_is_not_tried_twice_in_a_row(scheme):
+    steps = run(lambda choices: choices.transforms == TRANSFORMS[:1] and choices.scheme == scheme,
+                first=Choices(scheme))
+    again = [choices.scheme for step, choices in steps if step.endswith(", after that")]
+    assert again == [name for name in SCHEMES if name != scheme]
+    assert [choices.scheme for _, choices in steps[:len(again)]] == again
+    assert all(choices.transforms == TRANSFORMS[:1] for step, choices in steps if step.endswith(", after that"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 1023])
+def test_precise_sites_double_up_to_their_largest_share(count):
+    sites = [f"site{index}" for index in range(count)]
+    tried = [choices.precise for _, choices in run(lambda choices: False, sites) if choices.precise]
+    powers = [1 << exponent for exponent in range(11) if exponent == 0 or 1 << exponent <= MOST_PRECISE * count]
+    assert tried == [tuple(sites[:number]) for number in (powers if count else [])]
+
+
+def test_sites_are_ranked_only_when_nothing_cheaper_is_left():
+    ranked, names = [], iter(ladder(lambda: PLAIN, lambda: ranked.append(1) or ["a"]))
+    for step, _ in names:
+        assert bool(ranked) == (step == "the worst site precise")
+    assert ranked == [1]
+
+
+def test_what_is_kept_counts_from_the_next_trial_on():
+    seen = run(lambda choices: choices == Choices("mse") or choices.layerwise == CHAINS[0])
+    assert [choices for step, choices in seen if step == TRANSFORMS[0]] == [Choices("mse", TRANSFORMS[:1])]
+    chains = [choices for _, choices in seen if choices.layerwise]
+    assert chains == [replace(Choices("mse"), layerwise=chain) for chain in CHAINS]  # which replace each other

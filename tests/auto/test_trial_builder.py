@@ -1,0 +1,86 @@
+"""The simulation of a trial, against one made by hand; its ranking, against switching every site off."""
+
+import pytest
+import torch
+
+import qtk
+from qtk.auto.choices import Choices
+from qtk.auto.trial_builder import TrialBuilder
+from qtk.config.load import load_config
+from tests.auto.three_layers import BATCHES, mlp, widths
+
+
+def builder(target="default", weight_bits=4, activation_bits=8, **options):
+    model = qtk.prepare_model(mlp(), BATCHES[0])
+    return TrialBuilder(model, BATCHES[0], load_config(target), weight_bits, activation_bits, BATCHES, **options)
+
+
+def outputs(model):
+    with torch.no_grad():
+        return torch.cat([model(batch) for batch in BATCHES]).double()
+
+
+@pytest.mark.parametrize(("choices", "steps"), [
+    (Choices("mse"), lambda sim: None),
+    (Choices("min_max", ("equalize",)), qtk.equalize_model),
+    (Choices("min_max", layerwise=("gptq",)), lambda sim: qtk.apply_gptq(sim, BATCHES, progress=False)),
+], ids=["calibrated", "transformed", "improved"])
+def test_it_is_the_simulation_made_by_hand(choices, steps):
+    expected = qtk.QuantSim(mlp(), BATCHES[0], scheme=choices.scheme, weight_bits=4, activation_bits=8)
+    if not choices.layerwise:
+        steps(expected)
+    expected.compute_encodings(BATCHES, progress=False)
+    if choices.layerwise:
+        steps(expected)
+    made = builder().simulation(choices)
+    assert widths(made) == widths(expected)
+    assert torch.equal(outputs(made.model), outputs(expected.model))
+
+
+def test_the_prepared_model_stays_as_it_is():
+    trials = builder()
+    before = {name: value.clone() for name, value in trials.model.state_dict().items()}
+    trials.simulation(Choices("mse", ("equalize", "smooth_quant"), ("gptq", "bias_correction"), ("2.weight",)))
+    after = trials.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(outputs(trials.model), outputs(mlp()))
+
+
+@pytest.mark.parametrize(("target", "precise"), [("default", 16), ("onnxruntime", None)])
+def test_precise_sites_have_the_width_of_the_target_and_others_keep_theirs(target, precise):
+    trials = builder(target)
+    sites = ("2.weight", "1:out")
+    plain, mixed = (
+        {name: bits for name, bits in widths(trials.simulation(each)).items() if not name.endswith("bias")}
+        for each in (Choices("min_max"), Choices("min_max", precise=sites))
+    )  # the scale of a bias follows from its weight
+    assert set(sites) <= plain.keys()
+    expected = {name: precise if name in sites else bits for name, bits in plain.items()}
+    assert mixed == {name: bits for name, bits in expected.items() if bits is not None}
+
+
+def test_the_ranking_is_by_the_error_that_each_site_adds():
+    trials, choices = builder(weight_bits=3, activation_bits=4), Choices("min_max")
+    sim, target = trials.simulation(choices), outputs(mlp())
+
+    def error():
+        return float((outputs(sim.model) - target).square().sum() / target.square().sum())
+
+    whole, gains = error(), {}
+    for name, quantizer in sim.quantizers.items():
+        quantizer.mode = qtk.Mode.BYPASS
+        gains[name] = whole - error()
+        quantizer.mode = qtk.Mode.SIMULATE
+    expected = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
+    assert len(expected) > 2
+    assert trials.ranking(choices) == expected
+
+
+def test_batches_go_through_forward():
+    pairs = [(0, batch) for batch in BATCHES]
+    trials = TrialBuilder(qtk.prepare_model(mlp(), BATCHES[0]), BATCHES[0], load_config("default"), 4, 8, pairs,
+                          lambda model, pair: model(pair[1]))
+    choices = Choices("mse", ("smooth_quant",), ("bias_correction",))
+    assert torch.equal(outputs(trials.simulation(choices).model), outputs(builder().simulation(choices).model))
+    assert trials.ranking(Choices("mse")) == builder().ranking(Choices("mse"))

@@ -1,0 +1,27 @@
+"""A short training set for programs of the documentation: they run as they stand, and train little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+
+from qtk.demo import digits
+
+IMAGES = 128
+
+
+@contextmanager
+def short_digits() -> Iterator[None]:
+    """Lets ``load_digits_split`` return the first images alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        split = digits.load_digits_split()
+        short = digits.DigitsSplit(*(part[:IMAGES] for part in split))
+        patch.setattr(digits, "load_digits_split", lambda: short)
+        yield
+
+
+def digits_of(config: pytest.Config) -> AbstractContextManager[None]:
+    """The digits of a door: short but behind the last one, where programs must show what the page says."""
+    return nullcontext() if config.getoption("door") == "all" else short_digits()
