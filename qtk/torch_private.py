@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -61,6 +62,7 @@ __all__ = [
     "keep_result_as",
     "length_hint",
     "load_decomposed_ops",
+    "onnx_translations_kept",
     "python_kernel",
     "pytree",
     "register_decomposition",
@@ -248,6 +250,28 @@ def is_in_onnx_export() -> bool:
     """``torch.onnx.is_in_onnx_export`` without importing the exporter, which needs packages that are an extra."""
     loaded = "torch.onnx._internal.exporter._core" in sys.modules
     return loaded and torch.onnx.is_in_onnx_export()
+
+
+@contextlib.contextmanager
+def onnx_translations_kept() -> Iterator[None]:
+    """Lets ``torch.onnx.export`` reuse onnxscript's translations of ATen ops, which each call otherwise parses anew."""
+    registration = importlib.import_module("torch.onnx._internal.exporter._registration")
+    onnxscript_apis = registration.onnxscript_apis
+    registration.onnxscript_apis = _OnnxTranslations
+    try:
+        yield
+    finally:
+        registration.onnxscript_apis = onnxscript_apis
+
+
+class _OnnxTranslations:
+    """What ``torch.onnx`` asks onnxscript for."""
+
+    @staticmethod
+    @functools.cache
+    def get_torchlib_ops() -> tuple[object, ...]:
+        apis = importlib.import_module("torch.onnx._internal._lazy_import").onnxscript_apis
+        return tuple(apis.get_torchlib_ops())
 
 
 def is_traced() -> bool:

@@ -1,6 +1,7 @@
 """What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
 
 import copy
+import importlib
 import pickle
 from functools import partial
 
@@ -39,6 +40,7 @@ from qtk.torch_private import (
     keep_result_as,
     length_hint,
     load_decomposed_ops,
+    onnx_translations_kept,
     python_kernel,
     pytree,
     register_decomposition,
@@ -438,3 +440,21 @@ def test_in_backward():
     x.sum().backward()
     assert seen == [True]
     assert not in_backward()
+
+
+def test_onnx_translations_kept_are_what_each_call_would_parse(monkeypatch):
+    pytest.importorskip("onnxscript")
+    registration = importlib.import_module("torch.onnx._internal.exporter._registration")
+    apis = importlib.import_module(registration.onnxscript_apis._name)
+    parsed, parse = [], apis.get_torchlib_ops
+    monkeypatch.setattr(apis, "get_torchlib_ops", lambda: parsed.append(1) or parse())
+    expected = registration.ONNXRegistry.from_torchlib().functions
+    torch_private._OnnxTranslations.get_torchlib_ops.cache_clear()
+    for _ in range(2):
+        with onnx_translations_kept():
+            kept = registration.ONNXRegistry.from_torchlib().functions
+        assert {op: [each.onnx_function for each in found] for op, found in kept.items()} == {
+            op: [each.onnx_function for each in found] for op, found in expected.items()}
+    assert len(parsed) == 2
+    registration.ONNXRegistry.from_torchlib()
+    assert len(parsed) == 3

@@ -1,6 +1,7 @@
 """What users do by the type of a module acts on the model of a simulation as on the float model."""
 
 import copy
+import functools
 import importlib.util
 import warnings
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import multiprocessing, nn
+from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import qtk
 from qtk.errors import CaptureError
 from qtk.torch_private import BatchNormBase, DropoutBase
+from tests import fresh
+from tests.zoo.prepared import slow_but
 
 LIVE = {"version": 1, "fold_batch_norms": False}
 X = torch.randn(4, 8)
@@ -91,6 +94,10 @@ def timm_model(name, **options):
     return timm.create_model(name, **options)
 
 
+def stochastic_depth(p, mode):
+    return pytest.importorskip("torchvision").ops.StochasticDepth(p, mode)
+
+
 def torchvision_model(name):
     return getattr(pytest.importorskip("torchvision").models, name)(weights=None)
 
@@ -101,6 +108,7 @@ MODELS = {
     "convnext": (lambda: timm_model("convnext_atto", drop_path_rate=0.3, drop_rate=0.1), image),
     "vit": (lambda: timm_model("vit_tiny_patch16_224", img_size=64, depth=2, drop_path_rate=0.3, proj_drop_rate=0.1,
                                attn_drop_rate=0.1), image),
+    "stochastic depth": (lambda: Net(stochastic_depth(0.3, "row"), stochastic_depth(0.2, "batch")), lambda: X),
     "norms": (Convolutions, lambda: torch.randn(3, 2, 8)),
     "dropouts": (lambda: Net(nn.Dropout(0.2), nn.Dropout(0.0), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2),
                              nn.Dropout(0.1, inplace=True)), lambda: X),
@@ -123,12 +131,17 @@ def step(model, x):
     return y.detach(), {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-@pytest.fixture(params=MODELS)
-def pair(request):
+@functools.cache
+def prepared_once(name):
     torch.manual_seed(0)
-    build, inputs = MODELS[request.param]
+    build, inputs = MODELS[name]
     model, x = build(), inputs()
     return model, qtk.prepare_model(copy.deepcopy(model), x), x
+
+
+@pytest.fixture(params=slow_but(MODELS, *(set(MODELS) - {"efficientnet_b0"})))
+def pair(request):
+    return copy.deepcopy(prepared_once(request.param))
 
 
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
@@ -163,11 +176,12 @@ def test_every_type_stands_at_its_path(pair):
 
 def test_settings_act(pair):
     model, prepared, x = pair
+    settable = (BatchNormBase, DropoutBase, GaussianNoise, type(stochastic_depth(0.1, "row")))
     names = ("p", "drop_prob", "sigma", "momentum")
     changed = 0
     for path, module in called(model, x).items():
         for name in names:
-            if isinstance(module, (BatchNormBase, DropoutBase, GaussianNoise)) and hasattr(module, name):
+            if isinstance(module, settable) and hasattr(module, name):
                 setattr(module, name, 0.45)
                 setattr(prepared.get_submodule(path), name, 0.45)
                 changed += 1
@@ -301,8 +315,9 @@ class OverRanks(nn.SyncBatchNorm):
         return y[own]
 
 
-def on_a_rank(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def on_a_rank():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model, batches = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval(), torch.randn(2, 3, 3, 5, 5)
     sim = live(model, batches[0])
@@ -319,8 +334,8 @@ def on_a_rank(rank, folder):
     dist.destroy_process_group()
 
 
-def test_converted_batch_norms_see_the_batches_of_all_ranks(tmp_path):
-    multiprocessing.spawn(on_a_rank, (str(tmp_path),), nprocs=2)
+def test_converted_batch_norms_see_the_batches_of_all_ranks():
+    fresh.run_ranks(on_a_rank, 2)
 
 
 def test_a_module_put_in_the_place_of_another_acts():

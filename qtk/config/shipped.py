@@ -20,7 +20,7 @@ def shipped(kind: str, name: str) -> Path:
     known = shipped_names(kind)
     if name not in known:
         raise ConfigError(f"no {kind.removesuffix('s')} called {name!r} comes with qtk; {nearest(name, known)}")
-    return _folder(kind) / f"{name}.yaml"
+    return folder_of(kind) / f"{name}.yaml"
 
 
 def shipped_names(kind: str) -> list[str]:
@@ -29,10 +29,11 @@ def shipped_names(kind: str) -> list[str]:
     >>> shipped_names("recipes")
     ['digits']
     """
-    return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
+    return sorted(path.stem for path in folder_of(kind).glob("*.yaml"))
 
 
-def _folder(kind: str) -> Path:
+def folder_of(kind: str) -> Path:
+    """The folder of the shipped files of a kind."""
     package = Path(str(files("qtk")))
     installed = package / "configs" / kind
     return installed if installed.is_dir() else package.parent / "configs" / kind

@@ -18,6 +18,8 @@ from qtk.capture.calls import Call, with_rows
 from qtk.capture.exclusion import excluded_modules
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.tracing_lock import TRACING
+from qtk.config.load import load_config
+from qtk.config.shipped import shipped_names
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
@@ -35,7 +37,6 @@ from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import ScaleParameter, steps_of
-from qtk.workflow.check_target import runtimes
 
 ENCODINGS_FILE = "encodings.json"
 FLOAT_FOLDER = "float"
@@ -244,7 +245,7 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
 
 def _may_run_without_vnni(target: str | None) -> bool:
     """Also if it is for no runtime in particular."""
-    runtime = runtimes().get(target or "")
+    runtime = load_config(target).runtime if target in shipped_names("targets") else None
     return runtime is None or runtime.int16_sums
 
 

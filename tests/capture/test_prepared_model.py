@@ -17,7 +17,7 @@ from qtk.graph.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
 from tests.zoo.models import ZOO
-from tests.zoo.prepared import simulated, slow_but
+from tests.zoo.prepared import copied, pair, simulated, slow_but
 
 
 class Named(nn.Module):
@@ -47,7 +47,7 @@ PLAIN, HIDDEN = "abcde", ("graph", "code", "meta", "report", "leaves")
 
 
 def prepared(name):
-    return prepare_model(ZOO[name].model(), ZOO[name].inputs(), verify=False)
+    return copied(name)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -152,8 +152,9 @@ def test_another_process_can_train_what_was_pickled(tmp_path):
 
 def test_every_node_knows_its_value():
     for name in ("batch_norms", "functional_dropout", "tied", "in_place"):
-        for node in prepared(name).graph.nodes:
-            is_module = node.op == "get_attr" and isinstance(attribute(prepared(name), node.target), nn.Module)
+        model = pair(name)[1]
+        for node in model.graph.nodes:
+            is_module = node.op == "get_attr" and isinstance(attribute(model, node.target), nn.Module)
             if node.op != "output" and not is_module:
                 assert node.meta.get("val") is not None, f"{name}: {node.format_node()}"
 

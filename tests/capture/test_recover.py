@@ -55,6 +55,19 @@ def test_a_step_of_training_is_the_original_step(name):
     assert_trains_alike(ZOO[name].model(), ZOO[name].inputs())
 
 
+class OtherEpsilon(nn.BatchNorm1d):
+    """Normalizes with an epsilon that is not its attribute."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, self.momentum, 0.5)
+
+
+def test_a_batch_norm_keeps_the_epsilon_it_computes_with():
+    model = Net(lambda net, x: net.norm(x), norm=OtherEpsilon(8)).eval()
+    prepared = prepare_model(model, X, verify=False)
+    torch.testing.assert_close(prepared(X), model.fc(X) / 1.5**0.5)
+
+
 def test_modules_stand_at_their_path_and_functions_beside_their_owner():
     prepared = prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs())
     names = {name for name, module in prepared.named_modules() if isinstance(module, nn.Dropout)}

@@ -5,14 +5,13 @@ import torch
 from torch import nn
 
 from qtk.capture.signature import output_nodes
-from qtk.workflow.prepare import prepare_model
-from tests.zoo.models import ZOO
+from tests.zoo.prepared import copied
 
 X = torch.randn(2, 4)
 
 
 def prepared(name):
-    return prepare_model(ZOO[name].model(), ZOO[name].inputs(), verify=False)
+    return copied(name)[1]
 
 
 class Nested(nn.Module):

@@ -30,4 +30,5 @@ def test_all_travel_in_one_copy_and_keep_value_shape_and_dtype(monkeypatch):
         for tensor, expected in zip(found, TENSORS, strict=True):
             assert tensor.dtype == expected.dtype
             assert torch.equal(tensor, expected)
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "it keeps the memory of all"
     assert torch.signbit(back[1][3])

@@ -17,7 +17,10 @@ from tests.zoo.attention import TinyViT
 
 for name in ("fake_quantize", "fake_quantize_dynamic", "fake_quantize_many", "statistics"):
     pytest.importorskip(f"qtk.kernels.gpu.{name}")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of the interpreter
+]
 
 OF_SUMS = 25 * 4e-6
 """Of a gradient of a range: ``conformance.check_sums`` allows 4e-6 of the sizes of all terms, of which most cancel."""

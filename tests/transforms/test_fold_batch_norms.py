@@ -14,6 +14,7 @@ from qtk.transforms.steps import ScaleParameter, make
 from tests.transforms.folding import folded, inputs, norms
 from tests.transforms.nets import INTO_LAYERS, InPython, randomized
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import copied, pair
 
 
 def test_a_model_without_batch_norm_says_so():
@@ -80,8 +81,7 @@ def test_statistics_of_folded_layers_follow_later_scalings():
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):
     entry = ZOO[name]
-    model = entry.model()
-    prepared = qtk.prepare_model(copy.deepcopy(model), entry.inputs())
+    model, prepared = pair(name)[0], copied(name)[1]
     had = norms(prepared)
     result = qtk.fold_batch_norms(prepared)
     assert bool(result.groups) == bool(had)

@@ -16,6 +16,7 @@ from qtk.quantizers.quantizer import Mode
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.smooth_quant import SmoothQuant
 from tests.zoo.models import ZOO
+from tests.zoo.prepared import pair
 
 WIDTH = 32
 OUTLIERS, FACTOR = [3, 17], 80.0
@@ -388,8 +389,8 @@ def test_weights_alone():
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):
     entry = ZOO[name]
-    model, inputs = entry.model(), entry.inputs()
-    sim = qtk.QuantSim(model, inputs)
+    (model, prepared), inputs = pair(name), entry.inputs()
+    sim = qtk.QuantSim(prepared, inputs)
     result = qtk.apply_smooth_quant(sim, [inputs], alpha=0.5, progress=False)
     assert not result.undone
     batch = 3 if entry.dynamic else 2

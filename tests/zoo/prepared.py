@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,11 @@ def pair(name: str) -> tuple[nn.Module, qtk.PreparedModel]:
         return model, qtk.prepare_model(model, ZOO[name].inputs())
 
     return make() if name in NEVER_PICKLED else once(f"zoo-{name}", make)
+
+
+def copied(name: str) -> tuple[nn.Module, qtk.PreparedModel]:
+    """A copy of ``pair`` for a test that changes them; the two share their tensors."""
+    return copy.deepcopy(pair(name))
 
 
 def simulated(name: str, **options: Any) -> qtk.QuantSim:

@@ -41,7 +41,7 @@ from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
-from qtk.torch_private import pytree
+from qtk.torch_private import onnx_translations_kept, pytree
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
 
@@ -202,7 +202,8 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
         torch.ops.qtk.quantized_site.default: _mark, **grouped_matmul_translations(program),
     }
     try:
-        with lengths_stay_free(_TRANSLATED):  # it traces the program again to decompose it
+        # it traces the program again to decompose it
+        with onnx_translations_kept(), lengths_stay_free(_TRANSLATED):
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=opset, custom_translation_table=table, optimize=False, verbose=False
             )

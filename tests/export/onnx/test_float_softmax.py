@@ -33,10 +33,12 @@ def differing_codes(sim, x, folder, *, optimized):
     return np.abs(np.round((got - sim.model(x).detach().numpy()) / scale))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Softmax(-1), lambda: nn.Softmax(0), Moved, Pooled])
-@pytest.mark.parametrize("spread", [0.01, 0.1, 1.0])
-@pytest.mark.parametrize("experts", [2, 4, 8])
-def test_codes_are_those_of_the_simulation(experts, spread, make, tmp_path):
+MODELS = {"last axis": lambda: nn.Softmax(-1), "first axis": lambda: nn.Softmax(0), "moved": Moved, "pooled": Pooled}
+
+
+@pytest.mark.pairwise(experts=(2, 4, 8), spread=(0.01, 0.1, 1.0), name=MODELS)
+def test_codes_are_those_of_the_simulation(experts, spread, name, tmp_path):
+    make = MODELS[name]
     x = scores(experts, spread)
     sim = exported(make(), x, tmp_path / "out", config="default")
     kinds = optimized_kinds(tmp_path / "out")

@@ -26,9 +26,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("weight_bits", [4, 8])
-@pytest.mark.parametrize("activation_bits", [2, 3, 4, 6])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.pairwise(name=MODELS, activation_bits=(2, 3, 4, 6), weight_bits=(4, 8))
 def test_narrow_codes_run(name, activation_bits, weight_bits, tmp_path):
     torch.manual_seed(0)
     make, shape = MODELS[name]

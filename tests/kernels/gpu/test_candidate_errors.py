@@ -6,6 +6,7 @@ import torch
 from tests.kernels import candidate_error_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.candidate_errors")
+pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 division = pytest.importorskip("qtk.kernels.gpu.division")
 kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
+pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

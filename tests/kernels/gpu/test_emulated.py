@@ -17,12 +17,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU"),
+]
 ROOT = Path(__file__).parents[3]
 QUICK, SLOW = "90", ("80", "100")
 """Compute capabilities: of an H200; of an A100 and a B200."""
 
 FILES = {
+    "tests/kernels/gpu/test_codes.py": "",
+    "tests/kernels/gpu/test_table.py": "",
     "tests/kernels/gpu/test_fake_quantize.py": "",
     "tests/kernels/gpu/test_row_streams.py": "",
     "tests/kernels/gpu/test_tiles.py": "",
@@ -37,7 +42,7 @@ FILES = {
     "tests/invariants/test_on_gpu.py": "",
     "tests/invariants/test_no_waits.py": "calibration and cnn",
 }
-"""Of each file, the tests that launch kernels."""
+"""Of each file, the tests that launch kernels. The first is the canary of `make test`."""
 
 
 @pytest.mark.parametrize("chip", [QUICK, *(pytest.param(chip, marks=pytest.mark.slow) for chip in SLOW)])

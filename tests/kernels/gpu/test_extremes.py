@@ -12,7 +12,10 @@ from tests.kernels.extremes_conformance import BOUND, empty
 kernels = pytest.importorskip("qtk.kernels.gpu.extremes")
 recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
 # of Triton's interpreter
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -13,7 +13,10 @@ from tests.kernels import conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of the interpreter
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

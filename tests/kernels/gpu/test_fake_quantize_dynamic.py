@@ -6,7 +6,10 @@ import torch
 from tests.kernels import dynamic_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.fake_quantize_dynamic")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter, at overflows and NaN
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # Triton's interpreter, at overflows and NaN
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -11,7 +11,10 @@ many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 launch = pytest.importorskip("qtk.kernels.gpu.launch")
 table = pytest.importorskip("qtk.kernels.gpu.table")
 recorded = pytest.importorskip("tests.kernels.gpu.launches").recorded
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of the interpreter
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("contiguous", "reversed_axes", "with_gaps")
 

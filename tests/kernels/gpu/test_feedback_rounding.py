@@ -6,6 +6,7 @@ import torch
 from tests.kernels import feedback_rounding_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.feedback_rounding")
+pytestmark = pytest.mark.kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -10,6 +10,7 @@ from tests.kernels.gpu import test_fake_quantize as gpu
 row_streams = pytest.importorskip("qtk.kernels.gpu.row_streams")
 tiling = pytest.importorskip("qtk.kernels.gpu.tiling")
 pytestmark = [
+    pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of the interpreter
     pytest.mark.skipif(torch.version.hip is not None, reason="tiles of rows are better there"),
 ]

@@ -8,7 +8,10 @@ from tests.kernels import statistics_conformance
 
 kernels = pytest.importorskip("qtk.kernels.gpu.statistics")
 # of Triton's interpreter
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

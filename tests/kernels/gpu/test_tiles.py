@@ -24,7 +24,10 @@ many = pytest.importorskip("qtk.kernels.gpu.fake_quantize_many")
 statistics = pytest.importorskip("qtk.kernels.gpu.statistics")
 tiles = pytest.importorskip("qtk.kernels.gpu.tiles")
 tiling = pytest.importorskip("qtk.kernels.gpu.tiling")
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning"),  # of the interpreter
+]
 CASES = {
     "rows": ((17, 197), (1, -1)), "several_tiles_a_row": ((3, 5003), (1, -1)), "blocks": ((6, 57), (1, 19)),
     "channels_of_images": ((4, 6, 7, 7), (-1, 1, -1, -1)), "shortest": ((33, 17), (1, -1)),

@@ -8,7 +8,10 @@ from tests.kernels.gpu import test_fake_quantize as gpu
 
 tuned = pytest.importorskip("qtk.kernels.gpu.tuned")
 dynamic = pytest.importorskip("qtk.kernels.gpu.fake_quantize_dynamic")
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide|invalid):RuntimeWarning")  # of the interpreter
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:(overflow|divide|invalid):RuntimeWarning"),  # of the interpreter
+]
 CASES = {name: case for name, case in conformance.SHAPES.items() if 0 not in case[0]}
 
 
