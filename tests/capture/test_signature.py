@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from qtk.capture.signature import output_nodes
+from qtk.workflow.prepare import prepare_model
 from tests.zoo.prepared import copied
 
 X = torch.randn(2, 4)
