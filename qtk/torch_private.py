@@ -255,7 +255,7 @@ def is_in_onnx_export() -> bool:
 @contextlib.contextmanager
 def onnx_translations_kept() -> Iterator[None]:
     """Lets ``torch.onnx.export`` reuse onnxscript's translations of ATen ops, which each call otherwise parses anew."""
-    registration = importlib.import_module("torch.onnx._internal.exporter._registration")
+    registration: Any = importlib.import_module("torch.onnx._internal.exporter._registration")
     onnxscript_apis = registration.onnxscript_apis
     registration.onnxscript_apis = _OnnxTranslations
     try:
@@ -270,8 +270,8 @@ class _OnnxTranslations:
     @staticmethod
     @functools.cache
     def get_torchlib_ops() -> tuple[object, ...]:
-        apis = importlib.import_module("torch.onnx._internal._lazy_import").onnxscript_apis
-        return tuple(apis.get_torchlib_ops())
+        torch_onnx: Any = importlib.import_module("torch.onnx._internal._lazy_import")
+        return tuple(torch_onnx.onnxscript_apis.get_torchlib_ops())
 
 
 def is_traced() -> bool:

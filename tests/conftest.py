@@ -3,6 +3,7 @@
 ``QTK_EMULATE_GPU=90``: compiled for compute capability 9.0 and run by the emulator of ``tests/ptx`` instead.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -24,9 +25,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config):
+    gc.set_threshold(50_000, 20, 50)
     folder = once.begin()
     if folder is not None:
         config.add_cleanup(lambda: once.end(folder))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """Keeps what earlier modules left out of collections, which after thousands of tests take longer than a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -47,7 +47,8 @@ def test_the_average_of_equal_models_has_every_code_of_a_zero_point(average):
     torch.testing.assert_close(averaged.module[1].encoding.scale, encoding.scale, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("learned", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 def test_the_average_of_a_training_is_evaluated_saved_and_goes_back_into_the_simulation(average, learned, tmp_path):
     sim = simulated()
@@ -79,6 +80,7 @@ def test_the_average_of_a_training_is_evaluated_saved_and_goes_back_into_the_sim
     assert equal_encodings(again.encodings(), target.encodings())
 
 
+@pytest.mark.medium
 def test_an_average_between_two_zero_points_is_rounded_where_it_is_used_and_saved_as_it_is(tmp_path):
     sim = simulated()
     quantizer = sim.quantizers["3:out"]

@@ -58,6 +58,7 @@ def test_the_simulation_is_the_formula_at_every_site(net, x):
         assert torch.equal(sim.model(x), value)
 
 
+@pytest.mark.medium
 def test_the_shipped_target_quantizes_linear_layers_alone(x):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
@@ -77,6 +78,7 @@ def test_the_shipped_target_quantizes_linear_layers_alone(x):
     assert not any("dynamic" in spec for spec in weights_only.values())
 
 
+@pytest.mark.medium
 def test_a_recurrent_net_finds_its_ranges_step_by_step():
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 8, batch_first=True).eval(), torch.randn(2, 5, 6)
@@ -104,6 +106,7 @@ def test_it_trains(net, x):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", [
     INT8_TOKEN, pytest.param({"bits": 8, "dynamic": True}, marks=pytest.mark.slow),
     pytest.param({"dtype": "fp8_e4m3", "granularity": "per_token"}, marks=pytest.mark.slow),
@@ -188,6 +191,7 @@ def test_constants_stay_in_float(x):
     assert {site.name: why for site, why in sim.plan.unquantized.items()}["shift"].startswith("constant")
 
 
+@pytest.mark.medium
 def test_it_survives_saving_copying_and_plans(net, x, tmp_path):
     sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN))
     sim.compute_encodings(None, progress=False)
@@ -200,6 +204,7 @@ def test_it_survives_saving_copying_and_plans(net, x, tmp_path):
     assert "1:out  int8 per_token symmetric dynamic  at run time" in str(sim.plan)
 
 
+@pytest.mark.medium
 def test_the_exported_encodings_list_what_is_dynamic(net, x, tmp_path):
     sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN))
     sim.compute_encodings(None, progress=False)

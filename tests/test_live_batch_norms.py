@@ -106,6 +106,7 @@ class BruteForce:
         return self.quantized(self.layer(x, "6", "7", train), "6:out")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("config", [AT_EXPORT, ONNXRUNTIME], ids=["default", "onnxruntime"])
@@ -167,6 +168,7 @@ def test_running_statistics_do_not_reach_the_output_in_train_mode_but_through_ro
     assert float((sim.model(BATCHES[0]) - before).detach().abs().max()) <= 1.01 * float(sim.encodings()["6:out"].scale)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [AT_EXPORT, ONNXRUNTIME], ids=["default", "onnxruntime"])
 def test_what_was_trained_is_what_is_exported(config, tmp_path):
     """Codes of the file are those of the simulation; unoptimized, ONNX Runtime computes the same to rounding."""
@@ -195,6 +197,7 @@ def test_what_was_trained_is_what_is_exported(config, tmp_path):
     assert verdict.runs[0].differing < 1e-3
 
 
+@pytest.mark.medium
 def test_digits_trained_live_have_the_same_accuracy_in_onnx_runtime(tmp_path):
     pytest.importorskip("sklearn")
     from qtk.demo.digits import load_digits_split
@@ -224,6 +227,7 @@ def test_digits_trained_live_have_the_same_accuracy_in_onnx_runtime(tmp_path):
     assert torch.equal(torch.from_numpy(scores).argmax(1), expected)
 
 
+@pytest.mark.medium
 def test_frozen_batch_norms_compute_the_folded_layer():
     """A schedule, ``.eval()`` of the module, or a frozen one in its place; γ and β still learn."""
     sim = simulation(ONNXRUNTIME)
@@ -241,6 +245,7 @@ def test_frozen_batch_norms_compute_the_folded_layer():
         assert torch.equal(deployed.model(BATCHES[1]), output)
 
 
+@pytest.mark.medium
 def test_ranges_of_weights_are_learned_and_follow_the_folded_weight():
     sim = simulation()
     sim.learn_ranges("*.weight")
@@ -260,6 +265,7 @@ def test_ranges_of_weights_are_learned_and_follow_the_folded_weight():
     torch.testing.assert_close(sim.encodings()["0.weight"].scale, 3 * before)
 
 
+@pytest.mark.medium
 def test_copies_pickles_state_dicts_and_files_hold_the_same(tmp_path):
     sim = simulation(ONNXRUNTIME)
     sim.learn_ranges()
@@ -287,6 +293,7 @@ def test_copies_pickles_state_dicts_and_files_hold_the_same(tmp_path):
     assert torch.equal(loaded.model.eval()(BATCHES[0]), sim.model.eval()(BATCHES[0]))
 
 
+@pytest.mark.medium
 def test_a_float_checkpoint_loads_live_and_folded():
     live, after, trained = simulation(), simulation(), net()
     qtk.fold_batch_norms(after)
@@ -299,6 +306,7 @@ def test_a_float_checkpoint_loads_live_and_folded():
     assert torch.equal(live.model(BATCHES[0]), after.model(BATCHES[0]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("blocks", [["0", "3"], ["6"]])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_block_view_computes_the_same_also_a_second_time(blocks, checkpoint):
@@ -320,6 +328,7 @@ class Stage(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.medium
 def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_first_time():
     found = []
     for cut in (False, True):
@@ -331,6 +340,7 @@ def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_fi
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_is_the_eager_one(backend, training):
@@ -354,6 +364,7 @@ def test_a_compiled_step_is_the_eager_one(backend, training):
         torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.medium
 def test_reestimated_statistics_are_those_of_the_codes_which_stay():
     sim = simulation(weight_bits=2)
     train(sim, steps=1)
@@ -397,6 +408,7 @@ def test_what_acts_by_the_type_of_a_batch_norm_acts():
     assert sum(type(module).__name__ == "FrozenBatchNorm2d" for module in sim.model.modules()) == 3
 
 
+@pytest.mark.medium
 def test_islands_are_trained_live_and_exported(tmp_path):
     pytest.importorskip("onnxruntime")
     x = torch.randn(2, 4, 6, 6)
@@ -412,6 +424,7 @@ def test_islands_are_trained_live_and_exported(tmp_path):
     assert torch.equal(sim.model(x), before)
 
 
+@pytest.mark.medium
 def test_methods_that_set_weights_ask_for_folded_ones():
     sim = simulation()
     with pytest.raises(CalibrationError, match=r"live batch norms.*fold_batch_norms\(sim\) first"):
@@ -420,6 +433,7 @@ def test_methods_that_set_weights_ask_for_folded_ones():
     qtk.apply_gptq(sim, BATCHES, progress=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transform", [qtk.equalize_model, lambda sim: qtk.apply_smooth_quant(sim, BATCHES)])
 def test_transforms_of_weights_ask_for_folded_ones(transform):
     sim = simulation()

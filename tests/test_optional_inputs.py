@@ -111,6 +111,7 @@ def all_kinds():
     return simulation(data=[PLAIN, KINDS["mask"]])
 
 
+@pytest.mark.medium
 def test_each_kind_of_call_computes_what_the_model_does():
     prepared = qtk.prepare_model(model(), PLAIN, variants=ALL)
     for inputs in (PLAIN, *ALL):
@@ -120,6 +121,7 @@ def test_each_kind_of_call_computes_what_the_model_does():
     assert prepared.config == {"num_labels": 3}
 
 
+@pytest.mark.medium
 def test_what_is_common_is_one_site_with_one_encoding(all_kinds):
     sim = all_kinds
     logits = sim.model(**PLAIN).logits
@@ -131,6 +133,7 @@ def test_what_is_common_is_one_site_with_one_encoding(all_kinds):
     assert all(torch.equal(hidden, hidden.detach()) for hidden in sim.model(**KINDS["flag"]).hidden)
 
 
+@pytest.mark.medium
 def test_the_plan_is_that_of_the_example_inputs(all_kinds):
     """Variants add sites of their own, and change none."""
     alone = qtk.QuantSim(model(), PLAIN)
@@ -140,6 +143,7 @@ def test_the_plan_is_that_of_the_example_inputs(all_kinds):
     assert {site.name for site in all_kinds.plan} == set(alone.quantizers)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("first", "other"), [("labels", PLAIN), ("mask and labels", PLAIN), ("mask", KINDS["labels"])])
 def test_either_may_come_first(first, other):
     """Calibrated by calls without labels, trained by calls with."""
@@ -155,6 +159,7 @@ def qtk_alone(inputs):
     return sim.model(**inputs).logits
 
 
+@pytest.mark.medium
 def test_training_with_labels_after_calibration_without():
     sim = simulation(weight_bits=4, others=[KINDS["labels"]])
     assert sim.learn_ranges()
@@ -172,6 +177,7 @@ def test_training_with_labels_after_calibration_without():
     assert (sim.model(IDS).logits.argmax(1) == LABELS).float().mean() > 0.8
 
 
+@pytest.mark.medium
 def test_gradients_are_those_of_the_loss_outside():
     inside, outside = simulation(others=[KINDS["labels"]]), simulation(others=())
     inside.model(**KINDS["labels"]).loss.backward()
@@ -190,6 +196,7 @@ def test_compare_and_block_view(all_kinds):
         assert equal(view(**inputs), all_kinds.model(**inputs))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
                          ids=["deepcopy", "pickle"])
 def test_copies_serve_all_kinds(all_kinds, copied):
@@ -201,6 +208,7 @@ def test_copies_serve_all_kinds(all_kinds, copied):
     assert not equal(twin(**KINDS["labels"]), all_kinds.model(**KINDS["labels"]))
 
 
+@pytest.mark.medium
 def test_save_and_load(tmp_path):
     variants = [KINDS["labels"], KINDS["mask"]]
     sim = simulation(others=variants, data=[PLAIN, KINDS["mask"]])
@@ -215,6 +223,7 @@ def test_save_and_load(tmp_path):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants[::-1])
 
 
+@pytest.mark.medium
 def test_files_are_those_of_the_example_inputs(tmp_path):
     pytest.importorskip("onnxruntime")
     sim, alone = simulation(others=[KINDS["labels"]]), simulation(others=())
@@ -228,6 +237,7 @@ def test_files_are_those_of_the_example_inputs(tmp_path):
         sim.verify_export(tmp_path / "both", [KINDS["labels"]], turns=0, progress=False)
 
 
+@pytest.mark.medium
 def test_layerwise_methods_see_all_kinds():
     sim = simulation(others=[KINDS["labels"]], weight_bits=4)
     before = {name: encoding.scale for name, encoding in sim.encodings().items()}
@@ -235,6 +245,7 @@ def test_layerwise_methods_see_all_kinds():
     assert any(not torch.equal(encoding.scale, before[name]) for name, encoding in sim.encodings().items())
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("error:the hooks of the model")
 def test_padded_tokens_of_a_kind_of_call_are_left_out_as_by_a_model_of_that_kind_alone():
     padded = {"input_ids": torch.where(MASK == 1, IDS, 19), "attention_mask": MASK}
@@ -249,12 +260,14 @@ def test_padded_tokens_of_a_kind_of_call_are_left_out_as_by_a_model_of_that_kind
     assert equal(several.model(**padded), alone.model(**padded))
 
 
+@pytest.mark.medium
 def test_a_compiled_model_serves_all_kinds_without_breaks(all_kinds):
     compiled = torch.compile(all_kinds.model, backend="eager", fullgraph=True)
     for inputs in (PLAIN, KINDS["labels"]):
         assert equal(compiled(**inputs), all_kinds.model(**inputs))
 
 
+@pytest.mark.medium
 def test_hooks_of_the_model_that_a_kind_of_call_does_not_run_are_a_warning(recwarn):
     sim, called = simulation(), []
     sim.model.register_forward_hook(lambda *call: called.append(call))
@@ -277,6 +290,7 @@ def test_trainers_read_the_signature_of_the_original(all_kinds):
         assert read.parameters["labels"].default is None
 
 
+@pytest.mark.medium
 def test_a_call_of_another_kind_says_what_to_add():
     sim = simulation(others=[KINDS["labels"]])
     with pytest.raises(CaptureError, match=r"(?s)no graph serves .*input attention_mask .*variants of qtk"):
@@ -286,6 +300,7 @@ def test_a_call_of_another_kind_says_what_to_add():
         alone.model(**KINDS["labels"])
 
 
+@pytest.mark.medium
 def test_a_simulation_of_a_prepared_model_takes_inputs_of_its_first_kind(tmp_path):
     prepared = qtk.prepare_model(model(), PLAIN, variants=[KINDS["labels"]])
     for in_place in (False, True):
@@ -312,6 +327,7 @@ class TwoHeads(nn.Module):
         return self.b(x) if fine else self.a(x)
 
 
+@pytest.mark.medium
 def test_what_one_kind_computes_alone_is_quantized_and_needs_data_of_that_kind():
     x = torch.randn(4, 3, 8, 8)
     float_model = TwoHeads().eval()
@@ -337,6 +353,7 @@ class Branching(nn.Module):
         return self.head(-x if x.sum() > 1e9 else x)
 
 
+@pytest.mark.medium
 def test_islands_have_a_graph_for_each_kind():
     x, net = torch.randn(2, 6, 16), Branching().eval()
     prepared = qtk.prepare_model(net, x, variants=[(x, MASK[:2])])

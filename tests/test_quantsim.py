@@ -143,6 +143,7 @@ def test_comparing_without_data_is_an_error(sim):
         sim.compare([], progress=False)
 
 
+@pytest.mark.medium
 def test_calibrating_in_train_mode_observes_eval_mode_and_changes_no_statistics(net, batches):
     net.train()
     training = qtk.QuantSim(net, batches[0], config=LIVE)
@@ -223,6 +224,7 @@ class MaskedAttention(nn.Module):
         return scores.softmax(-1) @ v
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min, -1e32])
 def test_masks_never_enter_a_range_and_stay_masks(fill):
     torch.manual_seed(0)
@@ -255,6 +257,7 @@ def test_compare_ranks_a_planted_bad_scale_first(sim, batches):
     assert "head.weight" not in [error.site for error in healthy[:2]]
 
 
+@pytest.mark.medium
 def test_save_and_load_compute_the_same_bits(net, sim, batches, tmp_path):
     with torch.no_grad():
         sim.model.conv.weight.mul_(1.5)
@@ -267,6 +270,7 @@ def test_save_and_load_compute_the_same_bits(net, sim, batches, tmp_path):
     assert loaded.plan == sim.plan
 
 
+@pytest.mark.medium
 def test_a_width_left_out_is_left_out_again_after_loading(net, batches, tmp_path):
     config = {"version": 1, "defaults": {"weight": {"bits": 4}}}
     qtk.QuantSim(net, batches[0], config=config, activation_bits=6).save(tmp_path / "sim")
@@ -275,6 +279,7 @@ def test_a_width_left_out_is_left_out_again_after_loading(net, batches, tmp_path
     assert loaded.quantizers["head.weight"].spec.dtype.bits == 4
 
 
+@pytest.mark.medium
 def test_loading_into_another_model_names_what_differs(sim, batches, tmp_path):
     class Other(Net):
         def __init__(self):
@@ -299,6 +304,7 @@ def test_it_trains_in_a_plain_loop(sim, batches):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.medium
 def test_learned_ranges_are_trained_and_exported_as_codes(sim, batches):
     quantizer = sim.quantizers["relu:out"]
     before = sim.encodings()["relu:out"]
@@ -350,6 +356,7 @@ def tokens(length, **more):
     return {"input_ids": torch.randint(0, 11, (2, length)), "attention_mask": torch.ones(2, length), **more}
 
 
+@pytest.mark.medium
 def test_sequences_of_any_length(tmp_path):
     model = Tokens().eval()
     sim = qtk.QuantSim(model, tokens(5), dynamic_shapes="all")
@@ -375,6 +382,7 @@ def test_another_length_names_the_argument():
         sim.model(**tokens(7))
 
 
+@pytest.mark.medium
 def test_labels_at_capture_alone_or_at_the_call_alone_are_named():
     labels = torch.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(CaptureError, match="input labels is None, the model was captured with a tensor"):

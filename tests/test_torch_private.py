@@ -383,6 +383,7 @@ def test_is_exporting_is_false_while_compiling():
     assert not is_exporting()
 
 
+@pytest.mark.medium
 def test_register_decomposition_and_is_in_onnx_export_meet_in_torch_onnx_export():
     seen = []
 
@@ -442,6 +443,7 @@ def test_in_backward():
     assert not in_backward()
 
 
+@pytest.mark.medium
 def test_onnx_translations_kept_are_what_each_call_would_parse(monkeypatch):
     pytest.importorskip("onnxscript")
     registration = importlib.import_module("torch.onnx._internal.exporter._registration")

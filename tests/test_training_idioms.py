@@ -62,6 +62,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_gradients_are_clipped():
     sim, (x, labels) = simulation(), data()
     sim.learn_ranges()

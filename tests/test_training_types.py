@@ -144,6 +144,7 @@ def pair(request):
     return copy.deepcopy(prepared_once(request.param))
 
 
+@pytest.mark.medium
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
     model, prepared, x = pair
     assert prepared.report.train_notes == ()
@@ -191,6 +192,7 @@ def test_settings_act(pair):
     assert changed or isinstance(model, (OwnAttention, TorchAttention, Recurrent))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("build", "path", "name"), [
     (lambda: OwnAttention(0.3, True), "attention", "p"), (lambda: OwnAttention(0.3, False), "dropout", "p"),
     (lambda: TorchAttention(0.3, False), "attention.attention", "p"),
@@ -231,6 +233,7 @@ class DropsInside(OwnAttention):
         return self.proj_drop(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=p))
 
 
+@pytest.mark.medium
 def test_a_dropout_that_only_lends_its_probability_names_where_that_acts():
     x = torch.randn(2, 5, 8)
     model = qtk.prepare_model(nn.Sequential(DropsInside(0.0), nn.Flatten()), x)
@@ -247,6 +250,7 @@ def live(model, x):
     return sim
 
 
+@pytest.mark.medium
 def test_a_frozen_batch_norm_keeps_its_statistics_in_train_mode():
     x = torch.randn(3, 2, 8)
     sim = live(Convolutions(), x)
@@ -258,6 +262,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_in_train_mode():
     assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
 
 
+@pytest.mark.medium
 def test_update_bn_gives_the_statistics_it_gives_the_float_model():
     model, batches = Convolutions().eval(), [torch.randn(5, 2, 8) for _ in range(3)]
     sim = live(copy.deepcopy(model), batches[0])
@@ -270,6 +275,7 @@ def test_update_bn_gives_the_statistics_it_gives_the_float_model():
     assert int(sim.model.get_submodule("1").num_batches_tracked) == 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050"])
 def test_timm_freezes_batch_norms(name):
     utils = pytest.importorskip("timm.layers")
@@ -290,6 +296,7 @@ def test_timm_freezes_batch_norms(name):
     assert sum(isinstance(module, BatchNormBase) for module in thawed.modules()) > 5
 
 
+@pytest.mark.medium
 def test_timm_freezes_modules_by_name():
     utils, x = pytest.importorskip("timm.utils"), image()
     sim = live(timm_model("resnet18"), x)
@@ -394,6 +401,7 @@ def test_what_trains_alike_warns_of_nothing(pair):
         pair[1].train()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["noise", "dropouts", "norms", "weights"])
 def test_saved_exported_and_stepped(name, tmp_path):
     build, inputs = MODELS[name]

@@ -62,7 +62,8 @@ def test_no_pass_raises_the_error_of_an_output(name, linear):
         assert losses[-1].sum() < losses[0].sum()
 
 
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_in_the_end_no_other_code_of_a_single_weight_is_better(name, linear):
     layer = Layer(name, linear)
@@ -77,6 +78,7 @@ def test_in_the_end_no_other_code_of_a_single_weight_is_better(name, linear):
             assert bool((layer.lost(other) >= least - held_back).all())
 
 
+@pytest.mark.medium
 def test_close_to_the_best_of_all_codes():
     layer = Layer(width=5, groups=1)
     best = torch.full((OUTPUTS,), torch.inf).double()

@@ -93,6 +93,7 @@ class Problem:
         return torch.stack(found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("one_input", [False, True])
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])

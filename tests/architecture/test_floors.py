@@ -167,20 +167,24 @@ def fx_faults(modules: Mapping[str, tuple[str, str]]) -> list[str]:
 MODULES = read_package(ROOT)
 
 
+@pytest.mark.medium
 def test_imports_only_go_down() -> None:
     assert floor_faults(MODULES) == []
 
 
+@pytest.mark.medium
 def test_nobody_below_graph_sees_torch_fx() -> None:
     assert fx_faults(MODULES) == []
     planted = {"qtk.observers.a": ("a.py", "from torch import fx"), "qtk.planning.b": ("b.py", "from torch import fx")}
     assert [fault.partition(":")[0] for fault in fx_faults(planted)] == ["a.py"]
 
 
+@pytest.mark.medium
 def test_no_import_cycle() -> None:
     assert cycle(MODULES) == []
 
 
+@pytest.mark.medium
 def test_no_banned_attribute() -> None:
     assert attribute_faults(MODULES) == []
 
@@ -203,6 +207,7 @@ def test_inits_are_thin() -> None:
         assert len(body) == 1, f"{init.relative_to(ROOT)}: an __init__ holds a docstring and nothing else"
 
 
+@pytest.mark.medium
 def test_import_is_light() -> None:
     program = (
         "import sys, torch; before = set(sys.modules); import qtk; qtk.QuantSim; "

@@ -146,6 +146,7 @@ def unlisted(path: str, source: str) -> list[str]:
     return [f"{path}:{line}: {call}" for line, call in calls_that_wait(ast.parse(source)) if call not in allowed]
 
 
+@pytest.mark.medium
 def test_every_call_that_may_wait_is_listed_with_its_reason() -> None:
     found = []
     for path in hot_files():

@@ -12,6 +12,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", {"version": 1, "rules": [
     {"match": {"path": "0"}, "weight": {"bits": 6}}]}])
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 5, "activation_bits": 7}])
@@ -29,6 +30,7 @@ def test_the_saved_config_plans_the_same(config, options, tmp_path):
         found.save(path)
 
 
+@pytest.mark.medium
 def test_settled_sites_stay_as_they_are():
     sim = qtk.QuantSim(mlp(), BATCHES[0])
     sim.compute_encodings(BATCHES, progress=False)
@@ -40,6 +42,7 @@ def test_settled_sites_stay_as_they_are():
     assert all(sim.encodings()[name].equals(encoding) for name, encoding in before.items())
 
 
+@pytest.mark.medium
 def test_what_is_left_is_a_simulation_like_any_other(tmp_path):
     sim, _ = assigned({"weight_bits": 6.0})
     sim.save(tmp_path / "saved")
@@ -49,6 +52,7 @@ def test_what_is_left_is_a_simulation_like_any_other(tmp_path):
     qtk.apply_seq_mse(sim, BATCHES, progress=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, "residual", "gru", "vit"))
 def test_any_model(name):
     entry = ZOO[name]
@@ -69,6 +73,7 @@ def test_any_model(name):
     sim.check()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("budget", "message"), [
     ({}, "one limit"), ({"bytes": 1e6, "weight_bits": 4}, "one limit"), ({"byte": 1e6}, "did you mean 'bytes'"),
     ({"bytes": 0}, "positive"), ({"bytes": float("nan")}, "positive"), ({"weight_bits": -1}, "positive"),
@@ -88,6 +93,7 @@ def failing(output, batch):
     raise RuntimeError("no labels")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{"budget": {"weight_bits": 3.0}}, {"budget": {"bytes": 2e3}, "loss": failing}])
 def test_nothing_has_changed_after_an_error(options):
     sim = qtk.QuantSim(mlp(), BATCHES[0])

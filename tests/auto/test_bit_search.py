@@ -16,6 +16,7 @@ from qtk.graph.footprint import footprint
 from tests.auto.three_layers import BATCHES, assigned, error, mlp, widths
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("budget", [4.0, 5.0, 6.0, 7.0, 8.0, 16.0])
 def test_mean_width_stays_within_the_budget_and_beats_equal_widths(budget):
     sim, found = assigned({"weight_bits": budget})
@@ -29,6 +30,7 @@ def test_mean_width_stays_within_the_budget_and_beats_equal_widths(budget):
     assert all(found.measured[0].loss <= row.loss for row in found.measured if row.fits)
 
 
+@pytest.mark.medium
 def test_the_site_that_loses_most_gets_the_bits():
     sim, found = assigned({"weight_bits": 7.0}, choices=(4, 8))
     assert found.rows[0].name == "2.weight"
@@ -36,6 +38,7 @@ def test_the_site_that_loses_most_gets_the_bits():
     assert widths(sim)["0.weight"] == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("limit", [1_500, 2_500, 4_000])
 @pytest.mark.parametrize("choices", [(4, 8, 16), (3, 8, "float")])
 def test_bytes_are_those_of_the_model(limit, choices):
@@ -43,6 +46,7 @@ def test_bytes_are_those_of_the_model(limit, choices):
     assert footprint(sim.model).quantized_bytes == found.cost <= limit
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.2])
 def test_bit_operations_are_those_of_the_plan(share):
     limit = share * 64 * 64 * (16 * 32 + 32 * 32 + 32 * 4)
@@ -53,6 +57,7 @@ def test_bit_operations_are_those_of_the_plan(share):
                for each in products) == found.cost <= limit
 
 
+@pytest.mark.medium
 def test_residual_streams_are_found_without_being_told():
     class Block(nn.Module):
         def __init__(self):
@@ -77,6 +82,7 @@ def test_residual_streams_are_found_without_being_told():
     assert found.measured[0].loss < min(row.loss for row in found.measured if row.what == "all 8 bits") / 10
 
 
+@pytest.mark.medium
 def test_a_loss_of_ones_own_decides():
     targets = torch.randint(0, 4, (64,), generator=torch.Generator().manual_seed(1))
 
@@ -90,6 +96,7 @@ def test_a_loss_of_ones_own_decides():
     assert "loss" in str(found)
 
 
+@pytest.mark.medium
 def test_values_that_carry_a_mask_stay_in_float():
     class Scores(nn.Module):
         def __init__(self):
@@ -132,6 +139,7 @@ def measure_by(milliseconds, monkeypatch):
     monkeypatch.setattr(WholeLatency, "ratio", ratio)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("limit", [60.0, 120.0, 150.0])
 def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
     monkeypatch.setattr(OpLatencies, "ms", product_ms)
@@ -142,6 +150,7 @@ def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
     assert "4:out" not in {row.name for row in found.rows}  # which no product reads
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("limit", [70.0, 100.0, 130.0, 180.0])
 @pytest.mark.parametrize("mixed_ms", [20.0, 60.0])
 def test_widths_that_cost_more_together_than_alone_still_meet_the_budget(limit, mixed_ms, monkeypatch):
@@ -158,6 +167,7 @@ def test_widths_that_cost_more_together_than_alone_still_meet_the_budget(limit, 
     assert found.cost <= limit
 
 
+@pytest.mark.slow
 def test_milliseconds_in_the_runtime():
     pytest.importorskip("onnxruntime")
     sim = qtk.QuantSim(mlp(), BATCHES[0], config="onnxruntime")
@@ -177,6 +187,7 @@ def test_too_small_a_budget_says_the_least():
         assigned({"weight_bits": 3.9})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("budget", [4.0, 5.9, 11.3])
 def test_the_assigned_widths_have_the_least_sum_of_estimates_of_all(budget):
     _, found = assigned({"weight_bits": budget}, choices=(4, 8, 16))
@@ -192,6 +203,7 @@ def test_the_assigned_widths_have_the_least_sum_of_estimates_of_all(budget):
     assert min(estimates) == pytest.approx(min(sums) + others)
 
 
+@pytest.mark.medium
 def test_the_simulation_changes_only_when_the_result_is_applied():
     sim = qtk.QuantSim(mlp(), BATCHES[0])
     sim.compute_encodings(BATCHES, progress=False)

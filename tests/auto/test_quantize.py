@@ -26,6 +26,7 @@ def rescaled(error):
     return 10 ** (-error / 10)
 
 
+@pytest.mark.medium
 def test_a_step_is_kept_only_if_the_error_on_held_out_data_falls():
     sim, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, progress=False)
     best = float("inf")
@@ -50,6 +51,7 @@ def test_nothing_is_tried_beyond_what_is_needed():
     assert account.reached
 
 
+@pytest.mark.medium
 def test_the_metric_decides_where_there_is_one():
     calls = []
 
@@ -67,6 +69,7 @@ def test_the_metric_decides_where_there_is_one():
     assert calls[0] is not sim.model
 
 
+@pytest.mark.medium
 def test_sites_that_lose_most_are_left_precise_at_last():
     """A layer whose weights 2 bits ruin, in a target that has 16 bits, and in one that leaves sites in float."""
     config = {"version": 1, "rules": [{"match": {"path": "3"}, "weight": {"bits": 2}}]}
@@ -81,6 +84,7 @@ def test_sites_that_lose_most_are_left_precise_at_last():
     assert "3.weight" not in sim.quantizers
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [ValueError("no luck"), float("nan"), "a word"])
 def test_an_evaluation_that_fails_costs_its_trial_alone(kind):
     calls = itertools.count()
@@ -105,6 +109,7 @@ def test_an_evaluation_that_fails_in_float_is_an_error():
         qtk.quantize(model(), BATCHES, evaluate=lambda net: float("nan"), progress=False)
 
 
+@pytest.mark.medium
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     settings = {"weight_bits": 4, "activation_bits": 4, "max_drop": -1.0, "progress": False}
     evaluated = []
@@ -132,6 +137,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
         qtk.quantize(nn.Sequential(*model()[:2]), BATCHES, directory=tmp_path, **settings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("other", [{"evaluate": lambda net: 0.5}, {"scheme": "mse"}, {"data": BATCHES[::-1]}])
 def test_results_of_another_run_are_not_taken_for_this_one(other, tmp_path):
     settings = {"data": BATCHES, "evaluate": lambda net: 1.0, "directory": tmp_path, "progress": False}
@@ -140,6 +146,7 @@ def test_results_of_another_run_are_not_taken_for_this_one(other, tmp_path):
         qtk.quantize(model(), **settings | other)
 
 
+@pytest.mark.medium
 def test_a_function_for_valid_tokens_is_the_same_in_the_next_process(tmp_path):
     def all_tokens():
         return lambda batch: torch.ones(batch.shape[:2], dtype=torch.bool)
@@ -160,6 +167,7 @@ class Scalar(nn.Module):
         return self.linear(x).square().mean()
 
 
+@pytest.mark.medium
 def test_a_ranking_that_fails_leaves_what_was_found():
     sim, account = qtk.quantize(Scalar().eval(), BATCHES, weight_bits=4, activation_bits=4, max_drop=-1.0,
                                 progress=False)
@@ -168,6 +176,7 @@ def test_a_ranking_that_fails_leaves_what_was_found():
     assert sim.model(BATCHES[0]).ndim == 0
 
 
+@pytest.mark.medium
 def test_nothing_is_ranked_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr("qtk.auto.trial_builder.sensitivity", None)
     _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, time_limit=0.0,
@@ -182,6 +191,7 @@ def test_time_is_limited():
     assert "the time is over" in account.end
 
 
+@pytest.mark.medium
 def test_pairs_go_through_forward_everywhere():
     pairs = [(batch, 0) for batch in BATCHES]
     sim, _ = qtk.quantize(model(50.0), pairs, weight_bits=4, activation_bits=4, max_drop=0.0,

@@ -45,6 +45,7 @@ def test_activations(name, spec, norm):
     assert found(scheme.encodings([observer], [spec])[0]) == expected
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_weights(spec):
     x = torch.stack([data(name)[:500] for name in DATA if name != "zero"])

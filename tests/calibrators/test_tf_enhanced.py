@@ -56,6 +56,7 @@ def of_rows(encoding):
     return list(zip(map(np.float32, encoding.scale.reshape(-1).tolist()), zeros, strict=False))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name != "zero"])
 def test_activations(name, spec):
@@ -68,6 +69,7 @@ def test_activations(name, spec):
     assert of_rows(scheme.encodings([observer], [spec])[0]) == [expected]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("granularity", [PerChannel(1), PerBlock((20, 1))], ids=str)
 def test_weights_of_every_kind_at_once(granularity, spec):

@@ -71,6 +71,7 @@ def brute_force(left, shares, spec):
     return chosen
 
 
+@pytest.mark.medium
 def test_dropped_values_are_warned_of():
     scheme, spec = TfEnhanced(variant="v1"), next(iter(SPECS.values()))
     observer = scheme.observer(PerTensor())

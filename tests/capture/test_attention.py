@@ -191,6 +191,7 @@ def assert_near_float_at_16_bits(model, prepared, inputs):
             assert noise < 1e-5 * signal  # 50 dB
 
 
+@pytest.mark.medium
 @every_case
 def test_a_prepared_attention_is_the_original(name):
     assert_prepared_alike(*case(name))
@@ -298,6 +299,7 @@ def layer(name):
     return model, qtk.prepare_model(model, inputs), inputs
 
 
+@pytest.mark.medium
 @every_layer
 def test_a_prepared_transformer_is_the_original(name):
     assert_prepared_alike(*layer(name))
@@ -314,6 +316,7 @@ def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
     model, (_, _, inputs) = encoder(nested=True).eval(), layer("padded_encoder")
@@ -323,6 +326,7 @@ def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
         near(model(**inputs)[seen], prepared(**inputs)[seen], 1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["encoder_layer", "padded_encoder"])
 def test_dropout_inside_attention_is_on_in_train_mode_only(name):
     model, inputs = copy.deepcopy(layer(name)[0]), layer(name)[2]
@@ -335,6 +339,7 @@ def test_dropout_inside_attention_is_on_in_train_mode_only(name):
         near(a, b, 1e-6)
 
 
+@pytest.mark.medium
 def test_torchvisions_vit_is_quantized_throughout():
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(image_size=32, patch_size=16, num_layers=2, num_heads=2, hidden_dim=32,

@@ -76,6 +76,7 @@ def test_a_path_at_which_nothing_runs_is_an_error(glob):
     assert excluded(prepared) == [None, None, None]
 
 
+@pytest.mark.medium
 def test_the_modules_excluded_from_a_tree_are_known():
     prepared = prepare_model(PYTHON["deep"].model(), PYTHON["deep"].inputs(), modules_to_exclude=["stages.one.first"])
     exclude_paths(prepared, ["head"])
@@ -96,6 +97,7 @@ def test_an_exclusion_that_names_nothing_is_an_error():
         sim(lambda net, y: net.left(y), exclude=["lfet"])
 
 
+@pytest.mark.medium
 def test_a_branch_that_is_not_reached_may_be_excluded_by_the_config():
     class Branches(nn.Module):
         def __init__(self):
@@ -125,6 +127,7 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("exclude", [["experts", "branch"], ["expert*", "branc?"]])
 def test_excluding_a_module_excludes_the_modules_in_it_that_the_example_inputs_do_not_reach(exclude):
     made = qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": exclude})
@@ -132,6 +135,7 @@ def test_excluding_a_module_excludes_the_modules_in_it_that_the_example_inputs_d
     assert not [name for name in made.quantizers if name.startswith("experts")]
 
 
+@pytest.mark.medium
 def test_modules_that_are_not_reached_beside_an_excluded_one_are_refused():
     with pytest.raises(CaptureError, match=r"branch\.0 ") as raised:
         qtk.QuantSim(Experts(), torch.ones(2, 8), config={**BARE, "exclude": ["experts"]})

@@ -64,6 +64,7 @@ class Outer(nn.Module):
         return self.lstm(self.drop(self.fc(x)) * self.gain)[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("path", "name", "way"), [
     ("lstm", "dropout", "at capture; set 'lstm.recurrence.dropout', or set it on the original"),
     ("fc", "in_features", "at capture; set it on the original model and prepare that again"),
@@ -78,6 +79,7 @@ def test_what_capture_has_decided_cannot_be_set(path, name, way, made):
         setattr(holder, name, value)
 
 
+@pytest.mark.medium
 def test_what_acts_can_be_set():
     model, x = Outer().eval(), torch.randn(2, 4)
     prepared = copy.deepcopy(qtk.prepare_model(model, x))
@@ -96,6 +98,7 @@ REGISTERS = (
 )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("register", REGISTERS)
 @pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])
 def test_a_hook_on_what_is_never_called_is_a_warning(made, register):
@@ -105,6 +108,7 @@ def test_a_hook_on_what_is_never_called_is_a_warning(made, register):
     assert seen[0].filename == __file__
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("path", ["", "drop"])
 def test_a_hook_on_what_is_called_fires_without_a_warning(path, recwarn):
     prepared, calls = qtk.prepare_model(Outer(), torch.randn(2, 4)), []

@@ -13,6 +13,7 @@ def prepared(name, **options):
     return prepare_model(ZOO[name].model(), ZOO[name].inputs(), verify=False, **options)
 
 
+@pytest.mark.medium
 def test_a_fixed_axis_is_checked_and_the_batch_is_free():
     model = prepared("two_inputs")
     image, vector = ZOO["two_inputs"].inputs(5)

@@ -27,6 +27,7 @@ def loss(outputs: object) -> Tensor:
     return sum((out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in leaves)
 
 
+@pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_inputs_and_batches(name):
     entry, (model, prepared) = PYTHON[name], pair(name)
@@ -64,6 +65,7 @@ def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
         assert any(line.startswith(share) for line in lines)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("excluded", [[], ["minus"]])
 def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is(excluded):
     model, x = PYTHON["branch"].model(), torch.randn(4, 8) - 100
@@ -75,6 +77,7 @@ def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is(excluded):
     assert prepared.minus.weight is model.minus.weight
 
 
+@pytest.mark.medium
 def test_what_the_inputs_do_not_reach_is_an_error_unless_it_is_excluded_by_name():
     entry = PYTHON["branch"]
     message = r"do not reach these.*:\n  minus \(Linear, 36 parameters\)\npass inputs .*modules_to_exclude=\['minus'\]"
@@ -157,6 +160,7 @@ def test_modes_reach_every_module(name):
     assert not any(module.training for module in twin.eval().modules())
 
 
+@pytest.mark.medium
 def test_train_mode_is_the_originals_with_its_own_dropout_and_statistics():
     entry, models = PYTHON["deep"], [PYTHON["deep"].model() for _ in range(2)]
     prepared = qtk.prepare_model(models[1], entry.inputs())
@@ -226,6 +230,7 @@ def test_gradients_are_the_originals_and_reach_every_weight_through_quantizers(n
     assert all(named[key] is not None and bool(named[key].isfinite().all()) for key in reached)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "excluded"),
     [("deep", "stages.one.first"), ("many_sizes", "also"), ("detector", "backbone.0"),
@@ -268,6 +273,7 @@ def test_a_rule_for_a_path_inside_an_island_alone_matches_nothing():
         qtk.QuantSim(pair("deep")[1], PYTHON["deep"].inputs(), config={"version": 1, "rules": [rule]})
 
 
+@pytest.mark.medium
 def test_an_expert_that_saw_no_token_takes_any_number_of_them_later():
     model, one = PYTHON["experts"].model(), torch.ones(1, 1, 8)
     prepared = qtk.prepare_model(model, one)
@@ -292,6 +298,7 @@ def test_attributes_that_python_asks_of_an_island_are_the_originals():
     assert "no len()" in next(part.reason for part in prepared.report.parts if part.path == "blocks")
 
 
+@pytest.mark.medium
 def test_a_plain_attribute_set_on_the_prepared_model_is_what_its_code_reads():
     class Shifted(type(pair("branch")[0])):
         shift = 0.0

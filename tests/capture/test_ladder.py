@@ -57,6 +57,7 @@ def test_the_first_rung_is_taken_if_it_holds():
     assert (graph.report.rung, graph.report.reasons, graph.report.eval_difference) == ("export", (), 0.0)
 
 
+@pytest.mark.medium
 def test_the_second_rung_is_taken_if_the_first_does_not_hold_and_the_reason_is_kept():
     class Traced(nn.Linear):
         def forward(self, x):
@@ -135,6 +136,7 @@ class AsksForItem(Parent):
         return self.head(self.child(x * sign(x)) + self.child[0](x))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("parent", [AsksForType, AsksForItem])
 def test_an_island_that_its_parent_does_not_take_gives_way_to_those_inside(parent):
     model = parent(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
@@ -180,6 +182,7 @@ def test_a_child_whose_island_is_passed_by_stays_and_is_told():
     assert torch.equal(prepared(X), model(X))
 
 
+@pytest.mark.medium
 def test_what_a_hook_of_a_child_writes_to_its_parent_is_written():
     class Hooked(Parent):
         def __init__(self):
@@ -205,6 +208,7 @@ def test_what_a_hook_of_a_child_writes_to_its_parent_is_written():
     assert torch.equal(found, model(other))
 
 
+@pytest.mark.medium
 def test_a_child_called_through_python_and_directly_is_one_graph_for_both():
     class Twice(Parent):
         def forward(self, x):
@@ -237,6 +241,7 @@ def test_parts_that_do_not_add_up_are_an_error(monkeypatch):
         tree(SignAlone())
 
 
+@pytest.mark.medium
 def test_the_model_is_left_as_it_was():
     model = Parent(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), SignAlone())).train()
     state = {key: value.clone() for key, value in model.state_dict().items()}

@@ -112,6 +112,7 @@ class Branches(nn.Module):
         return self.outer(y) if bool((x > -9).all()) else self.outer(-y)
 
 
+@pytest.mark.medium
 def test_python_that_is_kept_keeps_its_hooks():
     model, calls = Branches().eval(), []
     model.register_forward_hook(lambda *_: calls.append("model"))

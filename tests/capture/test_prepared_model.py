@@ -50,6 +50,7 @@ def prepared(name):
     return copied(name)[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_tensors_made_in_the_code_follow_to_another_dtype_and_back(dtype):
     entry = ZOO["creations"]
@@ -141,6 +142,7 @@ def test_sizes_that_were_dynamic_are_dynamic_after_pickling():
         twin(torch.randn(7, 5))
 
 
+@pytest.mark.medium
 def test_another_process_can_train_what_was_pickled(tmp_path):
     sim = simulated("residual")
     torch.save(sim.model, tmp_path / "model.pt")
@@ -159,6 +161,7 @@ def test_every_node_knows_its_value():
                 assert node.meta.get("val") is not None, f"{name}: {node.format_node()}"
 
 
+@pytest.mark.medium
 def test_compiles_whole():
     model, entry = prepared("vit"), ZOO["vit"]
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -195,6 +198,7 @@ class OneOfEach(nn.Module):
         return x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "constant"])
 def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
     names = attributes_of_a_prepared_graph()
@@ -211,7 +215,8 @@ def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
     assert {f"{name}{suffix}" for name in names} <= {*sites}
 
 
-@pytest.mark.parametrize("config", ["default", "onnxruntime"])
+@pytest.mark.medium
+@pytest.mark.parametrize("config", ["default", pytest.param("onnxruntime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("branches", [False, True])
 def test_hidden_names_change_no_number(config, branches, tmp_path):
     x, sims = torch.randn(4, 3, 8, 8), []
@@ -232,6 +237,7 @@ def test_hidden_names_change_no_number(config, branches, tmp_path):
     assert torch.equal(loaded.model(x), plain.model(x))
 
 
+@pytest.mark.medium
 def test_hidden_names_in_training_and_in_new_state():
     x = torch.randn(4, 3, 8, 8)
     nets = [Named(*names) for names in (PLAIN, HIDDEN)]
@@ -251,6 +257,7 @@ def test_hidden_names_in_training_and_in_new_state():
     assert torch.equal(hidden.double()(x.double()), fresh.double()(x.double()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("branches", [False, True])
 def test_submodules_are_found_by_the_users_names(branches):
     net = Named(*HIDDEN, branches=branches).eval()

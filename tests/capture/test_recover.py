@@ -49,6 +49,7 @@ def assert_trains_alike(model, x, **options):
     return prepared
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["residual", "batch_norms", "reused_block", "functional_dropout", "reused_module",
                                   "depthwise_separable", "vit", "norms"])
 def test_a_step_of_training_is_the_original_step(name):
@@ -68,6 +69,7 @@ def test_a_batch_norm_keeps_the_epsilon_it_computes_with():
     torch.testing.assert_close(prepared(X), model.fc(X) / 1.5**0.5)
 
 
+@pytest.mark.medium
 def test_modules_stand_at_their_path_and_functions_beside_their_owner():
     prepared = prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs())
     names = {name for name, module in prepared.named_modules() if isinstance(module, nn.Dropout)}
@@ -84,6 +86,7 @@ def test_a_name_the_model_has_is_not_taken():
     assert set(modules(prepare_model(model, X), Dropout)) == {"dropout_1"}
 
 
+@pytest.mark.medium
 def test_batch_norm_keeps_momentum_eps_and_the_cumulative_average():
     prepared = prepare_model(ZOO["batch_norms"].model(), ZOO["batch_norms"].inputs())
     found = {node.args[-1].target: (type(m).__name__, m.momentum, m.eps)
@@ -134,6 +137,7 @@ def test_monte_carlo_dropout_is_on_in_eval_mode():
     assert not torch.equal(prepared(X), prepared(X))
 
 
+@pytest.mark.medium
 def test_a_frozen_backbone_gives_no_gradient_and_still_updates_statistics():
     def code(self, x):
         with torch.no_grad():

@@ -62,6 +62,7 @@ def fused_calls(model):
     return counts
 
 
+@pytest.mark.medium
 @every_case
 def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option):
     model, prepared, x = case(kind, option)
@@ -133,6 +134,7 @@ SITES = {  # what is computed in a step, without the gates that are inside a pro
 GATES = {nn.LSTM: ("forget_gate", "output_gate"), nn.GRU: ("reset_gate",)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", SITES)
 def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
     model, prepared, x = case(kind, "without_bias")
@@ -141,6 +143,7 @@ def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
         assert {f"rnn.{step}.{name}:out" for name in SITES[kind]} <= set(sim.encodings())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", GATES)
 def test_every_gate_is_a_site(kind):
     _, prepared, x = case(kind, "plain")
@@ -163,6 +166,7 @@ def test_one_encoding_serves_all_time_steps():
     assert float(quantizer.encoding.minimum) == pytest.approx(float(smallest), abs=10 * step)
 
 
+@pytest.mark.medium
 def test_a_start_state_is_quantized_where_it_comes_in():
     torch.manual_seed(0)
     model = Net(nn.LSTM).eval()
@@ -172,6 +176,7 @@ def test_a_start_state_is_quantized_where_it_comes_in():
     assert_near_float(run(model, inputs), run(sim.model, inputs))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stated", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_are_torchs_bypassed_and_near_it_at_16_bits(kind, stated):
@@ -206,6 +211,7 @@ def tagger():
     return Tagger().eval(), torch.randn(N, T, I)
 
 
+@pytest.mark.medium
 def test_a_float_inside_leaves_the_net_fused_and_quantizes_what_it_hands_out(tagger):
     model, x = tagger
     sim = simulated(model, x, config=OUTSIDE)
@@ -230,6 +236,7 @@ def test_a_float_inside_leaves_the_net_fused_and_quantizes_what_it_hands_out(tag
     assert outputs[1].unique().numel() <= 256
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("grad", [False, True])
 def test_quantized_weights_alone_leave_the_net_fused(tagger, grad):
     model, x = tagger
@@ -243,6 +250,7 @@ def test_quantized_weights_alone_leave_the_net_fused(tagger, grad):
     assert not torch.equal(found, model(x))
 
 
+@pytest.mark.medium
 def test_a_quantized_inside_runs_step_by_step(tagger):
     model, x = tagger
     sim = simulated(model, x)
@@ -254,6 +262,7 @@ def test_a_quantized_inside_runs_step_by_step(tagger):
     assert counts == {"cell": 1 + T, "composite": 2}
 
 
+@pytest.mark.medium
 def test_packed_sequences_are_quantized_inside_too():
     torch.manual_seed(0)
     model = Packed().eval()
@@ -271,6 +280,7 @@ def test_packed_sequences_are_quantized_inside_too():
     assert made <= set(sim.encodings())
 
 
+@pytest.mark.medium
 def test_dropout_falls_between_layers_in_train_mode_only():
     torch.manual_seed(0)
     model = Net(nn.GRU, num_layers=2, dropout=0.5).eval()
@@ -290,6 +300,7 @@ def test_dropout_falls_between_layers_in_train_mode_only():
     assert same(expected, run(prepared.train(), x))
 
 
+@pytest.mark.medium
 def test_gradients_reach_every_parameter_through_the_simulated_steps():
     model, prepared, x = case(nn.LSTM, "two_layers")
     sim = simulated(prepared, x)
@@ -302,6 +313,7 @@ def test_gradients_reach_every_parameter_through_the_simulated_steps():
         assert bool(gradient.any())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_copy_and_a_file_are_the_simulation_and_apart_from_it(kind, tmp_path):
     _, prepared, x = case(kind, "both_ways")

@@ -201,6 +201,7 @@ class Held(nn.Module):
 QUINT8 = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 128, torch.quint8)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("net", "x", "named"), [
     (Held(), QUINT8, "input 0 is quint8, and torch cannot trace quantized tensors; give it dequantized"),
     (Held(QUINT8), torch.randn(4, 4), "buffer table is quint8"),

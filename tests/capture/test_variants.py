@@ -89,6 +89,7 @@ class Constant(nn.Module):
         return self.fc(x) + torch.tensor([1.0] * 8)
 
 
+@pytest.mark.medium
 def test_constants_that_differ_have_names_of_their_own_and_equal_ones_are_one():
     model = Constant()
     main = prepare_model(model, CUBE, variants=[MATRIX])
@@ -145,6 +146,7 @@ class Heads(nn.Module):
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_ops_of_both_graphs_are_the_same_sites_whatever_stands_before_them(fused, first):
@@ -165,6 +167,7 @@ def test_the_ops_of_both_graphs_are_the_same_sites_whatever_stands_before_them(f
         torch.testing.assert_close(main(*call), model(*call))
 
 
+@pytest.mark.medium
 def test_names_are_of_one_op_each():
     model = Heads(False).eval()
     main = prepare_model(model, CUBE, variants=[(CUBE, MASK)])
@@ -173,6 +176,7 @@ def test_names_are_of_one_op_each():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("variant", "equal"), [((MATRIX,), True), ((CUBE, MASK), False)])
 def test_equal_composites_are_one_and_others_share_their_sites(variant, equal):
     main = prepare_model(Heads().eval(), CUBE, variants=[variant])
@@ -203,6 +207,7 @@ class Labelled(nn.Module):
         return y if labels is None else nn.functional.cross_entropy(y, labels)
 
 
+@pytest.mark.medium
 def test_modules_of_the_original_act_wherever_a_graph_calls_them():
     model = Labelled().eval()
     main = prepare_model(model, CUBE, variants=[{"x": CUBE, "aux": True}, {"x": CUBE, "labels": torch.tensor([0, 1])}])
@@ -221,6 +226,7 @@ def test_modules_of_the_original_act_wherever_a_graph_calls_them():
     assert list(main.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.medium
 def test_a_call_is_told_by_what_it_gives_not_by_how_it_is_written():
     model, labels = Labelled().eval(), torch.tensor([0, 1])
     main = prepare_model(model, CUBE, variants=[{"x": CUBE, "labels": labels}])
@@ -233,6 +239,7 @@ def test_a_call_is_told_by_what_it_gives_not_by_how_it_is_written():
         main(CUBE, aux=True)
 
 
+@pytest.mark.medium
 def test_what_cannot_be_variants_is_refused():
     model, labels = Labelled().eval(), torch.tensor([0, 1])
     with pytest.raises(CaptureError, match=r"variants\[1\].* is a call of the same kind as variants\[0\]"):

@@ -56,6 +56,7 @@ def test_a_copy_differs_by_nothing_in_either_mode():
     assert train_difference(model, other, X, {}) == (0.0, [])
 
 
+@pytest.mark.medium
 def test_dropout_inside_attention_is_switched_off_and_adopted():
     prepared = prepare_model(Attention(), X, verify=False)
     attentions = [module for module in prepared.modules() if isinstance(module, qtk_attention)]

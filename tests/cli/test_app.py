@@ -28,6 +28,7 @@ def test_a_recipe_prints_its_table_and_writes_its_results(project, tmp_path):
     assert (tmp_path / "results" / "summary.json").is_file()
 
 
+@pytest.mark.medium
 def test_the_output_option_goes_before_the_recipe(project, tmp_path):
     assert invoke("quantize", project.recipe(), "--output", tmp_path / "other").exit_code == 0
     assert (tmp_path / "other" / "summary.json").is_file()

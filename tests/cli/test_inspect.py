@@ -26,6 +26,7 @@ def test_report_plan_and_what_stays_in_float(project):
     assert "quantizers:" in text
 
 
+@pytest.mark.medium
 def test_a_library_model_needs_no_shape():
     text = shown("demo:digits_cnn", activation_bits=None)
     assert "stem.0.weight" in text
@@ -68,7 +69,9 @@ def test_wrong_shapes(text):
         parse_shape(text)
 
 
-@pytest.mark.parametrize("model", ["timm:mobilenetv3_small_050", "demo:digits_vit", "module"])
+@pytest.mark.medium
+@pytest.mark.parametrize("model", [pytest.param("timm:mobilenetv3_small_050", marks=pytest.mark.slow), "demo:digits_vit",
+                                   "module"])
 def test_a_dry_run_shows_the_same_without_values(model, project):
     model, shapes = (f"{project.module}:net", ["1,6"]) if model == "module" else (model, [])
     plan, dry = (

@@ -36,6 +36,7 @@ def files_of(folder):
                   if path.is_file() and path.name != MARKER)
 
 
+@pytest.mark.medium
 def test_every_model_is_measured_in_every_setting(project, tmp_path):
     models = [{"name": name, "model": f"{project.module}:net"} for name in ("one", "two")]
     summary = run(project, tmp_path, models=models, settings=[W8A8, W4])
@@ -56,6 +57,7 @@ def test_layer_wise_steps_improve_a_setting(project, tmp_path):
     assert scores["better"].sqnr_db > scores["w4"].sqnr_db + 2
 
 
+@pytest.mark.medium
 def test_a_page_to_look_at_lies_beside_the_exports(project, tmp_path):
     found = {**W4, "name": "found", "auto": {"max_drop": 1.0}}
     scores = run(project, tmp_path, settings=[W8A8, found], report=True).models["net"]
@@ -68,6 +70,7 @@ def test_a_page_to_look_at_lies_beside_the_exports(project, tmp_path):
     assert files_of(tmp_path / "exported") == ["net/w8a8/encodings.json", "net/w8a8/report.html"]
 
 
+@pytest.mark.medium
 def test_auto_finds_what_reaches_the_drop(project, tmp_path):
     low = {**W4, "weight_bits": 2}
     auto = {**low, "name": "auto", "auto": {"max_drop": -1.0}}  # never reached, so that all is tried
@@ -95,6 +98,7 @@ def test_transforms_run_in_order_before_calibration(project, tmp_path):
     assert lines.index("net: calibrating w8a8") > lines.index(f"net: w8a8: {made[-1]}")
 
 
+@pytest.mark.medium
 def test_encodings_of_a_file_are_kept_and_the_others_computed(project, tmp_path):
     run(project, tmp_path, settings=[W8A8])
     file = tmp_path / "results/net/w8a8/encodings.json"
@@ -132,6 +136,7 @@ def test_the_results_are_files(project, tmp_path):
     assert set(encodings_json.read(folder / "net/w4/encodings.json")) == {"first.weight", "second.weight"}
 
 
+@pytest.mark.medium
 def test_the_exported_file_is_measured_in_onnxruntime(project, tmp_path):
     pytest.importorskip("onnxruntime")
     summary = run(project, tmp_path, settings=[W8A8, W4], exports=["onnx"], onnx_for=["w8a8"])
@@ -149,6 +154,7 @@ def test_the_exported_file_is_measured_in_onnxruntime(project, tmp_path):
     assert summary.models["net"]["w4"].size_bytes is None
 
 
+@pytest.mark.medium
 def test_the_file_in_float_computes_the_model(project, tmp_path):
     pytest.importorskip("onnxruntime")
     run(project, tmp_path, exports=["onnx"])
@@ -168,11 +174,13 @@ def test_a_users_measure_and_weights(project, tmp_path):
     assert files_of(tmp_path / "results") == ["summary.json", "summary.txt"]
 
 
+@pytest.mark.medium
 def test_results_are_the_same_on_every_run(project, tmp_path):
     first = run(project, tmp_path)
     assert run(project, tmp_path, force=True) == first
 
 
+@pytest.mark.medium
 def test_the_seed_decides_random_weights(project, tmp_path):
     changes = {"models": [{"name": "net", "model": f"{project.module}:random_net"}],
                "evaluation": f"{project.module}:mean_confidence", "exports": []}
@@ -232,6 +240,7 @@ def test_what_cannot_run_says_why(project, tmp_path, changes, error, said):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.medium
 def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "build_model", lambda *args, **options: pytest.fail("a model was built"))
     data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:evaluation"}
@@ -240,6 +249,7 @@ def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tm
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("verb", [quantize, export])
 def test_the_end_of_a_calibration_is_looked_for_once_for_all_models(project, tmp_path, monkeypatch, verb):
     done, build = [], module.build_model
@@ -276,6 +286,7 @@ def test_nan_in_the_calibration_data_names_site_and_batch(project, tmp_path):
         run(project, tmp_path, data=data)
 
 
+@pytest.mark.medium
 def test_export_writes_the_same_files_without_measuring(project, tmp_path):
     recipe = load_recipe(project.recipe(data={"calibration": f"{project.module}:calibration"}))
     export(recipe, tmp_path / "results", force=False, console=silent())
@@ -300,6 +311,7 @@ def test_a_metric_that_is_not_finite_is_null(project, tmp_path, metric):
     assert record(tmp_path)["models"]["net"]["w8a8"]["sqnr_db"] > 25
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("net", "sqnr"), [("class_net", False), ("partial_net", True)])
 @pytest.mark.parametrize("exports", [["encodings_json"], ["onnx"]])
 def test_outputs_that_are_integers_or_none_are_measured_as_far_as_they_can_be(project, tmp_path, net, sqnr, exports):
@@ -354,6 +366,7 @@ def test_an_exit_code_tells_of_a_failed_setting(project, tmp_path):
     assert "written to" in result.stdout
 
 
+@pytest.mark.medium
 def test_sequences_of_any_length_are_quantized_measured_and_exported(project, tmp_path):
     pytest.importorskip("onnxruntime")
     data = {key: f"{project.module}:sentences" for key in ("calibration", "evaluation")}

@@ -9,7 +9,7 @@ import pytest
 
 from qtk.demo import digits
 
-IMAGES = 128
+IMAGES = 96
 
 
 @contextmanager

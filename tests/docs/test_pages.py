@@ -112,6 +112,7 @@ def test_every_block_has_a_language_that_is_run(name: str) -> None:
     assert set(languages(page(name))) <= RUNNABLE
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("arguments", CHEAP, ids=" ".join)
 def test_cheap_commands_run(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)

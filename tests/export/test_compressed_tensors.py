@@ -91,6 +91,7 @@ def groups_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("model", [Two, Odd])
 def test_the_words_hold_the_weights_of_the_simulation(model, weight, tmp_path):
@@ -155,6 +156,7 @@ IDS = torch.tensor([[1, 2]])
 FOUR_BITS = {"match": {"path": "head"}, "weight": {"dtype": "int4"}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("model", "x", "weight", "rules", "message"), [
     (nn.Sequential(nn.Conv1d(4, 8, 1), nn.Linear(16, 3)), torch.randn(2, 4, 16), {"dtype": "int8"}, [],
      r"0.weight is read by conv1d"),

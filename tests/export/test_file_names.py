@@ -11,6 +11,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.medium
 def test_different_paths_have_different_stems():
     assert len({file_stem(path) for path in PATHS}) == len(PATHS)
 

@@ -67,6 +67,7 @@ def ops_of(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_the_zoo_computes_the_bits_of_the_simulation_at_another_batch(name, tmp_path):
     sim, entry = simulated(name), ZOO[name]
@@ -78,6 +79,7 @@ def test_the_zoo_computes_the_bits_of_the_simulation_at_another_batch(name, tmp_
     assert_equal(sim, program, entry.inputs(3 if entry.dynamic else 2))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("names", [["residual", "keyword_input"], pytest.param(ZOO, marks=pytest.mark.slow)],
                          ids=["some", "all"])
 def test_a_process_without_qtk_loads_and_runs_the_files(names, tmp_path):
@@ -128,6 +130,7 @@ class Small(nn.Module):
         return self.second(nn.functional.gelu(self.norm(self.first(x)))) + x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
 def test_formats(config, tmp_path):
     torch.manual_seed(0)
@@ -138,6 +141,7 @@ def test_formats(config, tmp_path):
     assert_equal(sim, exported(sim, tmp_path / "export"), x)
 
 
+@pytest.mark.medium
 def test_half_precision_is_computed_in_float32_as_in_the_simulation(tmp_path):
     x = torch.randn(4, 5, 32, dtype=torch.bfloat16)
     sim = qtk.QuantSim(Small().eval().bfloat16(), x)
@@ -157,6 +161,7 @@ def test_codes_at_any_scale_differ_by_one_at_most_and_seldom():
     assert (difference > 0).float().mean() < 1e-5
 
 
+@pytest.mark.medium
 def test_integers_are_stored_and_the_floats_they_stand_for_are_not(tmp_path):
     sim = simulated("residual")
     state = exported(sim, tmp_path / "export").state_dict
@@ -168,6 +173,7 @@ def test_integers_are_stored_and_the_floats_they_stand_for_are_not(tmp_path):
     assert not set(weights) & set(state)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["reused_module", "reused_block", "gated"])
 def test_each_layer_has_a_bias_of_its_own(name, tmp_path):
     """XNNPACK rounds a bias to the scale of the products of its layer; one that two share got that of the first."""
@@ -183,6 +189,7 @@ def test_each_layer_has_a_bias_of_its_own(name, tmp_path):
     assert all(len(node.users) == 1 for node in vectors)
 
 
+@pytest.mark.medium
 def test_what_is_read_back_is_the_simulation(tmp_path):
     sim = simulated("depthwise_separable")
     exported(sim, tmp_path / "export")
@@ -192,6 +199,7 @@ def test_what_is_read_back_is_the_simulation(tmp_path):
     assert all(found[name].equals(expected[name]) for name in expected)
 
 
+@pytest.mark.medium
 def test_a_file_of_other_numbers_is_found(tmp_path):
     sim = simulated("residual")
     exported(sim, tmp_path / "export")
@@ -213,6 +221,7 @@ def test_a_file_that_is_no_program_is_named(tmp_path):
         read(tmp_path / "x.pt2")
 
 
+@pytest.mark.medium
 def test_the_file_holds_no_paths_of_this_machine(tmp_path):
     exported(simulated("residual"), tmp_path / "export")
     with zipfile.ZipFile(tmp_path / "export" / "model.pt2") as archive:
@@ -221,6 +230,7 @@ def test_the_file_holds_no_paths_of_this_machine(tmp_path):
     assert str(Path(torch.__file__).parent).encode() not in content
 
 
+@pytest.mark.medium
 def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
     net = nn.LSTM(8, 8)
     packed = nn.utils.rnn.pack_sequence([torch.randn(4, 8), torch.randn(2, 8)])
@@ -231,6 +241,7 @@ def test_packed_sequences_are_refused_with_the_way_out(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.medium
 def test_time_stays_free_where_a_net_is_one_op(tmp_path):
     x = torch.randn(2, 7, 8)
     sim = qtk.QuantSim(nn.LSTM(8, 8, batch_first=True).eval(), x, config="onnxruntime", dynamic_shapes="all")
@@ -240,6 +251,7 @@ def test_time_stays_free_where_a_net_is_one_op(tmp_path):
     assert_equal(sim, program, torch.randn(3, 9, 8))
 
 
+@pytest.mark.medium
 def test_an_axis_that_a_written_out_loop_fixes_is_named(tmp_path):
     x = torch.randn(2, 7, 8)
     sim = qtk.QuantSim(nn.GRU(8, 8, batch_first=True).eval(), x, dynamic_shapes="all")

@@ -36,6 +36,7 @@ def weights_of(bits):
     return {"version": 1, "extends": "xnnpack", "rules": [rule]}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["xnnpack", "x86_inductor", "onnxruntime", "weight_only_int4",
                                     *map(weights_of, (2, 3, 4, 5, 7))])
 def test_tensors_are_those_of_the_simulation(config, tmp_path):
@@ -64,6 +65,7 @@ def sim_codes(sim):
     return torch.round(quantizer(weight) / scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1))
 
 
+@pytest.mark.medium
 def test_ops_their_operands_and_readers(tmp_path):
     _, file = exported(tmp_path, "xnnpack")
     (conv,), (linear,), (add,) = (list(file.ops_of((kind,))) for kind in ("conv", "linear", "add"))
@@ -74,6 +76,7 @@ def test_ops_their_operands_and_readers(tmp_path):
     assert (add.operands, add.readers) == ((True, True), [QUANTIZE])
 
 
+@pytest.mark.medium
 def test_what_is_read_in_float_is_seen(tmp_path):
     _, file = exported(tmp_path, "x86_inductor")
     (linear,), (add,) = (list(file.ops_of((kind,))) for kind in ("linear", "add"))

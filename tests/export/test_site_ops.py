@@ -29,6 +29,7 @@ def simulated(x, encoding):
     return affine.fake_quantize(x, encoding.scale, encoding.zero_point, sizes, int(spec.qmin), int(spec.qmax))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("granularity", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize(("name", "symmetric"), [("int8", True), ("uint8", False), ("uint8", True), ("int4", True),
                                                  ("uint12", False), ("int16", False), ("fp8_e4m3", True),

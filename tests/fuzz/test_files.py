@@ -61,6 +61,7 @@ def written(path: Path, data: object) -> bool:
     return True
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FILES)
 @given(draws=st.data())
 def test_encodings_are_read_or_refused(name, draws):
@@ -118,6 +119,7 @@ def test_a_damaged_simulation_is_refused_or_the_same(name, draws):
             silent("a damaged simulation is loaded as another one")
 
 
+@pytest.mark.medium
 @share(0.3)
 @given(mutated(RECORD))
 def test_an_edited_simulation_is_read_or_refused(record):
@@ -132,6 +134,7 @@ def test_an_edited_simulation_is_read_or_refused(record):
             judged("edited simulations", lambda: qtk.QuantSim.load(saved, net(), X))
 
 
+@pytest.mark.medium
 @share(0.2)
 @given(st.sampled_from(["run.json", "0000.safetensors", "0001.safetensors"]), st.data())
 def test_a_damaged_checkpoint_is_refused_or_the_same(name, draws):
@@ -151,6 +154,7 @@ def test_a_damaged_checkpoint_is_refused_or_the_same(name, draws):
             silent(f"after {'a refused' if report is None else 'an accepted'} checkpoint the weights are others")
 
 
+@pytest.mark.medium
 @given(st.sampled_from([".pt", ".pth", ".safetensors"]), st.data())
 def test_files_of_weights_are_read_or_refused(suffix, draws):
     with tempfile.TemporaryDirectory() as folder:

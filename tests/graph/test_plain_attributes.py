@@ -84,6 +84,7 @@ def test_setting_them_is_refused_as_before():
             model.num_classes = 4
 
 
+@pytest.mark.medium
 def test_a_name_of_the_original_is_free_for_what_capture_adds():
     model = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     prepared = qtk.prepare_model(nn.ModuleDict({"m": model})["m"], (X[None], X[None], X[None]))
@@ -142,6 +143,7 @@ class Branching(nn.Module):
         return y + self.body[0].width if bool((x > -99).all()) else y
 
 
+@pytest.mark.medium
 def test_so_is_what_a_module_inside_of_an_island_holds():
     model = qtk.prepare_model(Branching().eval(), X)
     with pytest.warns(UserWarning, match="without lock of Locked"):

@@ -28,6 +28,7 @@ def found(function):
     return str(layouts[result]), layouts[result]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("function", "expected"), [
     (lambda net, x: net.fc(x).relu() + 1, "[samples, tokens, 12]"),
     (lambda net, x: 1 - x[None], "[1, samples, tokens, 12]"),
@@ -64,6 +65,7 @@ def test_a_value_of_all_tokens_or_of_one_has_none(function):
     assert found(function)[1] is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("function", "op"), [
     (lambda net, x: x[:, 1:], "slice"),
     (lambda net, x: torch.cat([x[:, :1] * 0, x], 1), "cat"),

@@ -60,10 +60,14 @@ def on_gpu(make, scheme="min_max", **options):
 
 
 SCHEMES = ("min_max", "moving_average", "percentile", "mse", "tf_enhanced", "entropy", "activation_mse")
+SLOW_SCHEMES = ("mse", "activation_mse")
+"""Hundreds of candidates, each a launch in Triton's interpreter."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("make", "scheme", "options"), [
-    *((tiny_cnn, scheme, {}) for scheme in SCHEMES),
+    *((tiny_cnn, scheme, {}) for scheme in SCHEMES if scheme not in SLOW_SCHEMES),
+    *(pytest.param(tiny_cnn, scheme, {}, marks=pytest.mark.kernels(canary=False)) for scheme in SLOW_SCHEMES),
     (tiny_cnn, "tf_enhanced", {"config": "onnxruntime"}),  # int32 biases
     pytest.param(TinyViT, "min_max", {}, marks=pytest.mark.kernels(canary=False)),
     pytest.param(tiny_cnn, "tf_enhanced(variant='v1')", {}, marks=pytest.mark.slow),
@@ -87,6 +91,7 @@ def test_a_calibration_waits_a_few_times_at_its_end_and_never_in_a_batch(make, s
         torch.testing.assert_close(found[name][0], encoding.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
 def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):
     observer, expected = MinMax(granularity), MinMax(granularity)
@@ -109,6 +114,7 @@ def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):
     assert found[2] == expected.count
 
 
+@pytest.mark.medium
 def test_all_weights_of_a_model_are_observed_in_a_launch_for_each_kind_of_them(monkeypatch):
     """Not one for each: the ViT's are of rows of one length or another, and biases."""
     sim, _ = on_gpu(TinyViT, activation_bits=None)
@@ -124,6 +130,7 @@ def test_all_weights_of_a_model_are_observed_in_a_launch_for_each_kind_of_them(m
     assert all(torch.equal(found[name], encoding.scale) for name, encoding in expected.encodings().items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("make", [tiny_cnn, pytest.param(TinyViT, marks=pytest.mark.kernels(canary=False))])
 def test_simulating_and_training_never_wait(make, monkeypatch):
     sim, x = on_gpu(make)
@@ -151,6 +158,7 @@ def test_simulating_and_training_never_wait(make, monkeypatch):
         assert all(parameter.grad is not None for parameter in sim.range_parameters())
 
 
+@pytest.mark.medium
 def test_weights_that_follow_and_dynamic_ranges_never_wait(monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)

@@ -57,6 +57,7 @@ def listing(model):
     return nodes, [name for name, _ in model.named_modules()]
 
 
+@pytest.mark.medium
 def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     prepared = copy.deepcopy(prepared_once(name))
     before, code = listing(prepared), [graph.code for graph in graphs(prepared).values()]
@@ -137,6 +138,7 @@ def test_the_simulation_is_close_to_float_at_16_bits(name):
             assert noise < 1e-5 * signal  # 50 dB; 16 bits leave about 80
 
 
+@pytest.mark.medium
 def test_codes_are_integers_in_range_at_every_site(name):
     entry = ZOO[name]
     sim = simulated(name)
@@ -156,6 +158,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
         assert float(codes.max()) < spec.qmax + 0.5
 
 
+@pytest.mark.medium
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
     entry = ZOO[name]
     sim = simulated(name, weight_bits=4)
@@ -167,6 +170,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
         assert equal(entry.run(loaded.model), expected)
 
 
+@pytest.mark.medium
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]
     sim = simulated(name, config=LIVE)

@@ -104,6 +104,7 @@ def gram_of_samples(module, model, samples):
     return rows.mT @ rows, len(rows)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("build", MODELS)
 def test_samples_are_held_out_whole(build, with_mask):
@@ -131,6 +132,7 @@ def test_the_power_of_held_out_outputs_is_that_of_whole_samples(build):
     assert found.output.signal == pytest.approx(sum(power), rel=1e-5)
 
 
+@pytest.mark.medium
 def test_batches_of_one_sample_are_held_out_whole_in_every_layout():
     for build in MODELS:
         _, sim, x = problem(build)
@@ -141,6 +143,7 @@ def test_batches_of_one_sample_are_held_out_whole_in_every_layout():
             assert (moments.rows, moments.held_out.rows) == (3 * tokens, 2 * tokens)
 
 
+@pytest.mark.medium
 def test_islands_count_all_rows_and_say_so():
     _, sim, x = problem(Island)
     with pytest.warns(UserWarning, match=r"valid: tokens cannot be followed to the inputs of 2 layers.*first\.weight"):
@@ -148,6 +151,7 @@ def test_islands_count_all_rows_and_say_so():
     assert found["first.weight"].moments.rows_of_all == SAMPLES * TOKENS
 
 
+@pytest.mark.medium
 def test_a_method_sees_no_held_out_token():
     """What the tokens of held-out samples are has no influence on the weights, up to whether they are taken."""
     results = []

@@ -12,6 +12,7 @@ from tests.layerwise.convolutional_net import lost, problem
 from tests.layerwise.layers import CHANNEL, LAYERS, named
 
 
+@pytest.mark.medium
 def test_the_report_of_bias_correction_is_true():
     model, sim, data = problem(weight_bits=2, activation_bits=None)
     before = problem(weight_bits=2, activation_bits=None)[1]

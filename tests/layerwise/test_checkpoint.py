@@ -80,6 +80,7 @@ def killed_after_two_layers(folder, how=None):
     assert process.wait().returncode == -signal.SIGKILL
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", [
     pytest.param(how, marks=[pytest.mark.slow] if how in ("groups", "none", "going on") else []) for how in HOLDOUTS
 ])
@@ -99,6 +100,7 @@ def test_killed_and_resumed_with_held_out_data_is_bit_equal(tmp_path, how, monke
             judged(how, checkpoint_dir=folder)
 
 
+@pytest.mark.medium
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     killed_after_two_layers(folder)
@@ -124,6 +126,7 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
     assert all(torch.equal(value, other[name]) for name, value in state(again).items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "named"),
     [("methods", "methods"), ("inputs", "inputs"), ("data", "data"), ("model", "weights and encodings"),
@@ -144,6 +147,7 @@ def test_the_directory_of_another_run_is_refused(tmp_path, change, named):
     assert all(torch.equal(before[name], value) for name, value in state(other).items())
 
 
+@pytest.mark.medium
 def test_damaged_files_are_named(tmp_path):
     sim, data = problem()
     qtk.apply_layerwise(sim, data, ["seq_mse"], checkpoint_dir=tmp_path, progress=False)
@@ -165,6 +169,7 @@ def test_damaged_files_are_named(tmp_path):
         qtk.apply_layerwise(problem()[0], data, ["seq_mse"], checkpoint_dir=file, progress=False)
 
 
+@pytest.mark.medium
 def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
     sim, data = problem()
     qtk.apply_layerwise(sim, data, METHODS, checkpoint_dir=tmp_path, progress=False)
@@ -191,6 +196,7 @@ def test_the_same_names_and_weights_in_another_model_are_another_run(tmp_path):
             qtk.apply_gptq(sim, [x], checkpoint_dir=tmp_path, progress=False)
 
 
+@pytest.mark.medium
 def test_nothing_is_written_through_a_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("ten years", encoding="utf-8")
@@ -204,6 +210,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     assert not any((folder / name).is_symlink() for name in ("run.json", "0000.safetensors"))
 
 
+@pytest.mark.medium
 def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
     sim, data = problem()
     before, replace = state(sim), os.replace
@@ -220,6 +227,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, monkeypatch):
     assert all(torch.equal(before[name], value) for name, value in state(sim).items())
 
 
+@pytest.mark.medium
 def test_half_files_of_a_killed_run_are_deleted(tmp_path):
     sim, data = problem()
     (tmp_path / ".0001.safetensors.c0ffee00.part").write_bytes(b"half")

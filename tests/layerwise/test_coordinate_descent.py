@@ -16,6 +16,7 @@ SETTINGS = {"tensor": TENSOR, "channel": CHANNEL, "block": blocks_of(2), "asymme
             "float": CHANNEL | {"dtype": "fp8_e4m3"}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", ["tensor", "channel", "block", "asymmetric", "float"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_starts_from_gptq_and_ends_lower_on_the_grid(name, setting):

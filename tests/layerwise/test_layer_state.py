@@ -103,6 +103,7 @@ def test_gains_add_up_where_they_are_known():
     assert two.updated(weight=weight).loss is None
 
 
+@pytest.mark.medium
 def test_more_scales_than_float32_counts():
     shape = (4100, 4100)
     encoding = Encoding(QuantSpec(dtype("int4"), PerBlock((1, 1)), symmetric=True), torch.ones(shape))

@@ -58,6 +58,7 @@ def true_gain(before, after):
     return pytest.approx(before - after, abs=1e-5 * before)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", LAYERS)

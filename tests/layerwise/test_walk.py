@@ -54,6 +54,7 @@ def damage(layer):
             layer.bias.add_(0.1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
 def test_every_layer_sees_what_it_would_see_in_a_run_of_the_whole_model(inputs, offload):
@@ -78,6 +79,7 @@ def test_every_layer_sees_what_it_would_see_in_a_run_of_the_whole_model(inputs, 
     assert seen == [f"{name}.weight" for name in ("stem", "depthwise", "up", "q", "k", "v", "mlp", "head")]
 
 
+@pytest.mark.medium
 def test_the_float_path_keeps_the_weights_it_had():
     sim, batches, calls, layers = prepared(activation_bits=None)  # else the output has a quantizer behind the last op
     with torch.no_grad():
@@ -92,6 +94,7 @@ def test_the_float_path_keeps_the_weights_it_had():
     assert last.output.noise == pytest.approx(float((original - damaged).square().sum()), rel=1e-4)
 
 
+@pytest.mark.medium
 def test_a_layer_used_twice_is_decided_at_its_last_use_by_all_its_inputs():
     sim, batches, calls, layers = prepared(Branches(twice=True).eval())
     for reached in walk(sim.model, calls, dict.fromkeys(layers, EXACT), inputs="symqt"):
@@ -116,6 +119,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("inputs", "passes"), [("asym", 2), ("symfp", 1), ("symqt", 1)])
 def test_the_cost_is_two_forward_passes(inputs, passes):
     sim, batches, calls, layers = prepared()
@@ -130,6 +134,7 @@ def test_the_cost_is_two_forward_passes(inputs, passes):
     assert walked.counts["gelu"] == passes * len(calls)
 
 
+@pytest.mark.medium
 def test_layers_that_are_not_wanted_are_run_like_everything_else():
     sim, batches, calls, layers = prepared()
     chosen = [layer for layer in layers if layer.name in ("q.weight", "head.weight")]
@@ -173,6 +178,7 @@ class Narrow(nn.Module):
         return self.narrow(y) + self.narrow(y.flip(0).tanh())
 
 
+@pytest.mark.medium
 def test_a_narrow_layer_used_twice():
     torch.manual_seed(0)
     batches = [torch.randn(6, 8)]
@@ -190,6 +196,7 @@ def test_a_narrow_layer_used_twice():
     pytest.fail("the layer was not reached")
 
 
+@pytest.mark.medium
 def test_what_is_not_finite_is_refused():
     sim, batches, _, layers = prepared()
     broken = [Call((torch.full_like(batches[0], torch.inf),), {}, None)]

@@ -75,6 +75,7 @@ def test_a_convolution_of_one_sample_without_a_batch():
         )
 
 
+@pytest.mark.medium
 def test_weights_and_biases_of_recurrent_nets():
     x = torch.randn(2, 5, 3)
     layers, skipped = layers_of(nn.LSTM(3, 4, num_layers=2, bidirectional=True), x)
@@ -107,6 +108,7 @@ class Odd(nn.Module):
         return self.head(F.linear(x, self.table.weight) + self.tied(x))
 
 
+@pytest.mark.medium
 def test_what_is_no_layer_is_left_with_its_reason():
     layers, skipped = layers_of(Odd(), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     assert [layer.name for layer in layers] == ["tied.weight", "head.weight"]

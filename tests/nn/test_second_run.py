@@ -31,6 +31,7 @@ def same(some, others):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("bits", [None, 4])
 def test_live_batch_norms_refuse_it_before_they_count_the_batch_again(reentrant, bits):
@@ -41,7 +42,8 @@ def test_live_batch_norms_refuse_it_before_they_count_the_batch_again(reentrant,
     assert same(sim.model.buffers(), once.model.buffers())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_step_refuses_it_too(reentrant):
     sim = simulation(AT_EXPORT)
     compiled = torch.compile(sim.model, backend="aot_eager")
@@ -50,7 +52,8 @@ def test_a_compiled_step_refuses_it_too(reentrant):
 
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "setting"), [
     (FOLDED, lambda sim: None),
     (FOLDED, lambda sim: sim.learn_ranges()),
@@ -66,6 +69,7 @@ def test_what_does_not_move_is_computed_again_bit_for_bit(reentrant, config, set
     assert same(*found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_frozen_batch_norms_do_not_move(reentrant):
     found = []

@@ -9,6 +9,7 @@ from qtk.numerics import affine, minifloat
 from qtk.numerics.codes import codes_of, storage_dtype, values_of
 
 
+@pytest.mark.medium
 def test_every_dtype_has_a_storage_that_holds_its_limits():
     for row in [*DTYPES.values(), INT32]:
         kind = storage_dtype(QuantSpec(row, symmetric=row.signed))

@@ -30,6 +30,7 @@ def chosen(low, high, spec):
     return choose_range(torch.tensor([low]), torch.tensor([high]), spec)
 
 
+@pytest.mark.medium
 @settings(max_examples=150, deadline=None)
 @given(specs(), reals, reals, st.lists(st.floats(0, 1), max_size=5))
 def test_every_real_of_the_range_is_within_half_a_step(spec, a, b, fractions):

@@ -114,6 +114,7 @@ def found(tmp_path_factory):
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
     expected = json.loads(json.dumps(encodings(scheme, batches())))
@@ -127,6 +128,7 @@ def test_all_ranks_get_the_same_ranges_by_gradients(found):
     assert found[0]["activation_mse"] == found[1]["activation_mse"]
 
 
+@pytest.mark.medium
 def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
     expected = improved(batches())
     for name, numbers in expected.items():
@@ -139,6 +141,7 @@ def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
     assert expected != improved(batches()[::2])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", HOLDOUTS)
 def test_held_out_data_are_the_same_on_all_ranks_and_in_one_process(found, how):
     """Whole groups too, though the ranks have the labels in another order: a, a, c and b, b, c."""

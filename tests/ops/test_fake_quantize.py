@@ -32,6 +32,7 @@ def arguments(case, zero_point, *, grad=True, kind=torch.float32):
     return x, scale, zero, block_size, -8, 7
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case, zero_point):
@@ -99,6 +100,7 @@ def test_work_for_unneeded_gradients_is_not_done():
     assert seen == [(False, False)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 @pytest.mark.parametrize("case", ["per_tensor", "per_channel_conv", "per_block"])
 def test_compiled_without_a_break_it_is_the_same_with_its_gradients(case, zero_point):

@@ -51,6 +51,7 @@ def arguments(case, kind=torch.float32):
     return x, (torch.rand(qparams, generator=generator) + 0.2).requires_grad_(), block_size
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case):
     torch.library.opcheck(OP, (*arguments(case), 2, 1, 6.0))
@@ -72,6 +73,7 @@ def test_it_computes_the_reference_with_its_gradients(case, name, kind):
     torch.testing.assert_close(scale.grad, dscale, rtol=1e-5, atol=1e-4)  # float32 sums of 120 terms, in any order
 
 
+@pytest.mark.medium
 @pytest.mark.pairwise(
     case=conformance.SHAPES, layout=conformance.LAYOUTS, kind=conformance.KINDS,
     name=["fp8_e5m2", "fp6_e2m3", "fp4_e2m1"], way=WAYS,
@@ -105,6 +107,7 @@ def _terms(grad, x, scale, block_size, format):
     return grad.double() * torch.where(inside, number - steps, number).double(), index
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("case", "backend"), [
     ("per_tensor", "aot_eager"), ("per_channel_conv", "aot_eager"), ("per_block", "aot_eager"),
     ("per_channel_conv", "inductor"), pytest.param("per_tensor", "inductor", marks=pytest.mark.slow),

@@ -20,11 +20,13 @@ def leaves(calls):
     return [each for call in calls for each in call[:3] if each is not None and each.requires_grad]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 def test_opcheck(zero_point):
     torch.library.opcheck(torch.ops.qtk.fake_quantize_many.default, flat(tensors(zero_point)[:12]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wants", [(False, False), (True, False), (True, True)])
 def test_opcheck_of_the_backward(wants):
     lists = flat(tensors(torch.int32, grad=False)[:12])
@@ -90,6 +92,7 @@ def test_second_derivatives_are_those_of_one_call_each():
         assert torch.equal(own, other)
 
 
+@pytest.mark.medium
 def test_compiled_it_is_the_same():
     calls = tensors(torch.int32, grad=False)[:7]
     compiled = torch.compile(fake_quantize_many, fullgraph=True, backend="aot_eager")

@@ -13,6 +13,7 @@ from torch.export import Dim
 import qtk
 from qtk.ops.fake_quantize import fake_quantize
 from tests.export.onnx.simulated import run_onnx
+from tests.zoo.prepared import slow_but
 
 PER_BLOCK = {"bits": 4, "symmetric": True, "granularity": "per_block", "block_size": 12}
 
@@ -53,7 +54,8 @@ def difference(sim, path, x):
     return max(float(abs(got - expected).max() / abs(expected).max()) for got in pairs)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "onnxruntime", "dynamic_per_token", "blocks and 16 bits"))
 def test_the_file_computes_the_numbers_of_the_simulation(name, tmp_path):
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     sim = simulated(CONFIGS[name], x)
@@ -61,6 +63,7 @@ def test_the_file_computes_the_numbers_of_the_simulation(name, tmp_path):
     assert difference(sim, tmp_path / "model.onnx", x) < 1e-6
 
 
+@pytest.mark.medium
 def test_a_captured_program_and_a_dynamic_batch(tmp_path):
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     sim = simulated("default", x)
@@ -77,6 +80,7 @@ def test_a_captured_program_and_a_dynamic_batch(tmp_path):
         assert abs(got - expected).max() <= float(sim.encodings()["linear:out"].scale) * 1.001
 
 
+@pytest.mark.medium
 def test_dynamic_quantization_is_the_operator_that_runtimes_know(tmp_path):
     x = torch.randn(2, 3, 8, 8)
     torch.onnx.export(simulated("dynamic", x).model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
@@ -84,10 +88,11 @@ def test_dynamic_quantization_is_the_operator_that_runtimes_know(tmp_path):
     assert kinds["DynamicQuantizeLinear"] == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("qmin", "qmax"), [(-128, 127), (-7, 7), (-64, 64)])
-@pytest.mark.parametrize("axis", [None, 0, 1])
-def test_every_element_in_onnx_itself(dtype, qmin, qmax, axis, tmp_path):
+@pytest.mark.medium
+@pytest.mark.pairwise(dtype=(torch.float32, torch.float16), limits=((-128, 127), (-7, 7), (-64, 64)), axis=(None, 0, 1))
+def test_every_element_in_onnx_itself(dtype, limits, axis, tmp_path):
+    qmin, qmax = limits
+
     class Quantized(nn.Module):
         def __init__(self):
             super().__init__()
@@ -105,6 +110,7 @@ def test_every_element_in_onnx_itself(dtype, qmin, qmax, axis, tmp_path):
     assert np.array_equal(got, model(x).numpy())
 
 
+@pytest.mark.medium
 def test_a_program_for_torch_keeps_the_op():
     x = torch.randn(2, 3, 8, 8)
     program = torch.export.export(simulated("default", x).model, (x,)).run_decompositions({})

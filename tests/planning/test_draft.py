@@ -36,6 +36,7 @@ def test_a_value_that_an_excluded_module_alone_reads_stays_in_float():
     assert reasons(made)["left:out"] == "excluded by exclude: left"
 
 
+@pytest.mark.medium
 def test_other_readers_of_the_value_get_it_quantized_on_their_edges_in_one_encoding():
     made = sim(lambda net, y: (net.left(y), net.right(y), net.third(y)))
     assert {"right:in[0]", "third:in[0]"} <= sites(made)
@@ -95,6 +96,7 @@ def test_a_weight_that_an_excluded_module_reads_too_is_quantized_on_the_edge_of_
     assert not [name for name in sites(made) if name.startswith("embedding")]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "module"), [("vit", "blocks.0.attn.proj"), ("lstm", "sentence")])
 def test_the_output_of_a_composite_that_an_excluded_module_reads_stays_in_float(name, module):
     entry = ZOO[name]
@@ -112,6 +114,7 @@ def quantizers_read_inside(model):
             yield from (call for port in flow.readers(call) if exclusion(port.user))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["residual", "vit", "lstm", "gru", "tied"])
 @pytest.mark.parametrize("target", ["default", "dynamic"])
 def test_no_excluded_module_reads_a_quantized_value(name, target):
@@ -163,6 +166,7 @@ def test_images_of_integers_are_quantized_where_a_convolution_reads_them_and_pos
     assert list(by_name(decided)) == ["div:out", "conv.weight", "conv:out", "cos:out"]
 
 
+@pytest.mark.medium
 def test_spelled_out_gates_have_sites():
     class SqueezeExcite(nn.Module):
         def __init__(self):

@@ -36,6 +36,7 @@ class Net(nn.Module):
         return self.code(self, x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "feeds"),
     [
@@ -71,6 +72,7 @@ def test_a_norm_that_is_spelled_out_is_fed_by_what_it_reads():
     assert "rms_norm" not in names["pow_1"] if "pow_1" in names else "rms_norm" not in names["square"]
 
 
+@pytest.mark.medium
 def test_a_group_norm_of_one_group_is_a_layer_norm():
     class Tokens(nn.Module):
         def __init__(self, groups):
@@ -85,6 +87,7 @@ def test_a_group_norm_of_one_group_is_a_layer_norm():
     assert fed(Tokens(4), x)["add"] == {"group_norm"}  # as in convolutional nets
 
 
+@pytest.mark.medium
 def test_sums_of_a_vit_and_the_constants_in_them_get_the_setting_of_the_rule():
     decided = by_name(plan_of(TinyViT(), torch.randn(2, 3, 8, 8), {**BARE, "rules": [SUMS]}))
     wide = {name for name, site in decided.items() if site.spec.dtype.bits == 16}
@@ -112,6 +115,7 @@ def test_a_layer_that_reads_the_stream_keeps_8_bits():
     assert decided["k:in[0]"].leader.name == "q:in[0]"  # one value, one encoding
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_shipped_targets_keep_the_stream_of_a_transformer_out_of_8_bits(config):
     sim = qtk.QuantSim(nn.Sequential(Block(), Block()), torch.randn(2, 5, 16), config=config)
@@ -120,6 +124,7 @@ def test_shipped_targets_keep_the_stream_of_a_transformer_out_of_8_bits(config):
     assert {"0.mlp.0.weight", "0.norm1:out", "0.mlp.1:out", "0.attn.softmax:out"} <= set(eights)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(config):
     class Residual(nn.Module):
@@ -153,6 +158,7 @@ def test_softmax_and_sigmoid_hand_on_that_the_largest_are_looked_for(code, feeds
     assert "layer_norm" not in names
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "bits"), [("default", 16), ("onnxruntime", None), ("openvino", None)])
 def test_shipped_targets_keep_routers_out_of_8_bits(config, bits):
     entry = ZOO["dispatched_experts"]

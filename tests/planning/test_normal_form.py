@@ -68,6 +68,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EQUAL)
 def test_spellings_of_one_formula_are_one(name):
     first, *others = (listing(normal_form(code)[0]) for code in EQUAL[name])
@@ -81,6 +82,7 @@ def test_different_formulas_stay_different(name):
     assert first != second
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("code", [codes[0] for codes in (EQUAL | DIFFERENT).values()],
                          ids=[*EQUAL, *DIFFERENT])
 def test_it_computes_the_same_and_knows_where_from(code):

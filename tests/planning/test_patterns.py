@@ -71,6 +71,7 @@ def test_only_the_last_value_of_a_formula_is_quantized(kind, function):
     assert plan[last].reason.startswith(kind)
 
 
+@pytest.mark.medium
 def test_a_norm_in_small_ops_keeps_its_parameters_in_float_by_default_and_takes_the_rules_of_its_op():
     model = Formula(moments_twice).eval()
     assert not {"w", "b"} & {site.name for site in qtk.QuantSim(model, X).plan}

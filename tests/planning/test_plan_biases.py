@@ -32,6 +32,7 @@ class Layers(nn.Module):
         return self.out(F.scaled_dot_product_attention(x, x, x))
 
 
+@pytest.mark.medium
 def test_a_bias_has_the_scales_of_the_input_and_the_weight_of_its_op():
     found, floats = biases(Layers(), torch.randn(2, 3, 5, 5))
     assert found == {

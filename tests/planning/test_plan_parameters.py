@@ -152,6 +152,7 @@ def test_experts_have_scales_of_their_own():
 EXPERTS = [name for name in ZOO if name.endswith("_experts")]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
     entry = ZOO[name]
@@ -159,6 +160,7 @@ def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
     assert [decided[site].spec.granularity.sizes for site in ("up", "down")] == [(1, 1, -1), (1, 1, -1)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EXPERTS)
 def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
     entry = ZOO[name]
@@ -177,6 +179,7 @@ def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):
     assert torch.equal(entry.run(sim.model, 9), entry.run(reference, 9))
 
 
+@pytest.mark.medium
 def test_blocks_of_experts_do_not_cross_from_one_to_the_next():
     blocks = {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 8}}}
     entry = ZOO["dispatched_experts"]
@@ -200,6 +203,7 @@ class Selected(nn.Module):
         return chosen, moved, spread, self.fc(self.latent.expand(batch, -1, -1))
 
 
+@pytest.mark.medium
 def test_parameters_that_indices_select_from_or_that_are_expanded_are_quantized_in_the_parameter():
     inputs = torch.randn(4, 8), torch.tensor([0, 2, 1, 1])
     decided = by_name(plan_of(Selected(), inputs, PER_CHANNEL, weight_bits=8))

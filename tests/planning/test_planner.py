@@ -14,6 +14,7 @@ from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.planning.planner import plan
 from qtk.workflow.prepare import prepare_model
 from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, by_name, leaders, plan_of
+from tests.zoo.prepared import slow_but
 
 
 def test_every_produced_value_and_weight_has_one_site():
@@ -69,7 +70,9 @@ def test_widths_of_none_leave_weights_or_activations_in_float():
     assert "conv1.weight" not in by_name(plan_of(ConvReluConv(), inputs, weight_bits=None))
 
 
-@pytest.mark.parametrize("config", shipped_names("targets"))
+@pytest.mark.medium
+@pytest.mark.parametrize("config", slow_but(shipped_names("targets"), "default", "onnxruntime", "qnn_htp_lpbq",
+                                            "tensorrt_fp8", "weight_only_int4"))
 def test_no_shipped_target_quantizes_what_a_width_of_none_leaves_in_float(config):
     model = nn.TransformerEncoderLayer(64, 2, dim_feedforward=64, batch_first=True).eval()
     sim = qtk.QuantSim(model, torch.randn(2, 5, 64), config=config, activation_bits=None)
@@ -152,6 +155,7 @@ def test_multi_output_models_reach_every_layer():
         assert decided[f"layers.{index}.weight"].spec.granularity == PerChannel(0)
 
 
+@pytest.mark.medium
 def test_a_plan_that_quantizes_nothing_is_refused():
     x = torch.randn(2, 4)
     rule = {"match": {"path": "*"}, "weight": "float", "input": "float", "output": "float"}

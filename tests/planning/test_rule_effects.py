@@ -41,6 +41,7 @@ def decided(*rules):
     return by_name(sim(*rules, config={**FUSED, "fold_batch_norms": False}).plan)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("path", ["conv1", "bn1", "conv*"])
 @pytest.mark.parametrize("output", ["float", {"bits": 16}, {"dtype": "int12"}])
 def test_a_rule_with_a_width_on_a_member_acts_on_the_output_of_the_supergroup(path, output):

@@ -29,6 +29,7 @@ def test_a_finer_kind_matches_itself_alone():
     assert matches(net, torch.randn(2, 3, 4, 4), ("conv1d", "relu")) == []
 
 
+@pytest.mark.medium
 def test_alternatives_match_without_being_multiplied_out():
     relus = nn.Sequential(nn.Linear(4, 4), *(nn.ReLU() if index % 2 else nn.GELU() for index in range(40)))
     chain = ("linear", *[("gelu", "relu", "silu", "tanh")] * 40)

@@ -193,6 +193,7 @@ def test_a_tensor_that_was_not_given_is_out_of_reach(verb):
         machine.run(KERNEL.format(body=body), [tensor, 0], (1,), 64, 0, 0)
 
 
+@pytest.mark.medium
 def test_a_tensor_is_in_reach_whose_address_one_holds():
     body = "ld.global.b64 %rd3, [%rd1];\nmul.wide.u32 %rd4, %r2, 4;\nadd.s64 %rd3, %rd3, %rd4;\nmov.b32 %r6, 7;\n"
     held = words(64)

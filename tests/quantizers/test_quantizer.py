@@ -553,6 +553,7 @@ def test_a_copy_is_the_same_and_independent(mode, copied):
     assert net.of_output.encoding.equals(encoding_of(OUTPUT))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
 def test_compiled_without_a_break_it_is_the_same(mode, grad):
@@ -571,6 +572,7 @@ def test_compiled_without_a_break_it_is_the_same(mode, grad):
             assert both.count == 3 * eager.count
 
 
+@pytest.mark.medium
 def test_compiled_code_follows_a_new_encoding_and_mode():
     torch._dynamo.reset()
     net, x = Net(), torch.randn(2, 8)

@@ -109,6 +109,7 @@ def test_outputs_gradients_and_buffers_are_the_same_bits(train, options, launche
         assert same(sim.model(INPUT), found)
 
 
+@pytest.mark.medium
 def test_training_follows_the_same_path(launches, monkeypatch):
     def train():
         sim = simulation()
@@ -185,6 +186,7 @@ def test_modes_are_those_of_each_quantizer(launches, monkeypatch):
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(sim.model)))
 
 
+@pytest.mark.medium
 def test_ranges_that_are_learned_or_move_are_left_to_their_quantizers(launches, monkeypatch):
     sim = simulation()
     sim.learn_ranges("*head.weight")
@@ -271,6 +273,7 @@ def test_gradients_of_gradients(launches, monkeypatch):
     assert same(penalty(), one_by_one(monkeypatch, penalty))
 
 
+@pytest.mark.medium
 def test_compiled_exported_and_traced_models_do_not_share(launches):
     sim = simulation()
     expected = sim.model(INPUT)
@@ -284,6 +287,7 @@ def test_compiled_exported_and_traced_models_do_not_share(launches):
     assert launches == []
 
 
+@pytest.mark.medium
 def test_copies_and_checkpoints_of_the_model(launches, monkeypatch):
     sim = simulation()
     expected = sim.model(INPUT)
@@ -299,6 +303,7 @@ def test_copies_and_checkpoints_of_the_model(launches, monkeypatch):
     assert same(list(sim.model.state_dict().values()), list(copy.deepcopy(sim.model).state_dict().values()))
 
 
+@pytest.mark.medium
 def test_threads_do_not_take_each_others_results(launches):
     sim, wrong = simulation(), []
     expected = sim.model(INPUT)

@@ -19,6 +19,7 @@ from tests.zoo.prepared import slow_but
 QUICK = ("residual", "inverted_residual", "vit", "language_model", "torch_encoder_layer", "splits", "functional")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_random_factors_of_all_free_classes_keep_the_function(name: str) -> None:
     scaled = Scaled(ZOO[name].model(), ZOO[name].inputs())
@@ -43,6 +44,7 @@ TIMM: dict[str, tuple[int, dict[str, Any], int]] = {  # image size, options, num
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(TIMM, "vit_tiny_patch16_224"))
 def test_random_factors_keep_the_function_of_timm_models(name: str) -> None:
     timm = pytest.importorskip("timm")
@@ -71,6 +73,7 @@ class OwnPython(nn.Module):
         return y + self.first.get_parameter("2.weight").sum() if self.reads else y
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_parameter_that_the_models_own_python_reads_stays(reads: bool) -> None:
     scaled = Scaled(OwnPython(reads), batch(3))
@@ -139,6 +142,7 @@ def test_factors_must_be_positive_and_of_free_classes() -> None:
             scaled.scales.parameter_factors(wrong)
 
 
+@pytest.mark.medium
 def test_the_model_is_as_it_was() -> None:
     model = prepare(ZOO["vit"].model(), wide(ZOO["vit"].inputs())).train()
     before = {name: parameter for name, parameter in model.named_parameters()}

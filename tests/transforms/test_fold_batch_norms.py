@@ -50,6 +50,7 @@ def test_a_fold_that_changes_the_outputs_is_undone_and_the_rest_goes_on(monkeypa
     assert "4.running_mean" in prepared.state_dict()
 
 
+@pytest.mark.medium
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     model, x = randomized(InPython()), inputs((2, 4, 6, 6))
     prepared = qtk.prepare_model(model, x)

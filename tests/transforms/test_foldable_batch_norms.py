@@ -68,12 +68,14 @@ def test_a_norm_that_two_layers_read_goes_into_both():
         ("conv1.weight", 6, 1), ("conv2.weight", 6, 2)]
 
 
+@pytest.mark.medium
 def test_calls_of_one_norm_behind_one_layer_are_one_group_and_behind_two_layers_are_two():
     (pair,) = groups_of(SharedPair(), IMAGE)
     assert [site.name for site in pair.steps[0].calls] == ["bn:out", "bn@1:out"]
     assert [group.detail for group in groups_of(SharedNorm(), IMAGE)] == ["into conv1", "into conv2"]
 
 
+@pytest.mark.medium
 def test_what_training_makes_of_the_output_is_beta_and_gamma_without_its_sign():
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
     (step,) = (group.steps[0] for group in groups_of(model, (3, 4)))

@@ -28,6 +28,7 @@ def test_others_stay_operators_and_the_reason_is_named(name):
     assert torch.equal(prepared(x), model(x))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime"])
 @pytest.mark.parametrize("name", KEPT)
 def test_folding_a_calibrated_simulation_changes_no_bit(name, target):
@@ -55,6 +56,7 @@ def test_folding_a_calibrated_simulation_changes_no_bit(name, target):
     assert all(torch.equal(sim.encodings()[name].scale, encoding.scale) for name, encoding in encodings.items())
 
 
+@pytest.mark.medium
 def test_an_error_while_it_is_folded_leaves_it_kept():
     model, x = randomized(INTO_LAYERS["conv2d"][0]()).float(), inputs((2, 4, 6, 6), dtype=torch.float32)
     sim = qtk.QuantSim(model, x, config=AT_EXPORT)

@@ -191,6 +191,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_free_is_what_must_be(name: str) -> None:
     build, inputs, free, pinned, beyond = CASES[name]
@@ -206,6 +207,7 @@ def test_what_is_free_is_what_must_be(name: str) -> None:
     assert count_symmetries(model, inputs) == int(scaled.scales.free.sum()) + beyond
 
 
+@pytest.mark.medium
 def test_the_constant_of_a_spelled_out_gelu_stays() -> None:
     half = torch.tensor(0.5)
 

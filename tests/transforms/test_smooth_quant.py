@@ -203,6 +203,7 @@ def changed_modules(before, model):
     return {key.rpartition(".")[0] for key, value in before.items() if not torch.equal(now[key], value)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("alpha", ["auto", 0.5])
 @pytest.mark.parametrize("name", NETS)
 def test_the_function_stays_and_factors_go_where_they_may(name, alpha):
@@ -220,6 +221,7 @@ def test_the_function_stays_and_factors_go_where_they_may(name, alpha):
         assert float((sim.model(x).detach() - before).abs().max()) <= 1e-10 * float(before.abs().max())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name, (_, layers) in NETS.items() if layers])
 def test_the_simulation_comes_closer_to_float(name):
     model, data = net(name, torch.float32), batches(torch.float32)
@@ -242,6 +244,7 @@ def applied(name, **settings):
     return sim, qtk.apply_smooth_quant(sim, batches(torch.float32), progress=False, **settings)
 
 
+@pytest.mark.medium
 def test_layers_that_share_a_value_are_one_group():
     _, result = applied("shared norm")
     assert result.groups[0].name == "norm:out"
@@ -271,6 +274,7 @@ def test_a_multiplication_is_inserted_where_nothing_can_absorb_the_scale():
     assert "gelu:out" not in sim.quantizers
 
 
+@pytest.mark.medium
 def test_an_inserted_multiplication_must_earn_its_cost_whatever_alpha():
     model = net("gelu", torch.float32)
     with torch.no_grad():
@@ -310,6 +314,7 @@ def test_the_residual_reads_the_norm_itself():
     assert "multiplication" in result.applied[0].detail
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("path", "place"), [("norm", 0), ("v", 1)])
 def test_a_fixed_range_is_respected(path, place):
     """Of the input of layers, and of a value on the way to it."""
@@ -350,6 +355,7 @@ def test_the_error_of_values_that_no_layer_reads_counts():
     assert with_sites.before != without.before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "mse", "tf_enhanced", "moving_average"])
 def test_every_scheme(scheme):
     data, model = batches(torch.float32), net("shared norm", torch.float32)
@@ -364,6 +370,7 @@ def test_every_scheme(scheme):
     assert decibels[1] > decibels[0] + 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic", "dynamic_per_token"])
 @pytest.mark.parametrize("name", ["shared norm", "gelu"])
 def test_every_target(name, config):
@@ -379,6 +386,7 @@ def test_every_target(name, config):
     assert decibels[1] > decibels[0]
 
 
+@pytest.mark.medium
 def test_weights_alone():
     data, model = batches(torch.float32), net("shared norm", torch.float32)
     sim = qtk.QuantSim(model, data[0], weight_bits=4, activation_bits=None)
@@ -386,6 +394,7 @@ def test_weights_alone():
     assert all(group.after <= group.before for group in result.groups)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):
     entry = ZOO[name]

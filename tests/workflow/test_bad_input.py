@@ -123,6 +123,7 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("make", [lambda: Mutates(8, 8), lambda: hooked(nn.Linear(8, 8))])
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.ReLU())])
 def test_a_model_that_changes_its_input_by_code_or_by_a_hook_works_on_a_copy(make, around):
@@ -134,6 +135,7 @@ def test_a_model_that_changes_its_input_by_code_or_by_a_hook_works_on_a_copy(mak
     assert f"forward of {type(model).__name__} changes its input 0 in place" in str(prepared.report)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("make", "rung"), [(lambda: Mutates(8, 8), "export"), (lambda: hooked(nn.Linear(8, 8)), "opaque")]
 )
@@ -163,6 +165,7 @@ class Listed(nn.Module):
         return torch.stack([value for value in x.flatten() if float(value) > 0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("chooser", "rung"), [(Positive, "export"), (Listed, "python")])
 def test_outputs_of_any_size_are_computed(chooser, rung):
     model = nn.Sequential(nn.Linear(8, 8), chooser())
@@ -183,6 +186,7 @@ class Log(nn.Module):
         return torch.log(x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("around", [lambda child: child, Parent])
 def test_not_a_number_prepares_and_is_named_in_calibration(around):
     model = around(nn.Sequential(nn.Linear(8, 8), Log(), nn.Linear(8, 8)))
@@ -196,6 +200,7 @@ def test_not_a_number_prepares_and_is_named_in_calibration(around):
         sim.compute_encodings([X], progress=False)
 
 
+@pytest.mark.medium
 def test_a_weight_that_is_not_a_number_is_named():
     model = Parent(nn.Linear(8, 8))
     with torch.no_grad():
@@ -228,6 +233,7 @@ class Members(nn.Module):
 KINDS = {"module": lambda: nn.Linear(8, 8), "parameter": lambda: nn.Parameter(torch.rand(8)), "number": lambda: 3.0}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("around", [lambda child: child, Parent])
 def test_members_named_as_those_of_a_graph(kind, around):
@@ -240,6 +246,7 @@ def test_members_named_as_those_of_a_graph(kind, around):
     assert part is None or part.rung == "export"
 
 
+@pytest.mark.medium
 def test_a_plain_attribute_that_a_graph_has_itself_is_not_lent_and_the_parent_still_reads_it():
     class Asks(Parent):
         def forward(self, x):
@@ -252,6 +259,7 @@ def test_a_plain_attribute_that_a_graph_has_itself_is_not_lent_and_the_parent_st
     assert (part.rung, "'Graph'" in part.reason) == ("python", True)
 
 
+@pytest.mark.medium
 def test_a_model_that_answers_differently_each_time_is_told_so():
     class Counts(nn.Module):
         calls = 0
@@ -285,6 +293,7 @@ class Multiplies(nn.Module):
         return torch.sparse.mm(self.adjacency, self.fc(x)) + torch.sparse.mm(other, x)
 
 
+@pytest.mark.medium
 def test_sparse_inputs_and_buffers_are_taken():
     model, inputs = Multiplies(), (torch.randn(3, 8), torch.eye(3).to_sparse())
     prepared = qtk.prepare_model(model, inputs)
@@ -314,6 +323,7 @@ def test_modules_in_a_plain_list_are_pointed_out():
     assert [note for note in notes if note.startswith("layers holds modules in a list")]
 
 
+@pytest.mark.medium
 def test_weights_outside_of_all_graphs_are_in_the_plan_with_the_reason():
     class Times(nn.Linear):
         def forward(self, x, times):

@@ -53,6 +53,7 @@ def same(some, others):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 def test_outputs_and_gradients_are_those_of_the_simulation_bit_for_bit(train, recompute):
@@ -73,6 +74,7 @@ def test_outputs_and_gradients_are_those_of_the_simulation_bit_for_bit(train, re
     assert same(outputs, other) is not train  # dropout
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("entry", ZOO.values(), ids=str)
 def test_every_model_cut_at_all_its_modules_before_it_is_calibrated(entry):
     """One graph each, where it is one, with masks, several outputs, shared modules, batch norms in train mode."""
@@ -97,6 +99,7 @@ def test_every_model_cut_at_all_its_modules_before_it_is_calibrated(entry):
         assert all(same(mine, theirs) for mine, theirs in zip(result, results[0], strict=True))
 
 
+@pytest.mark.medium
 def test_members_are_those_of_the_simulation():
     sim = vit()
     view = qtk.block_view(sim, "blocks.*")
@@ -115,6 +118,7 @@ def test_members_are_those_of_the_simulation():
     assert torch.equal(view(x), sim.model(x))
 
 
+@pytest.mark.medium
 def test_an_optimizer_of_either_trains_both():
     sim = vit()
     view, x = qtk.block_view(sim, "blocks.*", checkpoint=True), torch.randn(BATCH, 1, 8, 8)
@@ -126,6 +130,7 @@ def test_an_optimizer_of_either_trains_both():
     assert torch.equal(view(x), sim.model(x))
 
 
+@pytest.mark.medium
 def test_hooks_on_blocks_fire_once_with_what_enters_and_leaves():
     sim, x, calls = vit(), torch.randn(BATCH, 1, 8, 8), []
     view = qtk.block_view(sim, "blocks.*", checkpoint=True)
@@ -151,6 +156,7 @@ def test_hooks_on_blocks_fire_once_with_what_enters_and_leaves():
     assert torch.equal(view(x), sim.model(x))
 
 
+@pytest.mark.medium
 def test_a_hook_beside_the_cut_is_a_warning():
     view = qtk.block_view(vit(), "blocks.*")
     for path in ("blocks", "blocks.0.attn"):
@@ -182,6 +188,7 @@ class Saved:
             return model(x)
 
 
+@pytest.mark.medium
 def test_recomputation_saves_the_inputs_of_blocks_and_what_lies_outside():
     sim, x = vit(), torch.randn(64, 1, 8, 8)
     views = [qtk.block_view(sim, "blocks.*", checkpoint=recompute).train() for recompute in (False, True)]
@@ -196,6 +203,7 @@ def test_recomputation_saves_the_inputs_of_blocks_and_what_lies_outside():
     output.sum().backward()
 
 
+@pytest.mark.medium
 def test_what_enters_beside_the_main_input_is_a_further_argument():
     entry, calls = ZOO["language_model"], []
     sim = qtk.QuantSim(entry.model(), entry.inputs(), config="onnxruntime")
@@ -221,6 +229,7 @@ class Twice(nn.Module):
         return self.block(torch.sigmoid(self.block(x)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_block_called_several_times_reads_its_own_parameters_each_time(recompute, learned):
@@ -251,6 +260,7 @@ def test_a_block_called_several_times_reads_its_own_parameters_each_time(recompu
     assert int(view.state_dict()["block.1.num_batches_tracked"]) == 4
 
 
+@pytest.mark.medium
 def test_the_view_follows_calibration_that_drops_sites_and_transforms_that_rewrite():
     entry = ZOO["fused_attention"]
     sim = qtk.QuantSim(entry.model(), entry.inputs())
@@ -269,6 +279,7 @@ def test_the_view_follows_calibration_that_drops_sites_and_transforms_that_rewri
     assert calls == [1]
 
 
+@pytest.mark.medium
 def test_copies_are_separate_and_moves_reach_both():
     sim, x = vit(), torch.randn(BATCH, 1, 8, 8)
     view = qtk.block_view(sim, "blocks.*")
@@ -285,6 +296,7 @@ def test_copies_are_separate_and_moves_reach_both():
     assert torch.equal(view(x.double()), sim.model(x.double()))  # all zeros, hook or not
 
 
+@pytest.mark.medium
 def test_a_pickled_view_shares_with_the_model_it_brings_along():
     view, x, file = qtk.block_view(vit(), "blocks.*", checkpoint=True), torch.randn(BATCH, 1, 8, 8), io.BytesIO()
     torch.save(view, file)
@@ -299,6 +311,7 @@ def test_a_pickled_view_shares_with_the_model_it_brings_along():
     assert not torch.equal(twin(x), view(x))
 
 
+@pytest.mark.medium
 def test_ranges_that_become_learned_are_learned_in_the_view():
     sim = vit()
     view, x, before = qtk.block_view(sim, "blocks.*"), torch.randn(BATCH, 1, 8, 8), len(list(sim.model.parameters()))
@@ -310,7 +323,8 @@ def test_ranges_that_become_learned_are_learned_in_the_view():
     assert same(seen, expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranges_that_follow_their_batches_follow_each_once(compiled):
     """A second computation quantizes with the ranges of the first, and moves none."""
     depth = 1 if compiled else 3
@@ -327,6 +341,7 @@ def test_ranges_that_follow_their_batches_follow_each_once(compiled):
     assert all(same(*parts) for parts in zip(*seen, strict=True))
 
 
+@pytest.mark.medium
 def test_an_observer_sees_a_batch_once_however_often_it_is_computed():
     sim, x = vit(scheme="percentile"), torch.randn(BATCH, 1, 8, 8)
     (site,) = (quantizer for name, quantizer in sim.quantizers.items() if name == "blocks.0.norm1:out")
@@ -341,7 +356,8 @@ def test_an_observer_sees_a_batch_once_however_often_it_is_computed():
     assert len(counted) == 1
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.medium
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_view(recompute):
     sim, x = vit(depth=1), torch.randn(BATCH, 1, 8, 8)
     view = qtk.block_view(sim, "blocks.*", checkpoint=recompute)
@@ -388,6 +404,7 @@ class Interleaved(nn.Module):
         return self.idle(self.parts["b"](self.middle(self.parts["a"](x))))
 
 
+@pytest.mark.medium
 def test_bad_input():
     sim = qtk.QuantSim(Interleaved().eval(), torch.randn(2, 4))
     for blocks, message in (
@@ -419,6 +436,7 @@ class Branches(nn.Module):
         return self.a(x) if float(x.sum()) > 0 else self.b(self.a(x))
 
 
+@pytest.mark.medium
 def test_islands_are_modules_that_are_called():
     x, calls = -torch.rand(2, 4), []
     sim = qtk.QuantSim(Branches().eval(), x)

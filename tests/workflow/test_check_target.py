@@ -48,6 +48,7 @@ def broken(path, target=None):
     return {(each.rule.name, each.place) for each in check.violations}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("target", sorted(runtimes()))
 def test_what_a_target_exports_keeps_its_rules(target, tmp_path):
     formats = runtimes()[target].formats
@@ -62,6 +63,7 @@ QUICK = {("tensorrt", "gathered_experts"), ("xnnpack", "all_transposed"), ("qnn_
          ("coreml", "inverted_residual"), ("tensorrt_fp8", "masked_fill")}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("target", "name"), [
     pytest.param(target, name, marks=() if (target, name) in QUICK else pytest.mark.slow)
     for target in sorted(runtimes()) for name in ZOO
@@ -113,6 +115,7 @@ def _an_operator_of_its_own(model):
     next(node for node in model.graph.node if node.op_type == "Conv").op_type = "QLinearConv"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("plant", "rule", "place"), [
     (_zero_point_of_an_activation, "symmetric", "relu:out"),
     (_unsigned_activations, "activations", "relu:out"),
@@ -136,6 +139,7 @@ BLOCKS_OF_16 = {"version": 1, "extends": "weight_only_int4",
                 "rules": [{"match": {"op": "linear"}, "weight": {"granularity": "per_block", "block_size": 16}}]}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "formats", "target", "rule", "place"), [
     (BLOCKS_OF_16, "onnx", None, "block_size", "fc.weight"),
     (BLOCKS_OF_16, "pt2e", None, "block_size", "fc.weight"),
@@ -170,6 +174,7 @@ def test_a_role_of_what_has_no_encoding_is_refused(tmp_path):
     check_target(path, "qnn_htp")
 
 
+@pytest.mark.medium
 def test_a_target_may_be_a_file_of_ones_own(tmp_path):
     path = exported(tmp_path / "out", "onnxruntime") / "model.onnx"
     assert broken(path, {"version": 1, "extends": "openvino"})
@@ -179,6 +184,7 @@ def test_a_target_may_be_a_file_of_ones_own(tmp_path):
         check_target(path, "tensort")
 
 
+@pytest.mark.medium
 def test_a_file_that_names_no_target_needs_one(tmp_path):
     path = exported(tmp_path / "out", "default") / "model.onnx"
     with pytest.raises(ExportError, match=r"does not say which target it is for; name one.*xnnpack"):
@@ -190,6 +196,7 @@ def test_a_file_that_names_no_target_needs_one(tmp_path):
         check_target(path)
 
 
+@pytest.mark.medium
 def test_a_file_in_a_format_that_the_runtime_does_not_take_is_an_error(tmp_path):
     folder = exported(tmp_path / "out", "xnnpack", formats=["onnx", "encodings_json"])
     with pytest.raises(ExportError, match=r"xnnpack \(.*\) takes pt2e; export formats=\('pt2e',\)"):
@@ -199,6 +206,7 @@ def test_a_file_in_a_format_that_the_runtime_does_not_take_is_an_error(tmp_path)
         check_target(tmp_path / "model.bin")
 
 
+@pytest.mark.medium
 def test_a_directory_of_exports_names_them_and_an_unknown_target_comes_first(tmp_path):
     with pytest.raises(ExportError, match=r"holds no .onnx.*; name a directory that sim.export wrote"):
         check_target(tmp_path)
@@ -209,12 +217,14 @@ def test_a_directory_of_exports_names_them_and_an_unknown_target_comes_first(tmp
         check_target(tmp_path, "tensort")
 
 
+@pytest.mark.medium
 def test_every_format_carries_the_target(tmp_path):
     folder = exported(tmp_path / "out", "weight_only_int4", formats=["onnx", "pt2e", "encodings_json"])
     assert sorted(check.path.name for check in check_target(folder)) == ["encodings.json", "model.onnx", "model.pt2"]
     assert json.loads((folder / "encodings.json").read_text())["target"] == "weight_only_int4"
 
 
+@pytest.mark.medium
 def test_a_saved_simulation_keeps_its_target(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
@@ -227,6 +237,7 @@ def test_a_saved_simulation_keeps_its_target(tmp_path):
     assert check_target(tmp_path / "out")[0].runtime.target == "tensorrt"
 
 
+@pytest.mark.medium
 def test_the_text_says_what_was_checked(tmp_path):
     (check,) = check_target(exported(tmp_path / "out", "openvino"))
     assert str(check).endswith("4 rules: all kept")
@@ -235,6 +246,7 @@ def test_the_text_says_what_was_checked(tmp_path):
     assert "https://onnxruntime.ai" in str(check)
 
 
+@pytest.mark.medium
 def test_rules_that_the_format_says_nothing_of_are_not_counted(tmp_path):
     folder = exported(tmp_path / "out", "qnn_htp", formats=["encodings_json", "onnx"])
     (whole,) = check_target(folder / "model.onnx")
@@ -282,6 +294,7 @@ def test_a_parameter_with_one_scale_at_an_edge_is_judged_by_its_role(tmp_path):
         assert {name for name, _ in broken(path)} == rules
 
 
+@pytest.mark.medium
 def test_a_rule_of_which_encodings_say_a_part_is_named_with_what_is_left(tmp_path):
     torch.manual_seed(0)
     rule = {"check": "tensors", "of": "weights", "source": "doc", "says": "weights are int8", "fix": "let them be"}
@@ -301,6 +314,7 @@ def test_a_rule_of_which_encodings_say_a_part_is_named_with_what_is_left(tmp_pat
     assert ", 3 rules: " in str(check)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("bits", "found"), [(2, "int2"), (3, "int3"), (4, None), (5, "int5"), (8, None)])
 def test_weights_of_any_width_are_judged_by_it_in_programs_as_in_encodings(bits, found, tmp_path):
     rule = {"match": {"op": "linear"}, "weight": {"dtype": f"int{bits}"}}
@@ -316,6 +330,7 @@ def test_weights_of_any_width_are_judged_by_it_in_programs_as_in_encodings(bits,
         assert [(each.place, each.found) for each in check.violations] == [("fc.weight", found)] * (found is not None)
 
 
+@pytest.mark.medium
 def test_inductor_takes_inputs_in_seven_bits_of_uint8(tmp_path):
     """As torchao's quantizer writes them with reduce_range; no other width, and none in XNNPACK."""
     paths = {bits: exported(tmp_path / str(bits), {"version": 1, "extends": "x86_inductor", "defaults": {
@@ -331,6 +346,7 @@ def test_exported_encodings_say_what_their_parameters_are(tmp_path):
         "conv.weight": "weights", "conv.bias": "biases", "fc.weight": "weights", "fc.bias": "biases"}
 
 
+@pytest.mark.medium
 def test_linear_layers_by_lpbq(tmp_path):
     """Blocks whose scales are integers times one number for each channel; ours and AIMET's file, and its checker."""
     torch.manual_seed(0)

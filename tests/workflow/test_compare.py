@@ -7,6 +7,7 @@ from torch import nn
 import qtk
 from qtk.quantizers.modes import in_mode
 from tests.capture.islands import SIZES, simulated, weights
+from tests.zoo.prepared import slow_but
 from tests.zoo.python import PYTHON
 
 
@@ -158,7 +159,8 @@ def test_a_bypassed_site_fills_no_range():
     assert all(math.isnan(error.range_filled) for error in sim.compare([torch.randn(8, 4)], progress=False))
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(PYTHON, "deep", "kinds", "tied_islands", "no_input"))
 def test_compare_measures_every_leading_site(name):
     entry, sim = PYTHON[name], simulated(name)
     errors = sim.compare(SIZES, forward=lambda model, size: entry.run(model, size), progress=False)

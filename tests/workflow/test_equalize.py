@@ -38,6 +38,7 @@ def outputs(sim: qtk.QuantSim) -> torch.Tensor:
         return torch.cat([sim.model(batch) for batch in BATCHES])
 
 
+@pytest.mark.medium
 def test_per_tensor_weights_lose_less() -> None:
     errors = []
     for equalized in (False, True):
@@ -54,6 +55,7 @@ def test_per_tensor_weights_lose_less() -> None:
     assert errors[1] < errors[0] / 3
 
 
+@pytest.mark.medium
 def test_a_trained_net_with_unequal_channels_is_as_good_as_in_float() -> None:
     """Per tensor in 8 bits it loses more than half of its accuracy, equalized less than half a point."""
     net, generator = build("digits_cnn"), torch.Generator().manual_seed(0)
@@ -80,6 +82,7 @@ def test_a_trained_net_with_unequal_channels_is_as_good_as_in_float() -> None:
     assert accuracy[2] >= accuracy[0] - 0.005
 
 
+@pytest.mark.medium
 def test_biases_far_above_zero_are_absorbed() -> None:
     """Batch norms knew how far; the range in front of the layers behind becomes smaller."""
     torch.manual_seed(0)

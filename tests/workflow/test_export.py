@@ -36,6 +36,7 @@ def sim():
     return simulated()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "warns"), [
     ("default", True),
     ({"version": 1, "extends": "onnxruntime", "defaults": {"weight": {"reduced_range": False}}}, True),
@@ -71,6 +72,7 @@ def test_excluded_modules_are_the_excluded_layers_of_aimet(tmp_path):
     assert data["excluded_layers"] == ["1", "2"]
 
 
+@pytest.mark.medium
 def test_all_formats_hold_the_same_encodings(sim, tmp_path):
     encodings = encodings_of(sim)
     export(sim, EXAMPLE, tmp_path / "out", check=fit)
@@ -102,6 +104,7 @@ def test_a_schema_that_cannot_hold_the_model_is_left_out_and_said(tmp_path):
         export(floats, EXAMPLE, tmp_path / "one", check=fit, formats="encodings_aimet_1.0.0")
 
 
+@pytest.mark.medium
 def test_blocks_are_read_back_too(tmp_path):
     blocks = simulated(config={"version": 1, "defaults": {"weight": {"bits": 4, "symmetric": True,
                                                                      "granularity": "per_block", "block_size": 2}}})
@@ -109,12 +112,14 @@ def test_blocks_are_read_back_too(tmp_path):
     assert len(names(tmp_path / "out")) == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["encodings_json", "encodings_aimet_0.6.1", "encodings_aimet_2.0.0", "onnx"])
 def test_each_format_alone(name, sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=(name, name))
     assert len(names(tmp_path / "out")) == 1
 
 
+@pytest.mark.medium
 def test_converters_of_aimet_get_the_float_model_beside_each_schema_once(sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", check=fit, formats=("onnx", "aimet_0.6.1", "aimet_2.0.0"))
     assert names(tmp_path / "out") == [
@@ -225,6 +230,7 @@ def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch)
         export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("initializer", "change", "said"),
     [
@@ -251,6 +257,7 @@ def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["axis", "site", "spec"])
 def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch):
     def write(graph, call, path, **rest):
@@ -272,6 +279,7 @@ def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch
         export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "target",
     ["pathlib.Path.write_text", "onnx_ir.save", "onnx.checker.check_model", "os.fsync", "pathlib.Path.rename"],
@@ -287,6 +295,7 @@ def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 def test_bfloat16_warns_and_names_the_way_out(tmp_path):
     example = EXAMPLE.bfloat16()
     handle = qtk.QuantSim(nn.Linear(8, 4).bfloat16(), example)
@@ -297,6 +306,7 @@ def test_bfloat16_warns_and_names_the_way_out(tmp_path):
         handle.verify_export(tmp_path / "out", [example])
 
 
+@pytest.mark.medium
 def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
     export(sim, EXAMPLE, tmp_path / "out", check=fit, opset=22)
     assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 22

@@ -13,6 +13,7 @@ from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
 BATCHES = torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
 
 
+@pytest.mark.medium
 def test_masked_scores_are_infinite_in_float_too():
     class Masked(nn.Module):
         def __init__(self):

@@ -11,6 +11,7 @@ from tests.zoo.models import ZOO
 CASES = INTO_LAYERS | INTO_SCALE_SHIFT
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_the_original_is_folded_again(name):
     build, shape, *_ = CASES[name]
@@ -21,6 +22,7 @@ def test_a_checkpoint_of_the_original_is_folded_again(name):
         torch.testing.assert_close(sim.model(x), other(x), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.medium
 def test_tied_parameters_are_loaded_once():
     entry = ZOO["tied_embedding"] if "tied_embedding" in ZOO else ZOO["language_model"]
     sim, other = qtk.QuantSim(entry.model(), entry.inputs()), entry.model()

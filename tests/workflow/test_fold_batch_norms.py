@@ -49,6 +49,7 @@ def test_a_config_may_keep_them_live():
     assert "folded" not in str(sim.plan)
 
 
+@pytest.mark.medium
 def test_the_key_is_inherited():
     assert not qtk.QuantSim(net(), BATCHES[0], config=LIVE).config.fold_batch_norms
     assert qtk.QuantSim(net(), BATCHES[0], config={"version": 1, "extends": "default"}).config.fold_batch_norms
@@ -56,6 +57,7 @@ def test_the_key_is_inherited():
         qtk.QuantSim(net(), BATCHES[0], config={"version": 1, "fold_batch_norms": "yes"})
 
 
+@pytest.mark.medium
 def test_a_folded_simulation_is_the_one_that_was_planned_folded():
     later = qtk.QuantSim(net(), BATCHES[0], config=LIVE)
     qtk.fold_batch_norms(later)
@@ -100,6 +102,7 @@ def test_after_gptq_it_is_refused():
         qtk.fold_batch_norms(sim)
 
 
+@pytest.mark.medium
 def test_sites_that_carry_a_mask_stay_out_of_the_plan():
     class Masked(nn.Module):
         def __init__(self):
@@ -126,6 +129,7 @@ def test_what_is_neither_prepared_nor_a_simulation():
         qtk.fold_batch_norms(qtk.prepare_model(net()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("build", [
     INTO_LAYERS["islands"], INTO_LAYERS["before_linear"], INTO_LAYERS["shared_norm"],
     INTO_SCALE_SHIFT["pre_activation"], INTO_SCALE_SHIFT["without_affine_alone"],
@@ -141,6 +145,7 @@ def test_a_saved_simulation_is_folded_again_when_it_is_loaded(build, tmp_path):
     assert list(again.model.state_dict()) == list(sim.model.state_dict())
 
 
+@pytest.mark.medium
 def test_a_simulation_folded_later_is_loaded_folded(tmp_path):
     sim = qtk.QuantSim(net(), BATCHES[0], config=LIVE)
     qtk.fold_batch_norms(sim)

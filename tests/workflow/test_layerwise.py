@@ -12,6 +12,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import pair, slow_but
 
 
+@pytest.mark.medium
 def test_methods_in_one_walk():
     model, sim, data = problem()
     alone = problem()[1]
@@ -41,6 +42,7 @@ def test_the_float_model_is_not_touched_and_rounded_weights_lie_on_their_grid():
         assert torch.equal(sim.quantizers[name](weight), weight)
 
 
+@pytest.mark.medium
 def test_the_report_says_what_the_outputs_are_worth():
     model, sim, data = problem(activation_bits=None)
     report = qtk.apply_gptq(sim, data, progress=False)
@@ -78,6 +80,7 @@ def test_frozen_encodings_are_left():
     assert before.equals(sim.encodings()["fc1.weight"])
 
 
+@pytest.mark.medium
 def test_loaders_of_pairs_and_functions_that_run_the_model():
     sims = [problem()[1] for _ in range(3)]
     data = problem()[2]
@@ -119,6 +122,7 @@ def test_bad_input_is_refused_and_changes_nothing():
     assert all(torch.equal(before[name], value) for name, value in sim.model.state_dict().items())
 
 
+@pytest.mark.medium
 def test_what_a_method_cannot_improve_is_named_beforehand():
     rules = [{"match": {"path": "fc1"}, "weight": {"dtype": "fp8_e4m3"}}]
     _, sim, data = problem(config={"version": 1, "extends": "default", "rules": rules})
@@ -143,6 +147,7 @@ def test_a_loader_of_pairs_without_forward_is_told_what_to_pass():
         qtk.apply_gptq(sim, [[x, torch.zeros(32)] for x in data], progress=False)
 
 
+@pytest.mark.medium
 def test_odd_ways_of_asking():
     _, sim, data = problem()
     qtk.apply_layerwise(sim, data, "seq_mse", progress=False)
@@ -156,6 +161,7 @@ def test_odd_ways_of_asking():
     assert not sim.model.get_parameter("fc1.weight").is_inference()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", [qtk.apply_seq_mse, qtk.apply_gptq, qtk.correct_bias])
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize(("change", "words"), [
@@ -175,6 +181,7 @@ def test_a_run_that_fails_leaves_everything_as_it_was(method, calibrated, change
     assert same(before, state(sim))
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*saw fewer rows")
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "all_transposed", "fused_attention", "gru", "recurrent_cells", "reused_block", "tied", "splits",

@@ -85,10 +85,14 @@ def run(sim, data, methods, **options):
         return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("first", "second"), [
-    (["gptq"], ["seq_mse"]), (["seq_mse", "gptq", "bias_correction"], ["gptq"]), (["adaround"], ["seq_mse", "gptq"]),
-    (["bias_correction"], ["gptq"]), (["gptq"], ["gptq"]), (["coordinate_descent"], ["coordinate_descent"]),
+    (["seq_mse", "gptq", "bias_correction"], ["gptq"]), (["adaround"], ["seq_mse", "gptq"]),
+    *(pytest.param([first], [second], marks=pytest.mark.slow) for first, second in (
+        ("gptq", "seq_mse"), ("bias_correction", "gptq"), ("gptq", "gptq"),
+        ("coordinate_descent", "coordinate_descent"),
+    )),
 ])
 def test_a_second_call_gives_what_it_gives_on_a_fresh_simulation(name, first, second):
     build = MODELS[name]
@@ -110,6 +114,7 @@ def test_a_second_call_gives_what_it_gives_on_a_fresh_simulation(name, first, se
     assert_same(sim, fresh)
 
 
+@pytest.mark.medium
 def test_it_says_so_unless_it_was_asked():
     _, sim, data = problem()
     qtk.apply_gptq(sim, data, progress=False)
@@ -122,6 +127,7 @@ def test_it_says_so_unless_it_was_asked():
     assert_same(sim, fresh)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
     """As if both calls had been one walk: the later layers are what a single walk makes of them."""
@@ -140,6 +146,7 @@ def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
     assert torch.equal(sim.model.get_parameter(last), fresh.model.get_parameter(last))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("call", [
     qtk.correct_bias, lambda *args, **options: qtk.apply_layerwise(*args, "bias_correction", **options),
 ])
@@ -160,6 +167,7 @@ def test_bias_correction_goes_on_from_rounded_weights(call):
     assert report.layers[-1].after == pytest.approx(report.layers[-1].before, rel=1e-3)
 
 
+@pytest.mark.medium
 def test_coordinate_descent_goes_on_from_gptq_and_never_raises_its_error():
     _, sim, data = problem(activation_bits=None)
     run(sim, data, "gptq", holdout=0.0)
@@ -181,6 +189,7 @@ def gone(sim, data, methods="seq_mse", **options):
         return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", ["trained weight", "trained bias", "not kept", "range learned"])
 def test_changed_layers_and_those_not_kept_count_as_they_are(change):
     _, sim, data = problem()
@@ -205,6 +214,7 @@ def test_changed_layers_and_those_not_kept_count_as_they_are(change):
         assert torch.equal(before, rounded)
 
 
+@pytest.mark.medium
 def test_an_encoding_that_the_user_set_since_stays():
     _, sim, data = problem()
     run(sim, data, "gptq", holdout=0.0)
@@ -217,6 +227,7 @@ def test_an_encoding_that_the_user_set_since_stays():
     assert sim.quantizers["0.weight"].encoding.equals(wider)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("travels", [copy.deepcopy, lambda sim: pickle.loads(pickle.dumps(sim))])
 @pytest.mark.parametrize("offload", ["none", "disk"])
 def test_copies_and_pickles_have_the_originals(travels, offload):
@@ -235,6 +246,7 @@ def test_copies_and_pickles_have_the_originals(travels, offload):
     assert_same(other, fresh)
 
 
+@pytest.mark.medium
 def test_files_and_state_dicts_do_not_have_them(tmp_path):
     model, sim, data = problem()
     keys = set(sim.model.state_dict())
@@ -259,6 +271,7 @@ def test_a_float_checkpoint_makes_them_void(tmp_path):
     assert not run(sim, data, "gptq").restarted
 
 
+@pytest.mark.medium
 def test_on_disk_they_are_files_that_go_with_the_simulation(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     _, sim, data = problem()
@@ -290,6 +303,7 @@ def test_a_second_call_that_fails_leaves_the_first_as_it_was(start):
     assert originals == {name: quantizer.original for name, quantizer in sim.quantizers.items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("start", ["float", "present"])
 def test_a_second_call_resumes_from_its_checkpoint_only_on_the_same_first_result(tmp_path, start):
     def twice(first, **options):

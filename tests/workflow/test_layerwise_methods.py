@@ -18,6 +18,7 @@ METHODS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_model_comes_closer_to_float(method, inputs):
@@ -45,6 +46,7 @@ def test_settings_reach_the_method(monkeypatch):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_found_stays_when_ranges_are_computed_again(method):
     _, sim, data = problem()
@@ -83,6 +85,7 @@ def test_options_reach_the_run(method, monkeypatch):
     assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "bias_correction"])
 def test_every_method_holds_out_groups(method):
     """What is held out is not seen: with one group of two held out, the result is that of the other group alone."""

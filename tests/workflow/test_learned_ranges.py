@@ -46,6 +46,7 @@ def equal_encodings(a, b):
     return a.keys() == b.keys() and all(a[name].equals(b[name]) for name in a)
 
 
+@pytest.mark.medium
 def test_learning_changes_nothing_until_a_step_is_made_and_then_every_range():
     sim = simulated()
     before, encodings = outputs(sim), sim.encodings()
@@ -62,6 +63,7 @@ def test_learning_changes_nothing_until_a_step_is_made_and_then_every_range():
     sim.check()
 
 
+@pytest.mark.medium
 def test_the_two_groups_are_all_parameters_and_have_none_in_common():
     sim = simulated()
     with pytest.raises(CalibrationError, match=r"no range is learned.*sim\.learn_ranges"):
@@ -77,6 +79,7 @@ def test_the_two_groups_are_all_parameters_and_have_none_in_common():
     assert all(len(list(q.parameters())) == 1 for q in symmetric)
 
 
+@pytest.mark.medium
 def test_dynamic_and_frozen_sites_are_skipped():
     config = {"version": 1, "rules": [{"match": {"path": "3"}, "output": {"dynamic": True}}]}
     sim = simulated(config=config)
@@ -107,6 +110,7 @@ def test_bad_input_names_the_site_and_changes_nothing():
         train(sim, torch.optim.SGD(sim.model.parameters(), lr=0.1))
 
 
+@pytest.mark.medium
 def test_a_scale_that_is_lost_names_its_site_where_it_is_used():
     sim = simulated()
     sim.learn_ranges()
@@ -121,6 +125,7 @@ def test_a_scale_that_is_lost_names_its_site_where_it_is_used():
     assert sim.quantizers["0.weight"].learns_range
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["state_dict", "assign", "save", "deepcopy"])
 def test_learned_ranges_travel(way, tmp_path):
     sim = simulated()
@@ -149,6 +154,7 @@ def test_learned_ranges_travel(way, tmp_path):
     assert torch.equal(outputs(again), outputs(sim))  # resumed, bit for bit
 
 
+@pytest.mark.medium
 def test_recalibration_keeps_the_mode_and_the_parameters():
     sim = simulated()
     taken = sim.learn_ranges()
@@ -165,6 +171,7 @@ def test_recalibration_keeps_the_mode_and_the_parameters():
     assert not equal_encodings(sim.encodings(), fresh.encodings())
 
 
+@pytest.mark.medium
 def test_learning_lowers_the_loss_more_than_fixed_ranges_do():
     """Weights stay as they are: what gets better does so by the ranges."""
     sim, teacher = simulated(weight_bits=3, activation_bits=3), net()
@@ -183,6 +190,7 @@ def test_learning_lowers_the_loss_more_than_fixed_ranges_do():
     assert loss() < 0.8 * start
 
 
+@pytest.mark.medium
 def test_second_derivatives_pass_through_a_model_that_learns_its_ranges():
     sim = simulated()
     sim.learn_ranges()
@@ -192,6 +200,7 @@ def test_second_derivatives_pass_through_a_model_that_learns_its_ranges():
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in sim.range_parameters())
 
 
+@pytest.mark.medium
 def test_tracked_weights_have_at_every_step_the_range_that_calibration_would_find():
     sim = simulated()
     assert sim.track_weights() == ["0.weight", "3.weight"]
@@ -210,6 +219,7 @@ def test_tracked_weights_have_at_every_step_the_range_that_calibration_would_fin
     assert not sim.quantizers["3.weight"].learns_range
 
 
+@pytest.mark.medium
 def test_gradient_scaling_is_chosen_site_by_site():
     sim = simulated()
     sim.learn_ranges("*.weight")
@@ -223,6 +233,7 @@ def saved_and_loaded(model, file):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("copied", [
     lambda model, file: pickle.loads(pickle.dumps(model)), saved_and_loaded, lambda model, file: copy.deepcopy(model),
 ], ids=["pickle", "torch.save", "deepcopy"])

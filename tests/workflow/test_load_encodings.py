@@ -56,6 +56,7 @@ def assert_equal(left, right):
     assert all(left[name].equals(right[name]) for name in left)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "concatenated", "masked_fill", "gru", "tied", "reused_module",
 ))
@@ -72,6 +73,7 @@ def test_a_file_loaded_and_exported_again_is_equal_byte_for_byte(name, tmp_path)
         assert set(result.loaded) == {site.name for site, decided in sim.plan.items() if decided.leader is None}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "forms"),
     [
@@ -102,6 +104,7 @@ def test_int32_biases_have_the_lowest_code_of_their_type(tmp_path):
     assert (bias["bw"], set(bias["offset"])) == (32, {-2**31})
 
 
+@pytest.mark.medium
 def test_frozen_encodings_stay_and_others_are_computed_anew(sim, tmp_path):
     file = exported(sim, tmp_path / "out", "encodings_json")
     for freeze in (True, False):
@@ -120,6 +123,7 @@ def test_frozen_ones_are_replaced_and_stay_frozen(sim):
     assert [name for name, each in other.quantizers.items() if each.frozen] == ["1:out"]
 
 
+@pytest.mark.medium
 def test_a_learned_range_goes_on_from_what_was_loaded_or_is_fixed(sim):
     for freeze in (False, True):
         other = calibrated()
@@ -161,6 +165,7 @@ def test_an_unknown_name_is_refused_or_ignored_and_said(sim):
     assert again.load_encodings(extra, strict=False).ignored == ("1.out", "0.bias")
 
 
+@pytest.mark.medium
 def test_sites_that_carried_a_mask_are_taken_out_as_they_were(tmp_path):
     class Masked(nn.Module):
         def forward(self, q, k, mask):
@@ -240,6 +245,7 @@ def test_two_entries_of_one_encoding_must_agree():
     assert again.encodings()[leader.name].equals(wrong)
 
 
+@pytest.mark.medium
 def test_an_int32_bias_has_the_scale_of_its_product():
     sim = calibrated(config="onnxruntime")
     encodings = sim.encodings()
@@ -252,6 +258,7 @@ def test_an_int32_bias_has_the_scale_of_its_product():
     assert_equal(again.encodings(), encodings)
 
 
+@pytest.mark.medium
 def test_dynamic_sites_take_no_encoding_and_are_compared(sim, tmp_path):
     dynamic = calibrated(config="dynamic")
     again = fresh(config="dynamic")

@@ -85,6 +85,7 @@ def test_several_readers_add_up_in_expectation():
     assert bool(((weights.mean(0) - expected).abs() < 5 * (2 / rows) ** 0.5 * expected).all())
 
 
+@pytest.mark.medium
 def test_states_of_a_loop_over_time_are_weighed_at_every_step():
     torch.manual_seed(0)
     net = nn.LSTM(4, 3, batch_first=True)
@@ -93,6 +94,7 @@ def test_states_of_a_loop_over_time_are_weighed_at_every_step():
     assert all(float(weights.sum()) > 0 for _, weights in seen)
 
 
+@pytest.mark.medium
 def test_rows_that_are_padding_do_not_count():
     class Net(nn.Module):
         def __init__(self):
@@ -159,6 +161,7 @@ def test_a_model_that_fails_leaves_no_gradients_on(failing):
     assert all(not quantizer._forward_hooks for quantizer in sim.quantizers.values())
 
 
+@pytest.mark.medium
 def test_inference_mode_of_the_callers_is_left_and_of_forward_refused():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()

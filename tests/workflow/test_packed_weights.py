@@ -50,6 +50,7 @@ def round_trip(sim, model, folder, x=X):
     return again, packed
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("weight", [
     {"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "uint4", "symmetric": False}, {"dtype": "uint8", "symmetric": True},
     {"dtype": "int2"}, {"dtype": "int3", "symmetric": False}, {"dtype": "int5"}, {"dtype": "uint12"},
@@ -79,6 +80,7 @@ def test_saving_what_was_loaded_gives_the_same_file(tmp_path):
     assert first == second
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_other_float_types(dtype, bits, tmp_path):
@@ -90,6 +92,7 @@ def test_other_float_types(dtype, bits, tmp_path):
     assert packed
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but([name for name in ZOO if name not in WITHOUT_WEIGHTS], "lstm", "tied", "vit"))
 def test_every_model(name, tmp_path):
     sim = simulated(name, weight_bits=4)
@@ -120,6 +123,7 @@ class TwoReaders(nn.Module):
 IDS = torch.tensor([[1, 2, 3], [4, 5, 19]])
 
 
+@pytest.mark.medium
 def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path):
     sim = calibrated(TwoReaders().eval(), IDS, weight_bits=4)
     again, packed = round_trip(sim, TwoReaders().eval(), tmp_path, IDS)
@@ -129,6 +133,7 @@ def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path):
     assert torch.equal(again.model(IDS), sim.model(IDS))
 
 
+@pytest.mark.medium
 def test_a_weight_in_two_formats_stays_in_float(tmp_path):
     eight = {"version": 1, "defaults": {"weight": {"bits": 4}},
              "rules": [{"match": {"path": "head"}, "weight": {"bits": 8}}]}
@@ -151,6 +156,7 @@ class Views(nn.Module):
         return self.last((x @ self.first.t() + x @ self.second.t()).relu())
 
 
+@pytest.mark.medium
 def test_weights_that_share_memory_stay_in_float(tmp_path):
     sim = calibrated(Views().eval())
     with pytest.warns(UserWarning, match="memory"):
@@ -159,6 +165,7 @@ def test_weights_that_share_memory_stay_in_float(tmp_path):
     assert torch.equal(again.model(X), sim.model(X))
 
 
+@pytest.mark.medium
 def test_learned_ranges_are_learned_on(tmp_path):
     sim = calibrated(weight_bits=4)
     sim.learn_ranges("*")
@@ -171,6 +178,7 @@ def test_learned_ranges_are_learned_on(tmp_path):
     assert all(quantizer.learns_range for quantizer in again.quantizers.values())
 
 
+@pytest.mark.medium
 def test_rounded_weights_of_gptq_come_back(tmp_path):
     sim = calibrated(weight_bits=4)
     qtk.apply_layerwise(sim, [X], "gptq", holdout=0, progress=False)
@@ -181,6 +189,7 @@ def test_rounded_weights_of_gptq_come_back(tmp_path):
     assert again.quantizers["0.weight"].rewrote_weight
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", [Mode.BYPASS, Mode.OBSERVE])
 def test_a_weight_that_is_not_quantized_now_stays_in_float(mode, tmp_path):
     sim = calibrated()
@@ -197,6 +206,7 @@ def test_what_has_no_encoding_is_refused_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 def test_live_batch_norms_are_refused_until_they_are_folded(tmp_path):
     x = torch.randn(4, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
@@ -223,6 +233,7 @@ class PythonHead(nn.Module):
         return x @ self.embed.weight.t() if self.reads else x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_weight_that_python_code_reads_too_is_refused(reads, tmp_path):
     torch.manual_seed(0)

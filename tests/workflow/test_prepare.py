@@ -25,6 +25,7 @@ def tensors(tree):
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+@pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_batches_too(name):
     entry, (model, prepared) = ZOO[name], pair(name)
@@ -88,6 +89,7 @@ def test_a_copy_is_whole_and_apart(name):
     assert any(bool(p.any()) for p in prepared.parameters()) or not list(prepared.parameters())
 
 
+@pytest.mark.medium
 def test_the_original_is_left_as_it_was():
     class Net(nn.Module):
         def __init__(self):
@@ -138,6 +140,7 @@ def test_a_batch_of_one_is_enough_also_for_batch_norm():
     assert prepared.eval()(X).shape == (4, 4)
 
 
+@pytest.mark.medium
 def test_excluded_modules_are_marked_under_every_name():
     block = ZOO["reused_block"].model()
     for name in ("first", "second", block.first):
@@ -147,6 +150,7 @@ def test_excluded_modules_are_marked_under_every_name():
         assert set(marks.values()) == {"modules_to_exclude"}
 
 
+@pytest.mark.medium
 def test_an_excluded_block_takes_what_is_inside():
     prepared = prepare_model(ZOO["vit"].model(), ZOO["vit"].inputs(), modules_to_exclude=["blocks.1"])
     for node in prepared.graph.nodes:
@@ -211,6 +215,7 @@ class Mutating(nn.Module):
         return self.fc(x) + x[:, 4:]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model", [
     Mutating(branches=False), Mutating(branches=True), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 4)),
     nn.Sequential(nn.Dropout(0.5, inplace=True), nn.ReLU(inplace=True), nn.Linear(8, 4)),
@@ -260,6 +265,7 @@ def test_scripted_models_keep_their_mode_and_cannot_be_quantized(make):
     assert model.training
 
 
+@pytest.mark.medium
 def test_a_wrong_capture_falls_to_the_next_rung_and_the_report_names_it(monkeypatch):
     real = ladder.canonicalize
 
@@ -303,6 +309,7 @@ def test_stochastic_depth_is_recovered_and_the_rest_is_still_compared():
     assert prepared.report.train_notes == ()
 
 
+@pytest.mark.medium
 def test_without_inputs_the_trace_waits_for_them():
     model = ZOO["vit"].model()
     waiting = prepare_model(model)
@@ -347,6 +354,7 @@ def meta_simulation():
     return qtk.QuantSim(model.to("meta"), torch.randn(2, 3, 8, 8, device="meta")), model
 
 
+@pytest.mark.medium
 def test_a_meta_model_has_the_plan_of_one_with_values():
     sim, model = meta_simulation()
     torch.manual_seed(0)
@@ -388,6 +396,7 @@ def test_no_module_to_exclude_from_a_prepared_model_may_be_an_iterator():
     assert "0.weight" not in qtk.QuantSim(traced, torch.randn(3, 4)).quantizers
 
 
+@pytest.mark.medium
 def test_what_cannot_be_copied_is_an_error_that_names_the_way_out():
     class Locked(nn.Sequential):
         def forward(self, x):

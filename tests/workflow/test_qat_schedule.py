@@ -34,6 +34,7 @@ def run(sim, schedule, optimizer, steps):
     return seen
 
 
+@pytest.mark.medium
 def test_ranges_are_observed_then_stay_then_are_learned_by_one_optimizer():
     sim = simulated()
     schedule = qtk.QatSchedule(sim, observe_until=2, learn_ranges_from=4)
@@ -68,6 +69,7 @@ def frozen_norms(model):
     return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d) and not module.training]
 
 
+@pytest.mark.medium
 def test_stepped_at_the_end_of_a_step_it_comes_one_step_later_and_train_undoes_nothing():
     """Lightning, and loops over epochs, call ``train()`` between two steps."""
     sim = with_batch_norm()
@@ -111,6 +113,7 @@ def test_batch_norms_that_take_the_place_of_others_are_frozen_too_and_the_next_s
     assert sim.model.train().get_submodule("1").training
 
 
+@pytest.mark.medium
 def test_what_is_frozen_or_already_chosen_is_respected():
     sim = simulated()
     sim.freeze("1:out")
@@ -142,6 +145,7 @@ def test_ranges_that_the_config_gives_follow_no_batch():
     assert moved == {"input:input", "0:out", "2:out"}
 
 
+@pytest.mark.medium
 def test_a_state_saved_while_ranges_are_held_is_trained_without_the_schedule():
     sim, again = simulated(), simulated()
     sim.learn_ranges(gradient_scale=None)
@@ -154,6 +158,7 @@ def test_a_state_saved_while_ranges_are_held_is_trained_without_the_schedule():
     assert not any(parameter.grad.any() for parameter in sim.range_parameters())
 
 
+@pytest.mark.medium
 def test_a_resumed_training_goes_on_where_it_was():
     sim = simulated()
     schedule = qtk.QatSchedule(sim, observe_until=1, learn_ranges_from=3)

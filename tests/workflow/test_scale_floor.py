@@ -42,9 +42,8 @@ def difference_in_steps(sim, x, folder, *, optimized):
     return np.abs(got - sim.model(x).detach().numpy()).max() / step
 
 
-@pytest.mark.parametrize("config", ["onnxruntime", "onnxruntime_vnni"])
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.medium
+@pytest.mark.pairwise(name=MODELS, config=("onnxruntime", "onnxruntime_vnni"), optimized=(False, True))
 def test_dead_channels_are_exact(name, config, optimized, tmp_path):
     model, sim, x = simulated(name, config)
     with torch.no_grad():
@@ -52,6 +51,7 @@ def test_dead_channels_are_exact(name, config, optimized, tmp_path):
     assert difference_in_steps(sim, x, tmp_path / "out", optimized=optimized) <= 1.01
 
 
+@pytest.mark.medium
 def test_without_the_floor_the_bias_is_cut_off_and_the_file_says_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "raise_scales", lambda simulation: None)
     model, sim, x = simulated("linear")

@@ -23,6 +23,7 @@ def ranks(values):
     return torch.tensor(values).argsort().argsort().double()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_the_order_by_gradients_is_that_of_measurement(digits, with_loss):
     sim, batches = digits
@@ -159,6 +160,7 @@ class Detached(nn.Module):
         return scores.masked_fill(torch.tensor([False, False, True, False]), float("-inf"))
 
 
+@pytest.mark.medium
 def test_sites_without_a_gradient_are_measured_first():
     """Nothing is known of what is in front of detach; scores that are masked count neither in float nor simulated."""
     batches = [torch.randn(32, 8)]

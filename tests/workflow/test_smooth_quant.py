@@ -7,11 +7,12 @@ from torch import fx, nn
 
 import qtk
 from qtk.demo.digits import load_digits_split
-from qtk.demo.models import build
+from qtk.demo.models import DEMO_MODELS, build
 from qtk.demo.train import top1
 from qtk.errors import ArgumentError, CalibrationError, CaptureError, ConfigError, QtkError
 from qtk.graph.insert import remove
 from qtk.numerics.error import sqnr_db
+from tests.zoo.prepared import slow_but
 
 BLOCKS, WIDTH = 2, 32
 
@@ -66,6 +67,7 @@ def simulation_db(sim, data, reference):
         return sqnr_db(reference, sim.model(data[0]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", ["as written", "decomposed"])
 def test_a_gelu_of_small_ops_with_one_shared_constant(how):
     model, data = spelled(how)
@@ -120,6 +122,7 @@ def simulated(model, digits, smooth):
     return top1(sim.model, split.test_images, split.test_labels), db
 
 
+@pytest.mark.medium
 def test_digits_vit_with_outliers_is_accurate_again(digits):
     model = with_outliers(build("digits_vit"))
     plain, smooth = simulated(model, digits, False), simulated(model, digits, True)
@@ -128,7 +131,8 @@ def test_digits_vit_with_outliers_is_accurate_again(digits):
     assert smooth[1] >= plain[1] + 10
 
 
-@pytest.mark.parametrize("name", ["digits_vit", "digits_cnn", "digits_lstm", "digits_gru"])
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(DEMO_MODELS, "digits_cnn", "digits_gru"))
 def test_models_without_outliers_lose_nothing(name, digits):
     model = build(name)
     assert simulated(model, digits, True)[1] >= simulated(model, digits, False)[1] - 0.1
@@ -159,6 +163,7 @@ def same(before, after):
 NAN = torch.full((16, WIDTH), torch.nan)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("error", "message", "data", "settings"),
     [
@@ -199,6 +204,7 @@ def test_an_interruption_changes_nothing():
     assert same(before, fingerprint(sim))
 
 
+@pytest.mark.medium
 def test_what_is_in_the_way_is_named():
     model, batches = small()
     for site in ("1.weight", "0:out"):
@@ -253,6 +259,7 @@ def test_encodings_that_still_fit_are_kept():
     sim.check()
 
 
+@pytest.mark.medium
 def test_data_as_a_function_pairs_and_dicts():
     model, batches = small()
     results = []
@@ -275,6 +282,7 @@ def test_a_single_sample_says_that_nothing_was_held_out():
     assert all("cannot be divided" in group.detail for group in result.applied)
 
 
+@pytest.mark.medium
 def test_the_second_time_there_is_little_left_to_gain():
     model, batches = small()
     sim = qtk.QuantSim(model, batches[0])
@@ -283,6 +291,7 @@ def test_the_second_time_there_is_little_left_to_gain():
     assert all(group.after > group.before / 1.25 for group in second.groups)
 
 
+@pytest.mark.medium
 def test_saved_and_loaded_with_an_inserted_multiplication(tmp_path):
     model, data = spelled("as written")
     sim = qtk.QuantSim(model, data[0])
@@ -294,6 +303,7 @@ def test_saved_and_loaded_with_an_inserted_multiplication(tmp_path):
         assert torch.equal(again.model(data[0]), sim.model(data[0]))
 
 
+@pytest.mark.medium
 def test_a_float_checkpoint_is_smoothed_as_the_model_was():
     model, data = spelled("as written")
     sim = qtk.QuantSim(model, data[0])

@@ -78,6 +78,7 @@ def saved(tmp_path_factory):
     return directory, simulation
 
 
+@pytest.mark.medium
 def test_a_fresh_simulation_becomes_the_stored_one(saved):
     directory, simulation = saved
     stored = load(directory)
@@ -117,6 +118,7 @@ def test_nothing_on_disk_is_a_pickle(saved):
     assert b"\x80\x04" not in (directory / "model.safetensors").read_bytes()[:16]
 
 
+@pytest.mark.medium
 def test_uncalibrated_simulations_can_be_stored(tmp_path):
     simulation, _ = fresh()
     save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
@@ -125,6 +127,7 @@ def test_uncalibrated_simulations_can_be_stored(tmp_path):
     assert all(quantizer.encoding is None for quantizer in other.quantizers.values())
 
 
+@pytest.mark.medium
 def test_learned_ranges_come_back_as_what_is_exported(tmp_path):
     simulation, encodings = fresh()
     for site, quantizer in simulation.quantizers.items():
@@ -137,6 +140,7 @@ def test_learned_ranges_come_back_as_what_is_exported(tmp_path):
         assert quantizer.encoding.equals(encodings[site.name]), site
 
 
+@pytest.mark.medium
 def test_sites_that_calibration_took_out_are_taken_out_again(tmp_path):
     simulation = calibrated()
     masked = next(site for site in simulation.plan if site.name == "conv:out")
@@ -281,6 +285,7 @@ def test_a_flipped_bit_anywhere_is_noticed(saved, tmp_path):
             shutil.rmtree(copied)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("scale", 0.0, "every scale must be finite and positive"), ("scale", -1.0, "every scale must be"),
     ("scale", torch.nan, "every scale must be"), ("zero_point", 300, "every zero point must lie in 0…255"),
@@ -295,6 +300,7 @@ def test_what_no_encoding_holds_is_refused(name, value, message, saved):
     assert all(quantizer.encoding is None for quantizer in simulation.quantizers.values())
 
 
+@pytest.mark.medium
 def test_a_model_that_computes_something_else_is_refused(tmp_path):
     x = torch.randn(4, 8)
     models = [nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 2)).eval() for middle in (nn.GELU(), nn.SiLU())]
@@ -318,6 +324,7 @@ def test_flags_are_stored(tmp_path):
     assert [name for name, quantizer in again.quantizers.items() if quantizer.rewrote_weight] == ["0.weight"]
 
 
+@pytest.mark.medium
 def test_version_4_had_the_flags_beside_the_tensors(tmp_path):
     simulation = calibrated()
     save(tmp_path / "sim", simulation, arguments=ARGUMENTS)
@@ -337,6 +344,7 @@ def test_version_4_had_the_flags_beside_the_tensors(tmp_path):
         assert other.quantizers[site].encoding.equals(quantizer.encoding)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", [
     {"tied": {"0.weight": {}}}, {"flags": {"frozen": None}}, {"arguments": {"in_place": True}},
     {"arguments": {"nonsense": 3}}, {"plan": {}}, {"steps": [3]},
@@ -374,6 +382,7 @@ def test_the_mode_of_an_observer_is_not_stored_with_it(tmp_path):
     assert {quantizer.mode for quantizer in again.quantizers.values()} == {Mode.SIMULATE}
 
 
+@pytest.mark.medium
 def test_an_excluded_batch_norm_is_not_folded_and_exclusions_survive_saving(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
     images = torch.randn(2, 3, 6, 6)

@@ -88,8 +88,10 @@ def pooled(name):
     return name.startswith(("sum", "div", "head"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("valid", ["mask", lambda batch: batch["mask"].bool()], ids=["name", "function"])
+@pytest.mark.parametrize("valid", ["mask", pytest.param(lambda batch: batch["mask"].bool(), marks=pytest.mark.slow)],
+                         ids=["name", "function"])
 def test_padding_leaves_no_trace_in_ranges(layer, valid):
     padded, alone, all_rows = simulation(layer), simulation(layer), simulation(layer)
     with warnings.catch_warnings():
@@ -104,6 +106,7 @@ def test_padding_leaves_no_trace_in_ranges(layer, valid):
     assert moved >= 2, "padding made no difference, so the test shows nothing"
 
 
+@pytest.mark.medium
 def test_histograms_count_valid_rows_alone():
     padded, alone = (qtk.QuantSim(
         Encoder(PerToken()).eval(), BATCH, dynamic_shapes="all", scheme="tf_enhanced") for _ in range(2))
@@ -117,6 +120,7 @@ def test_histograms_count_valid_rows_alone():
             torch.testing.assert_close(found.scale, expected[name].scale, rtol=0.02, atol=0, msg=name)
 
 
+@pytest.mark.medium
 def test_compare_counts_valid_rows_alone():
     sim = simulation("per_token")
     sim.compute_encodings([BATCH], valid="mask", progress=False)
@@ -127,6 +131,7 @@ def test_compare_counts_valid_rows_alone():
     assert found["layer.second:out"] != pytest.approx(all_rows["layer.second:out"], abs=1.0)
 
 
+@pytest.mark.medium
 def test_where_tokens_cannot_be_followed_all_rows_count_and_a_warning_says_so():
     class Mixed(nn.Module):
         def __init__(self):
@@ -143,6 +148,7 @@ def test_where_tokens_cannot_be_followed_all_rows_count_and_a_warning_says_so():
     assert sim.encodings()["fc:out"].scale is not None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("valid", "message"), [
     ("masks", r"valid='masks' names no input of this call, which has ids, mask"),
     (lambda batch: batch["mask"][:, 0], r"must give a tensor \[samples, tokens\], got shape \(2,\)"),
@@ -157,6 +163,7 @@ def test_what_is_no_mask_is_refused(valid, message):
     assert not sim.encodings()
 
 
+@pytest.mark.medium
 def test_data_that_run_the_model_need_a_name():
     sim = simulation("per_token")
     with pytest.raises(CalibrationError, match="pass the name of an input"):

@@ -69,6 +69,7 @@ def spoilt(directory, target, suffix, change):
     return target
 
 
+@pytest.mark.medium
 def test_the_exported_file_agrees(written):
     sim, directory = written
     result = verify_export(sim, directory, batches())
@@ -158,6 +159,7 @@ def has_entry(options):
         return False
 
 
+@pytest.mark.medium
 def test_weights_that_would_saturate_elsewhere_are_yellow(tmp_path):
     torch.manual_seed(0)
     inputs = torch.randn(4, 8)
@@ -169,6 +171,7 @@ def test_weights_that_would_saturate_elsewhere_are_yellow(tmp_path):
         assert sim.verify_export(tmp_path / config, [inputs], turns=0).level in levels
 
 
+@pytest.mark.medium
 def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
     sim, directory = written
     result = verify_export(sim, directory, batches(1), turns=2)
@@ -183,6 +186,7 @@ def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
     assert given.float_size_bytes == (tmp_path / "model.onnx").stat().st_size
 
 
+@pytest.mark.medium
 def test_the_reasons_of_float_nodes_are_those_of_the_plan(tmp_path):
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
@@ -197,6 +201,7 @@ def test_the_reasons_of_float_nodes_are_those_of_the_plan(tmp_path):
     }
 
 
+@pytest.mark.medium
 def test_the_scores_of_trained_attention_reach_softmax_in_float(tmp_path):
     """QLinearSoftmax, which divides integers, was the largest loss: 1.4 % of the outputs off by more than one step."""
     pytest.importorskip("sklearn")
@@ -264,6 +269,7 @@ def test_forward_and_data_that_run_themselves(written):
     assert verify_export(sim, directory, loop).to_json() == plain.to_json()
 
 
+@pytest.mark.medium
 def test_outputs_without_a_quantizer_have_no_scales(tmp_path):
     sim = simulate(nn.Linear(8, 4), torch.randn(2, 8), activation=nothing)
     export(sim, torch.randn(2, 8), tmp_path / "model.onnx")
@@ -300,6 +306,7 @@ class OneInput(nn.Module):
         return tuple(x * (factor + 2) for factor in range(self.outputs))
 
 
+@pytest.mark.medium
 def test_a_file_of_another_model(written, tmp_path):
     one, two = (simulate(OneInput(outputs), torch.randn(2, 8)) for outputs in (1, 2))
     with pytest.raises(ExportError, match="the file takes x, shift, the model x; verify a file with"):
@@ -318,6 +325,7 @@ def test_without_onnxruntime_the_extra_is_named(written, monkeypatch):
         verify_export(sim, directory, batches())
 
 
+@pytest.mark.medium
 def test_half_precision_is_verified_and_told_from_integers(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).eval().half(), torch.randn(8, 32).half()

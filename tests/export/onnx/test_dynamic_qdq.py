@@ -8,6 +8,7 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx import qdq
+from tests.zoo.prepared import slow_but
 
 
 class Doubled(nn.Module):
@@ -42,7 +43,9 @@ def simulation(setting, model=None, example=None, **others):
     return sim
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(SETTINGS, "uint8", "int8_per_token", "uint6_in_8_bits", "uint2_in_4_bits",
+                                          "int12_in_16_bits", "float8"))
 def test_the_runtime_computes_the_numbers_of_the_simulation(name, tmp_path):
     torch.manual_seed(0)
     sim = simulation(SETTINGS[name])
@@ -60,6 +63,7 @@ def operators(path):
     return {node.op_type for node in onnx.load(path).graph.node}
 
 
+@pytest.mark.medium
 def test_uint8_is_the_operator_that_runtimes_know(tmp_path):
     simulation(SETTINGS["uint8"]).export(tmp_path / "out", formats=("onnx",))
     found = operators(tmp_path / "out" / "model.onnx")
@@ -67,6 +71,7 @@ def test_uint8_is_the_operator_that_runtimes_know(tmp_path):
     assert not {"QuantizeLinear", "ReduceMax"} & found
 
 
+@pytest.mark.medium
 def test_a_file_holds_the_encodings_there_are(tmp_path):
     torch.manual_seed(0)
     sim = simulation(SETTINGS["int8_per_token"], nn.Sequential(nn.Linear(9, 4), nn.ReLU()).eval(), torch.randn(2, 9))
@@ -76,6 +81,7 @@ def test_a_file_holds_the_encodings_there_are(tmp_path):
     assert back["0.weight"].equals(sim.encodings()["0.weight"])
 
 
+@pytest.mark.medium
 def test_half_precision_is_computed_in_float32(tmp_path):
     """One quantizer alone: between operators ONNX Runtime's CPU kernels leave the rounding to half precision out."""
     torch.manual_seed(0)
@@ -86,6 +92,7 @@ def test_half_precision_is_computed_in_float32(tmp_path):
         assert verified.exact.max_difference == 0
 
 
+@pytest.mark.medium
 def test_a_row_that_is_the_whole_tensor_is_per_tensor(tmp_path):
     class Summed(nn.Module):
         def forward(self, x):
@@ -97,6 +104,7 @@ def test_a_row_that_is_the_whole_tensor_is_per_tensor(tmp_path):
     assert verified.exact.max_difference == 0
 
 
+@pytest.mark.medium
 def test_lengths_that_became_fixed_in_an_island_are_known(tmp_path):
     class Branching(nn.Module):
         def __init__(self):
@@ -114,6 +122,7 @@ def test_lengths_that_became_fixed_in_an_island_are_known(tmp_path):
     assert sim.verify_export(tmp_path / "out", [x]).exact.max_difference < 1e-5
 
 
+@pytest.mark.medium
 def test_rows_of_a_length_that_is_not_known_are_refused(tmp_path):
     class Flat(nn.Module):
         def forward(self, x):

@@ -41,7 +41,9 @@ def steps(sim, x, folder, *, optimized):
     return np.abs(got - sim.model(x).detach().numpy()) / scale
 
 
-@pytest.mark.parametrize("shape", [(4, 16), (2, 5, 16), (2, 3, 5, 16)])
+@pytest.mark.medium
+@pytest.mark.parametrize("shape", [(2, 5, 16), *(pytest.param(shape, marks=pytest.mark.slow) for shape in (
+    (4, 16), (2, 3, 5, 16)))])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Identity])
 def test_every_linear_layer_becomes_one_qgemm(activation, shape, tmp_path):
     x, folder = torch.randn(*shape), tmp_path / "out"
@@ -55,6 +57,7 @@ def test_every_linear_layer_becomes_one_qgemm(activation, shape, tmp_path):
         assert (difference > 0.01).mean() < 0.02
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("dynamic_shapes", "shape"), [("batch", (7, 5, 16)), ("all", (3, 9, 16))])
 def test_lengths_stay_dynamic(dynamic_shapes, shape, tmp_path):
     folder = tmp_path / "out"
@@ -63,6 +66,7 @@ def test_lengths_stay_dynamic(dynamic_shapes, shape, tmp_path):
     assert optimized_kinds(folder)["QGemm"] == 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("config", "bias"), [("default", True), ("onnxruntime", False)])
 def test_without_an_int32_bias_it_stays_a_matmul(config, bias, tmp_path):
     exported(Mlp(nn.GELU(), bias=bias), torch.randn(2, 5, 16), tmp_path / "out", config=config)

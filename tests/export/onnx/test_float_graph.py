@@ -57,6 +57,7 @@ def run_with(path, names, leaves):
     return constants | fed | dict(zip(outputs, session.run(outputs, fed), strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "vit", "gru", "concatenated", "dict_output", "intermediate_outputs", "reused_module", "tied",
     *["grouped_experts"] * TRACES_GROUPED_PRODUCTS,
@@ -88,6 +89,7 @@ def test_every_name_is_that_of_its_value(name, tmp_path):
         np.testing.assert_allclose(values[each], wanted, rtol=FLOAT_ROUNDING, atol=FLOAT_ROUNDING, err_msg=each)
 
 
+@pytest.mark.medium
 def test_the_files_with_and_without_quantizers_share_their_names(tmp_path):
     sim = simulated("vit", config="onnxruntime")
     sim.export(tmp_path / "out", formats=("onnx", "aimet_1.0.0", "aimet_0.6.1"))
@@ -114,6 +116,7 @@ class OneReaderInFewBits(nn.Module):
         return self.a(x), self.b(x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("before", [nn.Identity(), nn.Tanh()])
 def test_a_value_that_is_quantized_for_one_reader_alone_is_a_tensor_of_its_own(before, tmp_path):
     x = torch.randn(3, 4)
@@ -134,6 +137,7 @@ def test_a_value_that_is_quantized_for_one_reader_alone_is_a_tensor_of_its_own(b
     assert [node.op_type for node in graph.node if edge in node.input] == ["Gemm"]
 
 
+@pytest.mark.medium
 def test_a_parameter_called_like_an_input_gets_another_name(tmp_path):
     class Awkward(nn.Module):
         def __init__(self):
@@ -157,6 +161,7 @@ def test_a_parameter_called_like_an_input_gets_another_name(tmp_path):
     assert all(again.encodings()[name].equals(each) for name, each in sim.encodings().items())
 
 
+@pytest.mark.medium
 def test_a_name_that_is_lost_is_an_error(tmp_path, monkeypatch):
     sim = simulated("residual")
     monkeypatch.setattr(float_graph, "read_names", lambda path: {"input"})
@@ -171,6 +176,7 @@ def test_what_is_no_onnx_file_has_no_names(tmp_path):
         float_graph.read_names(tmp_path / "x.onnx")
 
 
+@pytest.mark.medium
 def test_a_site_without_a_name_is_an_error(tmp_path):
     sim = simulated("residual")
     names = tensor_names(sim.model)

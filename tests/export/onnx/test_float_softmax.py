@@ -36,6 +36,7 @@ def differing_codes(sim, x, folder, *, optimized):
 MODELS = {"last axis": lambda: nn.Softmax(-1), "first axis": lambda: nn.Softmax(0), "moved": Moved, "pooled": Pooled}
 
 
+@pytest.mark.medium
 @pytest.mark.pairwise(experts=(2, 4, 8), spread=(0.01, 0.1, 1.0), name=MODELS)
 def test_codes_are_those_of_the_simulation(experts, spread, name, tmp_path):
     make = MODELS[name]
@@ -49,11 +50,13 @@ def test_codes_are_those_of_the_simulation(experts, spread, name, tmp_path):
         assert (difference > 0).mean() < 0.002
 
 
+@pytest.mark.medium
 def test_scores_in_float_are_read_as_they_are(tmp_path):
     exported(nn.Sequential(nn.Linear(16, 4), nn.Softmax(-1)), torch.randn(64, 16), tmp_path / "out")
     assert optimized_kinds(tmp_path / "out")["Max"] == 0
 
 
+@pytest.mark.medium
 def test_without_it_the_integer_operator_computes_other_codes(tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "keep_softmax_float", lambda graph, names: None)
     x = scores(4, 1.0)
@@ -62,6 +65,7 @@ def test_without_it_the_integer_operator_computes_other_codes(tmp_path, monkeypa
     assert (differing_codes(sim, x, tmp_path / "out", optimized=True) > 0).mean() > 0.01
 
 
+@pytest.mark.medium
 def test_its_reason_is_named(tmp_path):
     exported(Moved(), scores(4, 1.0), tmp_path / "out", config="default")
     optimized_kinds(tmp_path / "out")

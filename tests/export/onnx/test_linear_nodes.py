@@ -62,6 +62,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_the_target_dynamic_runs_in_integers(name, tmp_path):
     make, shape, fixed, products = DYNAMIC[name]
@@ -75,6 +76,7 @@ def test_the_target_dynamic_runs_in_integers(name, tmp_path):
         assert error(sim, path, x, optimized=optimize) < 2e-6
 
 
+@pytest.mark.medium
 def test_onnx_itself_computes_the_same(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(4, 64)
@@ -103,6 +105,7 @@ def in_blocks(block, **weight):
     return {"version": 1, "defaults": {"weight": given}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("shape", [(4, 256), (2, 5, 256)], ids=["rows", "tokens"])
 def test_weights_in_blocks_become_matmulnbits(shape, symmetric, tmp_path):
@@ -130,6 +133,7 @@ def test_blocks_without_vnni(tmp_path):
     assert 1e-5 < abs(got - expected).max() / abs(expected).max() < 0.02
 
 
+@pytest.mark.medium
 def test_sessions_compute_products_with_weights_alone_in_float(tmp_path):
     _, path = exported(tmp_path, nn.Linear(64, 8), torch.randn(4, 64), activation_bits=None, config="default")
     session, _ = create_session(path)
@@ -138,6 +142,7 @@ def test_sessions_compute_products_with_weights_alone_in_float(tmp_path):
     assert {attribute.name: attribute.i for attribute in node.attribute}["accuracy_level"] == 1
 
 
+@pytest.mark.medium
 def test_what_is_stored_transposed_is_read_as_it_was(tmp_path):
     torch.manual_seed(0)
     sim, path = exported(
@@ -151,6 +156,7 @@ def test_what_is_stored_transposed_is_read_as_it_was(tmp_path):
         assert torch.equal(stored.constant(), sim.quantizers["weight"](sim.model.weight))
 
 
+@pytest.mark.medium
 def test_a_gemm_of_calibrated_values_stays(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(4, 64)

@@ -41,6 +41,7 @@ MODELS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_product_behind_runs_in_integers(name, tmp_path):
     x, folder = torch.randn(2, 5, 8), tmp_path / "out"
@@ -51,6 +52,7 @@ def test_the_product_behind_runs_in_integers(name, tmp_path):
         assert steps(sim, x, folder, optimized=optimized).max() < 1.01
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["Split", "Pad", "class token", "MaxPool"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "move_codes", lambda graph, names: None)
@@ -59,12 +61,14 @@ def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     assert kinds.keys() & {"Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits"}
 
 
+@pytest.mark.medium
 def test_padding_with_another_number_is_computed_in_float(tmp_path):
     x, folder = torch.randn(2, 5, 8), tmp_path / "out"
     sim = exported(Moved(lambda y: nn.functional.pad(y, (0, 0, 1, 2), value=0.3)), x, folder)
     assert steps(sim, x, folder, optimized=False).max() < 1.01
 
 
+@pytest.mark.medium
 def test_codes_that_no_maximum_is_defined_for_are_not_moved(tmp_path):
     x, folder = torch.randn(2, 5, 8), tmp_path / "out"
     config = {"version": 1, "extends": "default", "rules": [{"match": {"op": "layer_norm"}, "output": {"bits": 16}}]}
@@ -72,6 +76,7 @@ def test_codes_that_no_maximum_is_defined_for_are_not_moved(tmp_path):
     assert steps(sim, x, folder, optimized=False).max() < 1.01
 
 
+@pytest.mark.medium
 def test_a_moved_output_keeps_its_name_and_its_other_readers(tmp_path):
     class Two(nn.Module):
         def __init__(self):

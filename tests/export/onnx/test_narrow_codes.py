@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from tests.export.onnx.simulated import run_onnx
+from tests.zoo.prepared import slow_but
 
 
 class Recurrent(nn.Module):
@@ -26,7 +27,9 @@ MODELS = {
 }
 
 
-@pytest.mark.pairwise(name=MODELS, activation_bits=(2, 3, 4, 6), weight_bits=(4, 8))
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(MODELS, "linear", "recurrent"))
+@pytest.mark.pairwise(activation_bits=(2, 3, 4, 6), weight_bits=(4, 8))
 def test_narrow_codes_run(name, activation_bits, weight_bits, tmp_path):
     torch.manual_seed(0)
     make, shape = MODELS[name]

@@ -107,6 +107,7 @@ def numpy_codes(value: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | i
 # --- the file computes what the simulation computes
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("model", "shape"), [(SmallConvNet, (3, 12, 12)), (SmallAttention, (5, 32))], ids=["conv", "attention"]
 )
@@ -122,6 +123,7 @@ def test_runtime_equals_the_simulation(model, shape, tmp_path):
     assert (fused != expected).mean() < 0.15
 
 
+@pytest.mark.medium
 def test_batch_stays_dynamic_also_from_an_example_of_one(tmp_path):
     sim, path = exported(tmp_path, SmallConvNet(), torch.randn(1, 3, 12, 12))
     (batch, *rest) = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
@@ -156,6 +158,7 @@ def products(tmp_path, weight_specs, activation_specs):
     return exported(tmp_path, model, torch.randn(2, 4, 8), weight=weight, activation=activation)
 
 
+@pytest.mark.medium
 def test_every_width_saturates_at_its_own_codes(tmp_path):
     kinds = [dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in range(2, 17)]
     sim, path = products(tmp_path, [QuantSpec(kind) for kind in kinds], [QuantSpec(kind) for kind in kinds])
@@ -165,6 +168,7 @@ def test_every_width_saturates_at_its_own_codes(tmp_path):
         assert kind.bits > 4 or len(np.unique(got)) == 2**kind.bits, kind
 
 
+@pytest.mark.medium
 def test_granularities(tmp_path):
     narrow = QuantSpec(dtype("int8"), PerChannel(0), symmetric=True, narrow_range=True)
     pairs = [
@@ -185,6 +189,7 @@ def test_granularities(tmp_path):
         assert back[site].equals(encoding), site
 
 
+@pytest.mark.medium
 def test_blocks_of_activations(tmp_path):
     class Scale(nn.Module):
         def forward(self, x):
@@ -201,6 +206,7 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
 @pytest.mark.parametrize("is_symmetric", [True, False])
 def test_blocks_along_two_axes_are_stored_along_one(sizes, is_symmetric, tmp_path):
@@ -212,6 +218,7 @@ def test_blocks_along_two_axes_are_stored_along_one(sizes, is_symmetric, tmp_pat
     assert scale.shape == PerBlock(sizes).qparam_shape((4, 8))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_other_float_types_are_quantized_in_float32(kind, tmp_path):
     class Mixed(nn.Module):
@@ -229,6 +236,7 @@ def test_other_float_types_are_quantized_in_float32(kind, tmp_path):
     assert read(path)["fc.weight"].equals(encodings_of(sim)["fc.weight"])
 
 
+@pytest.mark.medium
 def test_bfloat16_makes_a_valid_file(tmp_path):
     _, path = exported(tmp_path, Linear().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16))
     assert onnx.load(path).graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
@@ -255,6 +263,7 @@ def conv_file(tmp_path_factory):
     return sim, path
 
 
+@pytest.mark.medium
 def test_encodings_read_back_bit_for_bit(conv_file):
     sim, path = conv_file
     back = read(path)
@@ -320,6 +329,7 @@ def test_the_file_is_valid_onnx(conv_file):
     onnx.checker.check_model(str(conv_file[1]), full_check=True)
 
 
+@pytest.mark.medium
 def test_codes_are_packed(tmp_path):
     expected = {"int4": ("INT4", 16), "int3": ("INT4", 16), "uint5": ("UINT8", 32), "int12": ("INT16", 64)}
     specs = [QuantSpec(dtype(name), PerChannel(0), symmetric=name[0] == "i") for name in expected]
@@ -334,6 +344,7 @@ def test_codes_are_packed(tmp_path):
         assert np.array_equal(onnx.numpy_helper.to_array(stored).astype(np.int64), codes)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("activation", "opset", "expected"),
     [(nothing, None, (25, "INT2")), (activations(), None, (21, "INT4")), (nothing, 21, (21, "INT4"))],
@@ -350,6 +361,7 @@ def test_two_bits_are_packed_where_runtimes_read_them(activation, opset, expecte
     run_onnx(path, x, optimized=True)
 
 
+@pytest.mark.medium
 def test_large_weights_go_to_a_file_beside(tmp_path):
     sim = simulate(Linear(64, 64), torch.randn(4, 64))
     path = tmp_path / "model.onnx"
@@ -384,6 +396,7 @@ class ManyOutputs(nn.Module):
         }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("inputs", "names"),
     [
@@ -411,6 +424,7 @@ def test_inputs_and_outputs_keep_their_names(inputs, names, tmp_path):
     assert set(read(path)) == set(encodings_of(sim))
 
 
+@pytest.mark.medium
 def test_nested_inputs_and_bare_tuples(tmp_path):
     class Nested(nn.Module):
         def forward(self, batch, *, y):
@@ -422,6 +436,7 @@ def test_nested_inputs_and_bare_tuples(tmp_path):
     assert [value.name for value in onnx.load(path).graph.input] == ["batch_x", "batch_list_0", "y"]
 
 
+@pytest.mark.medium
 def test_integer_inputs(tmp_path):
     sim, path = exported(tmp_path, nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4)), torch.randint(0, 20, (2, 5)))
     ids = torch.randint(0, 20, (3, 5))
@@ -432,6 +447,7 @@ def test_integer_inputs(tmp_path):
 # --- which values become integers
 
 
+@pytest.mark.medium
 def test_a_tied_weight_is_stored_once(tmp_path):
     class Tied(nn.Module):
         def __init__(self):
@@ -457,6 +473,7 @@ class Standardised(nn.Module):
         return F.linear(x, (self.weight - self.weight.mean(1, keepdim=True)) / self.weight.std(1, keepdim=True))
 
 
+@pytest.mark.medium
 def test_a_weight_made_from_parameters_is_stored_as_its_codes(tmp_path):
     def only_divided(site, value):
         return QuantSpec(dtype("int8"), PerChannel(0), symmetric=True) if site == "div:out" else None
@@ -474,6 +491,7 @@ def test_a_weight_made_from_parameters_is_stored_as_its_codes(tmp_path):
     assert np.array_equal(onnx.numpy_helper.to_array(initializers(path)["div:out"]), expected)
 
 
+@pytest.mark.medium
 def test_a_constant_behind_another_quantizer_is_quantized_at_run_time(tmp_path):
     sim, path = exported(tmp_path, Standardised(), torch.randn(2, 8))
     x = torch.randn(16, 8)
@@ -481,6 +499,7 @@ def test_a_constant_behind_another_quantizer_is_quantized_at_run_time(tmp_path):
     assert set(read(path)) == set(encodings_of(sim))
 
 
+@pytest.mark.medium
 def test_sites_that_share_a_quantizer_keep_their_names(tmp_path):
     class Twice(nn.Module):
         def forward(self, x):
@@ -498,6 +517,7 @@ def test_sites_that_share_a_quantizer_keep_their_names(tmp_path):
     assert np.array_equal(run_onnx(tmp_path / "model.onnx", x)[0], run_simulation(sim, x)[0])
 
 
+@pytest.mark.medium
 def test_one_value_under_two_quantizers(tmp_path):
     class Fork(nn.Module):
         def forward(self, x):
@@ -516,6 +536,7 @@ def test_one_value_under_two_quantizers(tmp_path):
     }
 
 
+@pytest.mark.medium
 def test_a_float_output_and_two_quantizers_read_one_value(tmp_path):
     class Shared(nn.Module):
         def forward(self, x):
@@ -540,6 +561,7 @@ def test_a_float_output_and_two_quantizers_read_one_value(tmp_path):
     assert entering == set(read(path)) == {"x:input", "sigmoid:out", "mul_1:in[0]", "mul:out", "mul_1:out"}
 
 
+@pytest.mark.medium
 def test_quantizers_that_are_off_leave_their_value_in_float(linear, tmp_path):
     linear.get_submodule("qtk_quantizers.fc.weight").mode = Mode.BYPASS
     export(linear, torch.randn(2, 8), tmp_path / "model.onnx")
@@ -550,6 +572,7 @@ def test_quantizers_that_are_off_leave_their_value_in_float(linear, tmp_path):
 # --- the model stays as it was
 
 
+@pytest.mark.medium
 def test_the_model_is_left_as_it_was(tmp_path):
     sim = simulate(SmallConvNet(), torch.randn(2, 3, 12, 12))
     sim.train()
@@ -588,6 +611,7 @@ def test_opsets_out_of_range(opset, linear, tmp_path):
         export(linear, torch.randn(2, 8), tmp_path / "model.onnx", opset=opset)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("weight", "activation", "reason"),
     [
@@ -626,6 +650,7 @@ class Reshaped(nn.Module):
         return self.fc(self.conv(image).relu().reshape(-1, 4 * 36))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("opset", [19, 20, 21])
 def test_symmetric_int8_activations_load_and_run_in_every_opset(opset, tmp_path):
     images = torch.randn(4, 3, 8, 8)
@@ -637,6 +662,7 @@ def test_symmetric_int8_activations_load_and_run_in_every_opset(opset, tmp_path)
                       scale)
 
 
+@pytest.mark.medium
 def test_an_op_that_onnx_lacks_is_an_export_error(tmp_path):
     class Exotic(nn.Module):
         def forward(self, x):
@@ -648,6 +674,7 @@ def test_an_op_that_onnx_lacks_is_an_export_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("limit", [0, 2**20], ids=["with data beside", "one file"])
 def test_a_graph_that_the_checker_rejects_is_not_left_behind(limit, linear, tmp_path, monkeypatch):
     def reject(*args: object, **options: object) -> None:
@@ -659,6 +686,7 @@ def test_a_graph_that_the_checker_rejects_is_not_left_behind(limit, linear, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 def test_an_unwritable_path(linear, tmp_path):
     with pytest.raises(ExportError, match="cannot write"):
         export(linear, torch.randn(2, 8), tmp_path / "missing" / "model.onnx")
@@ -675,6 +703,7 @@ def test_read_refuses_other_files(conv_file, tmp_path):
         read(tmp_path / "bare.onnx")
 
 
+@pytest.mark.medium
 def test_numbers_that_a_model_returns_are_no_outputs_of_the_file(tmp_path):
     class Counts(nn.Module):
         def __init__(self):
@@ -690,6 +719,7 @@ def test_numbers_that_a_model_returns_are_no_outputs_of_the_file(tmp_path):
     assert sim.verify_export(tmp_path / "out", [torch.randn(6, 8)]).exact.differing == 0.0
 
 
+@pytest.mark.medium
 def test_chunks_of_a_dynamic_batch_are_exported(tmp_path):
     class Pairs(nn.Module):
         def __init__(self):
@@ -709,6 +739,7 @@ def test_chunks_of_a_dynamic_batch_are_exported(tmp_path):
     assert sim.verify_export(tmp_path / "out", [more]).exact.differing == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_float8_weights_and_activations_run_as_simulated(tmp_path, name):
     images = torch.randn(4, 3, 9, 9)
@@ -726,12 +757,14 @@ def test_float8_weights_and_activations_run_as_simulated(tmp_path, name):
     assert all(found[site].equals(encoding) for site, encoding in encodings_of(sim).items())
 
 
+@pytest.mark.medium
 def test_a_float_that_onnx_does_not_know_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ExportError, match="has fp8_e4m3 and fp8_e5m2, not fp4_e2m1"):
         exported(tmp_path, Linear().eval(), torch.randn(2, 8), weight=symmetric("fp4_e2m1"), activation=nothing)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("setting", "zero", "codes"),
     [
@@ -766,6 +799,7 @@ def test_reduced_and_unsigned_symmetric_weights(setting, zero, codes, tmp_path):
     assert set(record["offset"]) == {-(1 << (record["bw"] - 1))}  # as of int8 and int4
 
 
+@pytest.mark.medium
 def test_weights_of_convolutions_are_stored_without_their_zero_points_of_zero(tmp_path):
     torch.manual_seed(0)
     x, model = torch.randn(2, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
@@ -782,6 +816,7 @@ def test_weights_of_convolutions_are_stored_without_their_zero_points_of_zero(tm
     np.testing.assert_allclose(found, sim.model(x).detach(), atol=1e-6)
 
 
+@pytest.mark.medium
 def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2)).eval(), torch.randn(2, 8, 8, 8)
     config = {"version": 1, "extends": "onnxruntime", "rules": [
@@ -795,6 +830,7 @@ def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
     assert verdict.exact.differing == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
 def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_path):
     config = {"version": 1, "extends": target, "exclude": ["left"]}
@@ -808,6 +844,7 @@ def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_p
     assert "left.weight" not in {layer.name for layer in report.layers}
 
 
+@pytest.mark.medium
 def test_weights_as_inputs_are_the_same_in_the_file(tmp_path):
     inputs = weights_as_inputs()
     sim = qtk.QuantSim(WeightsAsInputs(), inputs, config="onnxruntime")

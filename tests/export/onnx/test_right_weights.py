@@ -38,7 +38,8 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("dynamic_shapes", ["batch", "all"])
+@pytest.mark.medium
+@pytest.mark.parametrize("dynamic_shapes", [pytest.param("batch", marks=pytest.mark.slow), "all"])
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_the_product_runs_in_integers(name, dynamic_shapes, tmp_path):
     sim = exported(RIGHT[name](), X, tmp_path / "out", dynamic_shapes=dynamic_shapes)
@@ -51,6 +52,7 @@ def test_the_product_runs_in_integers(name, dynamic_shapes, tmp_path):
         assert (difference > 0.01).mean() < 0.02
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", ["dynamic", {"version": 1, "defaults": {"activation": "float"}}])
 @pytest.mark.parametrize("name", ["left", "einsum"])
 def test_other_targets_compute_the_same(name, config, tmp_path):
@@ -61,6 +63,7 @@ def test_other_targets_compute_the_same(name, config, tmp_path):
     assert np.abs(got - expected).max() <= 1.01 * np.abs(expected).max() / 255
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["left", "einsum"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "put_weights_right", lambda graph, names: None)
@@ -68,6 +71,7 @@ def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
     assert optimized_kinds(tmp_path / "out").keys() & {"MatMul", "FusedMatMul", "Einsum"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("equation", "shape"), [("bij,jk->bki", (8, 4)), ("bij,bj->bi", (7, 8)), ("bij,ij->bi", (5, 8))]
 )

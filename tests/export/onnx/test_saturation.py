@@ -39,6 +39,7 @@ class Layers(nn.Module):
         return torch.matmul(self.linear(self.conv(x).flatten(2).transpose(1, 2)), self.right)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "names"),
     [
@@ -66,6 +67,7 @@ def test_weights_that_can_saturate_are_named_at_export(config, names, tmp_path, 
         assert "config='onnxruntime'" in messages[0]
 
 
+@pytest.mark.medium
 def test_weights_behind_pooled_codes_are_named(tmp_path):
     x = torch.randn(2, 3, 9, 9)
     sim = qtk.QuantSim(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), x)
@@ -74,6 +76,7 @@ def test_weights_behind_pooled_codes_are_named(tmp_path):
     assert sorted(saturating_weights(tmp_path / "out" / "model.onnx")) == ["0.weight", "3.weight"]
 
 
+@pytest.mark.medium
 def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
     conv = nn.Conv2d(2, 1, (1, 2), bias=False)
     for weight, saturates in (([[100, 1], [1, 100]], False), ([[100, 1], [100, 1]], True)):
@@ -85,6 +88,7 @@ def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
         assert bool(saturating_weights(tmp_path / str(saturates) / "model.onnx")) is saturates
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("linear", "shape"), [("gemm", (4, 2)), ("matmul", (4, 3, 2))])
 def test_pairs_run_along_the_inputs_of_a_linear_layer(linear, shape, tmp_path):
     layer, x = nn.Linear(2, 2), torch.rand(shape)
@@ -117,18 +121,21 @@ def transposed_convolution():
     return nn.ConvTranspose2d(3, 4, 3), torch.randn(2, 3, 6, 6), []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("make", [stack_of_matrices, plain_rnn, transposed_convolution])
 def test_other_products(make, tmp_path):
     model, x, names = make()
     assert named(model, x, "default", tmp_path) == names
 
 
+@pytest.mark.medium
 def test_int8_times_int8_is_exact_in_the_operator_that_multiplies_stacks(tmp_path):
     """Its kernel for int8 does not saturate; in front of the others ONNX Runtime makes the codes uint8."""
     model, x, _ = stack_of_matrices()
     assert named(model, x, SIGNED, tmp_path) == []
 
 
+@pytest.mark.medium
 def test_minifloats_are_no_codes_that_saturate(tmp_path):
     eights = {"dtype": "fp8_e4m3", "symmetric": True}
     config = {"version": 1, "defaults": {"activation": eights, "weight": eights}}

@@ -17,6 +17,7 @@ from qtk.export.onnx.stored_sites import stored_sites
 from tests.capture import recurrent_nets
 from tests.capture.recurrent_nets import Cell, case, simulated
 from tests.export.onnx.simulated import run_onnx, run_simulation
+from tests.zoo.prepared import slow_but
 from tests.zoo.recurrent import Packed
 
 I, H, P = 5, 6, 3  # noqa: E741
@@ -69,7 +70,8 @@ def operators(graph):
     return counts
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.medium
+@pytest.mark.parametrize("name", slow_but(NETS, "gru", "lstm_both"))
 def test_the_file_computes_the_simulation_at_any_length(name, tmp_path):
     torch.manual_seed(1)
     net = NETS[name]()
@@ -94,6 +96,7 @@ def assert_near(found, expected, sim):
         assert difference.max() <= 1.001 * largest
 
 
+@pytest.mark.medium
 def test_first_states_that_are_inputs(tmp_path):
     inputs = torch.randn(4, 3, I), torch.randn(2, 3, H), torch.randn(2, 3, H)
     sim = quantized(Started(), *inputs)
@@ -102,6 +105,7 @@ def test_first_states_that_are_inputs(tmp_path):
     assert_near(run_onnx(path, *other), run_simulation(sim.model, *other), sim)
 
 
+@pytest.mark.medium
 def test_every_site_is_found_under_its_name(tmp_path):
     x = torch.randn(4, 3, I)
     sim = quantized(nn.Sequential(NETS["lstm_both"]()), x)
@@ -114,6 +118,7 @@ def test_every_site_is_found_under_its_name(tmp_path):
     assert {f"0.l1.cell.{op}:out" for op in ("hidden_projection", "gates", "cell_tanh", "hidden")} <= names
 
 
+@pytest.mark.medium
 def test_the_file_does_not_grow_with_the_length(tmp_path):
     counts = []
     for length in (3, 40):
@@ -124,6 +129,7 @@ def test_the_file_does_not_grow_with_the_length(tmp_path):
     assert sum(counts[0].values()) <= 300
 
 
+@pytest.mark.medium
 def test_a_net_that_is_not_quantized_stays_one_operator(tmp_path):
     x = torch.randn(3, 4, I)
     sim = quantized(nn.Sequential(nn.Linear(I, I), NETS["lstm"]()), x, activation_bits=None)
@@ -147,6 +153,7 @@ def packed():
     return sim
 
 
+@pytest.mark.medium
 def test_packed_sequences_of_any_lengths(packed, tmp_path):
     packed.export(tmp_path / "out", formats=("onnx",))
     assert operators(onnx.load(tmp_path / "out" / "lstm.onnx").graph)["Scan"] == 2
@@ -163,6 +170,7 @@ def test_packed_sequences_of_any_lengths(packed, tmp_path):
         assert np.abs(theirs - ours.numpy()).max() <= 0.02  # one code
 
 
+@pytest.mark.medium
 def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
     inputs = torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4])
     config = {"version": 1, "defaults": {"activation": {"symmetric": False, "dynamic": True}}}
@@ -173,6 +181,7 @@ def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "option"), [
     (nn.GRU, "both_ways"), (nn.LSTM, "projected"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -188,6 +197,7 @@ def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp
     assert exact.differing == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [
     nn.LSTMCell, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRUCell, nn.RNNCell)),
 ])  # the zoo exports all three

@@ -26,6 +26,7 @@ def integers(tmp_path_factory):
     return sim, path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimized", [True, False])
 def test_a_file_of_integers_runs_as_asked(integers, optimized):
     sim, path = integers
@@ -43,6 +44,7 @@ def test_threads_of_a_session_that_waits_leave_the_cores_to_others(integers):
     assert session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
+@pytest.mark.medium
 def test_a_file_of_small_floats_runs_without_optimizations(tmp_path):
     """A ReLU before float8 QuantizeLinear: with its optimizations ONNX Runtime drops it."""
     torch.manual_seed(0)

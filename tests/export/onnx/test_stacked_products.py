@@ -76,6 +76,7 @@ def assert_as_simulated(sim, path, x, *, products):
     assert all(stored[name].equals(encoding) for name, encoding in sim.encodings().items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_scale_for_each_matrix_and_column(config, tmp_path):
     torch.manual_seed(0)
@@ -85,6 +86,7 @@ def test_a_scale_for_each_matrix_and_column(config, tmp_path):
     assert_as_simulated(sim, path, x, products=1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("axes", [(0, 2, 1), (2, 0, 1)], ids=["out in", "experts last"])
 def test_weights_with_their_axes_in_another_order(axes, tmp_path):
     torch.manual_seed(0)
@@ -92,12 +94,14 @@ def test_weights_with_their_axes_in_another_order(axes, tmp_path):
     assert_as_simulated(*exported(tmp_path, Product(axes), x), x, products=1)
 
 
+@pytest.mark.medium
 def test_what_is_read_twice(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 16)
     assert_as_simulated(*exported(tmp_path, ReadTwice(), x), x, products=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "dequantized"])
 def test_their_inputs_can_be_returned(codes, tmp_path):
     torch.manual_seed(0)
@@ -112,6 +116,7 @@ def test_their_inputs_can_be_returned(codes, tmp_path):
     assert torch.equal(outputs[0].reals(torch.from_numpy(value)), expected)
 
 
+@pytest.mark.medium
 def test_the_reference_evaluator_agrees(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 64)
@@ -122,6 +127,7 @@ def test_the_reference_evaluator_agrees(tmp_path):
         assert float((torch.from_numpy(got) - sim.model(x)).abs().max()) <= step * 1.001
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [
     {"activation_bits": None},
     {"config": {"version": 1, "defaults": {"weight": {"granularity": "per_block", "block_size": 16}}}},
@@ -135,6 +141,7 @@ def test_products_of_other_values_stay(options, tmp_path):
     torch.testing.assert_close(torch.from_numpy(got), sim.model(x).detach(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.medium
 def test_a_relu_stays_whose_zeros_are_not_the_lowest_code(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 64)

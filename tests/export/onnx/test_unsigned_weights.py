@@ -54,7 +54,8 @@ SIGNED = {"version": 1, "defaults": {"activation": {"dtype": "int8", "symmetric"
 CASES = [("default", "linear"), ("default", "stack"), ("default", "loop"), (SIGNED, "linear"), (SIGNED, "loop")]
 
 
-@pytest.mark.parametrize("optimized", [True, False])
+@pytest.mark.medium
+@pytest.mark.parametrize("optimized", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "name"), CASES)
 def test_the_largest_codes_are_summed_exactly_on_every_cpu(config, name, optimized, tmp_path):
     """All products with 127: shown by CPUs that saturate, and by the type of the weights on all."""
@@ -82,6 +83,7 @@ def int8_weights(path):
             if value.dtype == ir.DataType.INT8 and len(value.shape) > 1]
 
 
+@pytest.mark.medium
 def test_zero_points_move_with_the_codes(tmp_path):
     torch.manual_seed(0)
     sim = simulate(nn.Linear(8, 4), INPUTS, weight=weights(symmetric=False))
@@ -93,6 +95,7 @@ def test_zero_points_move_with_the_codes(tmp_path):
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.medium
 def test_products_of_int8_and_int8_are_exact_without_vnni(tmp_path):
     """ONNX Runtime's kernels for int8 and int8 take the codes of the inputs plus 128."""
     sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric(narrow_range=True), activation=activations("int8"))
@@ -101,6 +104,7 @@ def test_products_of_int8_and_int8_are_exact_without_vnni(tmp_path):
     assert int8_weights(with_unsigned_weights(tmp_path / "model.onnx", tmp_path / "copy")) == []
 
 
+@pytest.mark.medium
 def test_a_file_without_large_pairs_is_opened_as_it_is(tmp_path):
     sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric("int4"), activation=activations("uint8"))
     export(sim, INPUTS, tmp_path / "model.onnx")
@@ -108,6 +112,7 @@ def test_a_file_without_large_pairs_is_opened_as_it_is(tmp_path):
     assert with_unsigned_weights(path, tmp_path) == path
 
 
+@pytest.mark.medium
 def test_files_of_others_are_refused(tmp_path):
     sim = simulate(nn.Linear(8, 4), INPUTS, weight=symmetric(), activation=activations("uint8"))
     export(sim, INPUTS, tmp_path / "model.onnx")
