@@ -49,7 +49,7 @@ test-all: lint
 	$(PYTEST) --door all $(ARGS)
 
 test-kernels: $(STAMPS)/all
-	$(PYTEST) --door all tests/kernels tests/ops tests/numerics tests/ptx $(ARGS)
+	$(PYTEST) tests/kernels tests/ops tests/numerics tests/ptx tests/invariants $(ARGS)
 	$(PYTHON) tests/kernels/passed.py --record
 
 planted: $(STAMPS)/all

@@ -254,24 +254,28 @@ def is_in_onnx_export() -> bool:
 
 @contextlib.contextmanager
 def onnx_translations_kept() -> Iterator[None]:
-    """Lets ``torch.onnx.export`` reuse onnxscript's translations of ATen ops, which each call otherwise parses anew."""
-    registration: Any = importlib.import_module("torch.onnx._internal.exporter._registration")
-    onnxscript_apis = registration.onnxscript_apis
-    registration.onnxscript_apis = _OnnxTranslations
+    """Lets ``torch.onnx.export`` reuse its registry of translations, which each call otherwise parses from source."""
+    registry: Any = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    from_torchlib = registry.__dict__["from_torchlib"]
+    kept = functools.partial(_onnx_translations, from_torchlib.__func__)
+    registry.from_torchlib = staticmethod(lambda **opset: _copied(kept(**opset)))
     try:
         yield
     finally:
-        registration.onnxscript_apis = onnxscript_apis
+        registry.from_torchlib = from_torchlib
 
 
-class _OnnxTranslations:
-    """What ``torch.onnx`` asks onnxscript for."""
+@functools.cache
+def _onnx_translations(from_torchlib: Callable[..., object], **opset: int) -> Any:
+    registry: Any = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    return from_torchlib(registry, **opset)
 
-    @staticmethod
-    @functools.cache
-    def get_torchlib_ops() -> tuple[object, ...]:
-        torch_onnx: Any = importlib.import_module("torch.onnx._internal._lazy_import")
-        return tuple(torch_onnx.onnxscript_apis.get_torchlib_ops())
+
+def _copied(registry: Any) -> Any:
+    """A registry that takes more translations without the first one taking them."""
+    copied = copy.copy(registry)
+    copied.functions = {op: list(found) for op, found in registry.functions.items()}
+    return copied
 
 
 def is_traced() -> bool:

@@ -450,13 +450,15 @@ def test_onnx_translations_kept_are_what_each_call_would_parse(monkeypatch):
     apis = importlib.import_module(registration.onnxscript_apis._name)
     parsed, parse = [], apis.get_torchlib_ops
     monkeypatch.setattr(apis, "get_torchlib_ops", lambda: parsed.append(1) or parse())
-    expected = registration.ONNXRegistry.from_torchlib().functions
-    torch_private._OnnxTranslations.get_torchlib_ops.cache_clear()
+    expected = registration.ONNXRegistry.from_torchlib(opset_version=21).functions
+    torch_private._onnx_translations.cache_clear()
     for _ in range(2):
         with onnx_translations_kept():
-            kept = registration.ONNXRegistry.from_torchlib().functions
-        assert {op: [each.onnx_function for each in found] for op, found in kept.items()} == {
+            kept = registration.ONNXRegistry().from_torchlib(opset_version=21)
+        assert kept.opset_version == 21
+        assert {op: [each.onnx_function for each in found] for op, found in kept.functions.items()} == {
             op: [each.onnx_function for each in found] for op, found in expected.items()}
+        kept.functions.popitem()[1].clear()  # as a table of translations for one export changes it
     assert len(parsed) == 2
-    registration.ONNXRegistry.from_torchlib()
+    registration.ONNXRegistry.from_torchlib(opset_version=21)
     assert len(parsed) == 3

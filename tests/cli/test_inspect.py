@@ -70,8 +70,9 @@ def test_wrong_shapes(text):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("model", [pytest.param("timm:mobilenetv3_small_050", marks=pytest.mark.slow), "demo:digits_vit",
-                                   "module"])
+@pytest.mark.parametrize("model", [
+    pytest.param("timm:mobilenetv3_small_050", marks=pytest.mark.slow), "demo:digits_vit", "module",
+])
 def test_a_dry_run_shows_the_same_without_values(model, project):
     model, shapes = (f"{project.module}:net", ["1,6"]) if model == "module" else (model, [])
     plan, dry = (
