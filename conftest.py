@@ -4,6 +4,7 @@
 """
 
 import os
+from collections import defaultdict
 
 import qtk  # noqa: F401
 from tests.kernels.passed import have_passed
@@ -21,12 +22,25 @@ def pytest_collection_modifyitems(config, items):
     is_emulated = "QTK_EMULATE_GPU" in os.environ  # these tests themselves are asked for
     left_out = LEFT_OUT[door] - ({"kernels"} if is_emulated else set())
     deselected = [item for item in items if any(marker.name in left_out for marker in item.iter_markers())]
+    if door != "all":
+        deselected += _beyond_samples([item for item in items if item.get_closest_marker("sample") is not None])
     if door == "test" and not is_emulated and have_passed():
         deselected += _but_canaries(item for item in items if item.get_closest_marker("kernels") is not None)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         positions = set(map(id, deselected))
         items[:] = [item for item in items if id(item) not in positions]
+
+
+def _beyond_samples(items):
+    """The cases of each function but so many as its mark says, spread evenly over all."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for function in cases.values():
+        (count,) = function[0].get_closest_marker("sample").args
+        kept = {round(index * (len(function) - 1) / max(count - 1, 1)) for index in range(count)}
+        yield from (item for index, item in enumerate(function) if index not in kept)
 
 
 def _but_canaries(items):

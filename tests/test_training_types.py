@@ -144,6 +144,7 @@ def pair(request):
     return copy.deepcopy(prepared_once(request.param))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
     model, prepared, x = pair
@@ -401,6 +402,7 @@ def test_what_trains_alike_warns_of_nothing(pair):
         pair[1].train()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["noise", "dropouts", "norms", "weights"])
 def test_saved_exported_and_stepped(name, tmp_path):

@@ -62,6 +62,7 @@ def test_no_pass_raises_the_error_of_an_output(name, linear):
         assert losses[-1].sum() < losses[0].sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("linear", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", FORMATS)

@@ -191,6 +191,7 @@ def assert_near_float_at_16_bits(model, prepared, inputs):
             assert noise < 1e-5 * signal  # 50 dB
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_case
 def test_a_prepared_attention_is_the_original(name):
@@ -299,6 +300,7 @@ def layer(name):
     return model, qtk.prepare_model(model, inputs), inputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_layer
 def test_a_prepared_transformer_is_the_original(name):

@@ -98,6 +98,7 @@ REGISTERS = (
 )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("register", REGISTERS)
 @pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])

@@ -27,6 +27,7 @@ def loss(outputs: object) -> Tensor:
     return sum((out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in leaves)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_inputs_and_batches(name):
@@ -230,6 +231,7 @@ def test_gradients_are_the_originals_and_reach_every_weight_through_quantizers(n
     assert all(named[key] is not None and bool(named[key].isfinite().all()) for key in reached)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "excluded"),

@@ -62,6 +62,7 @@ def fused_calls(model):
     return counts
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @every_case
 def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option):

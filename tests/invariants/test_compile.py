@@ -16,6 +16,7 @@ from tests.zoo.prepared import simulated, slow_but
 QUICK = ("residual", "fused_attention", "stacks_and_scatters", "nested_input", "nested_output", "tied", "in_place")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_the_simulation_compiles_without_a_graph_break(name):
     entry, model = ZOO[name], simulated(name).model

@@ -57,6 +57,7 @@ def listing(model):
     return nodes, [name for name, _ in model.named_modules()]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.medium
 def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     prepared = copy.deepcopy(prepared_once(name))
@@ -126,6 +127,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
             assert isinstance(spec.granularity, PerChannel) or spec.granularity == of_stack, f"{value.target} of {node}"
 
 
+@pytest.mark.sample(31)
 def test_the_simulation_is_close_to_float_at_16_bits(name):
     entry = ZOO[name]
     sim = simulated(name, weight_bits=16, activation_bits=16)
@@ -158,6 +160,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
         assert float(codes.max()) < spec.qmax + 0.5
 
 
+@pytest.mark.sample(18)
 @pytest.mark.medium
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
     entry = ZOO[name]
@@ -170,6 +173,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
         assert equal(entry.run(loaded.model), expected)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]

@@ -73,6 +73,7 @@ def test_it_computes_the_reference_with_its_gradients(case, name, kind):
     torch.testing.assert_close(scale.grad, dscale, rtol=1e-5, atol=1e-4)  # float32 sums of 120 terms, in any order
 
 
+@pytest.mark.sample(29)
 @pytest.mark.medium
 @pytest.mark.pairwise(
     case=conformance.SHAPES, layout=conformance.LAYOUTS, kind=conformance.KINDS,
@@ -107,6 +108,7 @@ def _terms(grad, x, scale, block_size, format):
     return grad.double() * torch.where(inside, number - steps, number).double(), index
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("case", "backend"), [
     ("per_tensor", "aot_eager"), ("per_channel_conv", "aot_eager"), ("per_block", "aot_eager"),

@@ -70,6 +70,7 @@ def test_widths_of_none_leave_weights_or_activations_in_float():
     assert "conv1.weight" not in by_name(plan_of(ConvReluConv(), inputs, weight_bits=None))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", slow_but(shipped_names("targets"), "default", "onnxruntime", "qnn_htp_lpbq",
                                             "tensorrt_fp8", "weight_only_int4"))

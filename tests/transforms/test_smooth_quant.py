@@ -203,6 +203,7 @@ def changed_modules(before, model):
     return {key.rpartition(".")[0] for key, value in before.items() if not torch.equal(now[key], value)}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.medium
 @pytest.mark.parametrize("alpha", ["auto", 0.5])
 @pytest.mark.parametrize("name", NETS)
@@ -221,6 +222,7 @@ def test_the_function_stays_and_factors_go_where_they_may(name, alpha):
         assert float((sim.model(x).detach() - before).abs().max()) <= 1e-10 * float(before.abs().max())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name, (_, layers) in NETS.items() if layers])
 def test_the_simulation_comes_closer_to_float(name):
@@ -370,6 +372,7 @@ def test_every_scheme(scheme):
     assert decibels[1] > decibels[0] + 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic", "dynamic_per_token"])
 @pytest.mark.parametrize("name", ["shared norm", "gelu"])
@@ -394,6 +397,7 @@ def test_weights_alone():
     assert all(group.after <= group.before for group in result.groups)
 
 
+@pytest.mark.sample(35)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_keeps_its_function(name):

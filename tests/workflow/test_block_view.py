@@ -53,6 +53,7 @@ def same(some, others):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("train", [False, True])
@@ -74,6 +75,7 @@ def test_outputs_and_gradients_are_those_of_the_simulation_bit_for_bit(train, re
     assert same(outputs, other) is not train  # dropout
 
 
+@pytest.mark.sample(24)
 @pytest.mark.medium
 @pytest.mark.parametrize("entry", ZOO.values(), ids=str)
 def test_every_model_cut_at_all_its_modules_before_it_is_calibrated(entry):

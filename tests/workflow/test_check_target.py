@@ -63,6 +63,7 @@ QUICK = {("tensorrt", "gathered_experts"), ("xnnpack", "all_transposed"), ("qnn_
          ("coreml", "inverted_residual"), ("tensorrt_fp8", "masked_fill")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize(("target", "name"), [
     pytest.param(target, name, marks=() if (target, name) in QUICK else pytest.mark.slow)

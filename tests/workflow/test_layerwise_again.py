@@ -85,6 +85,7 @@ def run(sim, data, methods, **options):
         return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("first", "second"), [
@@ -127,6 +128,7 @@ def test_it_says_so_unless_it_was_asked():
     assert_same(sim, fresh)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):

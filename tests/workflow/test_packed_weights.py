@@ -50,6 +50,7 @@ def round_trip(sim, model, folder, x=X):
     return again, packed
 
 
+@pytest.mark.sample(8)
 @pytest.mark.medium
 @pytest.mark.parametrize("weight", [
     {"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "uint4", "symmetric": False}, {"dtype": "uint8", "symmetric": True},
@@ -80,6 +81,7 @@ def test_saving_what_was_loaded_gives_the_same_file(tmp_path):
     assert first == second
 
 
+@pytest.mark.sample(7)
 @pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -92,6 +94,7 @@ def test_other_float_types(dtype, bits, tmp_path):
     assert packed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but([name for name in ZOO if name not in WITHOUT_WEIGHTS], "lstm", "tied", "vit"))
 def test_every_model(name, tmp_path):

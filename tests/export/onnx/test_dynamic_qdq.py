@@ -43,6 +43,7 @@ def simulation(setting, model=None, example=None, **others):
     return sim
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(SETTINGS, "uint8", "int8_per_token", "uint6_in_8_bits", "uint2_in_4_bits",
                                           "int12_in_16_bits", "float8"))

@@ -57,6 +57,7 @@ def run_with(path, names, leaves):
     return constants | fed | dict(zip(outputs, session.run(outputs, fed), strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "vit", "gru", "concatenated", "dict_output", "intermediate_outputs", "reused_module", "tied",

@@ -62,6 +62,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_the_target_dynamic_runs_in_integers(name, tmp_path):

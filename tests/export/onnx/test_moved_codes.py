@@ -41,6 +41,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_product_behind_runs_in_integers(name, tmp_path):

@@ -206,6 +206,7 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
 @pytest.mark.parametrize("is_symmetric", [True, False])

@@ -38,6 +38,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("dynamic_shapes", [pytest.param("batch", marks=pytest.mark.slow), "all"])
 @pytest.mark.parametrize("name", list(RIGHT))

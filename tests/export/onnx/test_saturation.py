@@ -39,6 +39,7 @@ class Layers(nn.Module):
         return torch.matmul(self.linear(self.conv(x).flatten(2).transpose(1, 2)), self.right)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "names"),
