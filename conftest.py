@@ -44,10 +44,11 @@ def _beyond_samples(items):
 
 
 def _but_canaries(items):
-    """The tests but the first case of each function, unless its mark says ``canary=False``."""
+    """The tests but the first case of each function, unless its mark says ``canary=False`` or names it in ``slow``."""
     functions = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if function in functions or not item.get_closest_marker("kernels").kwargs.get("canary", True):
+        mark = item.get_closest_marker("kernels").kwargs
+        if function in functions or not mark.get("canary", True) or item.originalname in mark.get("slow", ()):
             yield item
         functions.add(function)

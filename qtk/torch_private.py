@@ -184,7 +184,21 @@ def graph_from_bytes(data: bytes) -> fx.Graph:
         nodes.append(graph.create_node(op, target, args, kwargs, name, kind))
         nodes[-1].meta = meta
     graph.set_codegen(codegen)
+    structure = call_structure(graph)
+    for spec in () if structure is None else (structure.in_spec, structure.out_spec):
+        _register_dataclasses(spec)
     return graph
+
+
+def _register_dataclasses(spec: pytree.TreeSpec | None) -> None:
+    """Makes the dataclasses of a structure known to pytree, as capture did in the process that pickled it."""
+    if spec is None:
+        return
+    kind = spec.type
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(kind)
+    for branch in branches(spec):
+        _register_dataclasses(branch)
 
 
 def drop_input_guards(program: ExportedProgram) -> None:
@@ -254,9 +268,15 @@ def is_in_onnx_export() -> bool:
 
 @contextlib.contextmanager
 def onnx_translations_kept() -> Iterator[None]:
-    """Lets ``torch.onnx.export`` reuse its registry of translations, which each call otherwise parses from source."""
-    registry: Any = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-    from_torchlib = registry.__dict__["from_torchlib"]
+    """Lets ``torch.onnx.export`` reuse its registry of translations, which each call otherwise parses from source.
+
+    Does nothing with a torch that has moved the registry.
+    """
+    registry = _onnx_registry()
+    from_torchlib = getattr(registry, "__dict__", {}).get("from_torchlib")
+    if not isinstance(from_torchlib, classmethod):
+        yield
+        return
     kept = functools.partial(_onnx_translations, from_torchlib.__func__)
     registry.from_torchlib = staticmethod(lambda **opset: _copied(kept(**opset)))
     try:
@@ -265,10 +285,16 @@ def onnx_translations_kept() -> Iterator[None]:
         registry.from_torchlib = from_torchlib
 
 
+def _onnx_registry() -> Any:
+    try:
+        return importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    except (ImportError, AttributeError):
+        return None
+
+
 @functools.cache
 def _onnx_translations(from_torchlib: Callable[..., object], **opset: int) -> Any:
-    registry: Any = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-    return from_torchlib(registry, **opset)
+    return from_torchlib(_onnx_registry(), **opset)
 
 
 def _copied(registry: Any) -> Any:

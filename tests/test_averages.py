@@ -47,6 +47,7 @@ def test_the_average_of_equal_models_has_every_code_of_a_zero_point(average):
     torch.testing.assert_close(averaged.module[1].encoding.scale, encoding.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("learned", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)

@@ -106,6 +106,7 @@ class BruteForce:
         return self.quantized(self.layer(x, "6", "7", train), "6:out")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("training", [False, True])
@@ -168,6 +169,7 @@ def test_running_statistics_do_not_reach_the_output_in_train_mode_but_through_ro
     assert float((sim.model(BATCHES[0]) - before).detach().abs().max()) <= 1.01 * float(sim.encodings()["6:out"].scale)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", [AT_EXPORT, ONNXRUNTIME], ids=["default", "onnxruntime"])
 def test_what_was_trained_is_what_is_exported(config, tmp_path):
@@ -306,6 +308,7 @@ def test_a_float_checkpoint_loads_live_and_folded():
     assert torch.equal(live.model(BATCHES[0]), after.model(BATCHES[0]))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("blocks", [["0", "3"], ["6"]])
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -340,6 +343,7 @@ def test_recomputing_layer_and_batch_norm_together_uses_the_statistics_of_the_fi
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

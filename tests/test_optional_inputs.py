@@ -143,6 +143,7 @@ def test_the_plan_is_that_of_the_example_inputs(all_kinds):
     assert {site.name for site in all_kinds.plan} == set(alone.quantizers)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("first", "other"), [("labels", PLAIN), ("mask and labels", PLAIN), ("mask", KINDS["labels"])])
 def test_either_may_come_first(first, other):

@@ -144,7 +144,7 @@ def pair(request):
     return copy.deepcopy(prepared_once(request.param))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
     model, prepared, x = pair
@@ -193,6 +193,7 @@ def test_settings_act(pair):
     assert changed or isinstance(model, (OwnAttention, TorchAttention, Recurrent))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("build", "path", "name"), [
     (lambda: OwnAttention(0.3, True), "attention", "p"), (lambda: OwnAttention(0.3, False), "dropout", "p"),
@@ -276,6 +277,7 @@ def test_update_bn_gives_the_statistics_it_gives_the_float_model():
     assert int(sim.model.get_submodule("1").num_batches_tracked) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050"])
 def test_timm_freezes_batch_norms(name):

@@ -12,7 +12,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", {"version": 1, "rules": [
     {"match": {"path": "0"}, "weight": {"bits": 6}}]}])
@@ -53,6 +53,7 @@ def test_what_is_left_is_a_simulation_like_any_other(tmp_path):
     qtk.apply_seq_mse(sim, BATCHES, progress=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, "residual", "gru", "vit"))
 def test_any_model(name):

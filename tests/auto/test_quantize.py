@@ -84,6 +84,7 @@ def test_sites_that_lose_most_are_left_precise_at_last():
     assert "3.weight" not in sim.quantizers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [ValueError("no luck"), float("nan"), "a word"])
 def test_an_evaluation_that_fails_costs_its_trial_alone(kind):

@@ -11,6 +11,7 @@ from tests.zoo.prepared import slow_but
 QUICK = ("residual", "tied", "gru", "weight_standardised", "gathered_experts", "concatenated", "fused_attention")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_a_rule_sets_its_site(name):
     entry = ZOO[name]

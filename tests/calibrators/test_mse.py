@@ -32,6 +32,7 @@ def found(encoding, row=0):
     return float(encoding.scale[row]), 0 if encoding.zero_point is None else int(encoding.zero_point[row])
 
 
+@pytest.mark.sample(68)
 @pytest.mark.parametrize("norm", [1.0, 2.0, 2.4])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name != "zero"])

@@ -70,6 +70,7 @@ def test_every_scheme_makes_an_encoding_of_what_it_saw_and_none_of_nothing(name)
     assert (observer.count, observer.sentinels) == (15, 0)
 
 
+@pytest.mark.sample(101)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerBlock((2, 3))], ids=str)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int4", "uint8"])

@@ -69,7 +69,7 @@ def test_activations(name, spec):
     assert of_rows(scheme.encodings([observer], [spec])[0]) == [expected]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("granularity", [PerChannel(1), PerBlock((20, 1))], ids=str)

@@ -82,6 +82,7 @@ def test_dropped_values_are_warned_of():
         scheme.encodings([observer], [spec])
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name not in ("zero", "constant", "tiny", "huge")])
 def test_as_published(name, spec):

@@ -191,7 +191,7 @@ def assert_near_float_at_16_bits(model, prepared, inputs):
             assert noise < 1e-5 * signal  # 50 dB
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_case
 def test_a_prepared_attention_is_the_original(name):
@@ -328,6 +328,7 @@ def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
         near(model(**inputs)[seen], prepared(**inputs)[seen], 1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["encoder_layer", "padded_encoder"])
 def test_dropout_inside_attention_is_on_in_train_mode_only(name):

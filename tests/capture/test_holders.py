@@ -64,6 +64,7 @@ class Outer(nn.Module):
         return self.lstm(self.drop(self.fc(x)) * self.gain)[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("path", "name", "way"), [
     ("lstm", "dropout", "at capture; set 'lstm.recurrence.dropout', or set it on the original"),
@@ -98,7 +99,7 @@ REGISTERS = (
 )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("register", REGISTERS)
 @pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])

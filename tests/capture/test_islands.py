@@ -27,7 +27,7 @@ def loss(outputs: object) -> Tensor:
     return sum((out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in leaves)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_inputs_and_batches(name):

@@ -35,6 +35,7 @@ def assert_captured(model, *, trains=True):
         assert torch.equal(prepared(other), model(other))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", slow_but(TIMM, "mobilenetv3_small_050", "vit_tiny_patch16_224"))
 def test_timm(name):
     assert_captured(timm.create_model(name, **TIMM[name]))

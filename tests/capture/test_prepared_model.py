@@ -16,6 +16,7 @@ from qtk.errors import CaptureError
 from qtk.graph.targets import attribute
 from qtk.torch_private import GRAPH_MODULE_NAMES
 from qtk.workflow.prepare import prepare_model
+from tests import fresh
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import copied, pair, simulated, slow_but
 
@@ -152,6 +153,17 @@ def test_another_process_can_train_what_was_pickled(tmp_path):
     assert run.stdout.strip() == str(len(sim.model.state_dict())), run.stderr
 
 
+def print_answer(path):
+    model = torch.load(path, weights_only=False)
+    print(model(ZOO["dataclass_output"].inputs()).logits.shape[0])
+
+
+def test_another_process_returns_the_dataclass_of_what_was_pickled(tmp_path):
+    torch.save(prepared("dataclass_output"), tmp_path / "model.pt")
+    finished = fresh.run(print_answer, tmp_path / "model.pt")
+    assert finished.stdout == "2\n", finished.stderr
+
+
 def test_every_node_knows_its_value():
     for name in ("batch_norms", "functional_dropout", "tied", "in_place"):
         model = pair(name)[1]
@@ -198,6 +210,7 @@ class OneOfEach(nn.Module):
         return x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "constant"])
 def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
@@ -215,6 +228,7 @@ def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
     assert {f"{name}{suffix}" for name in names} <= {*sites}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", pytest.param("onnxruntime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("branches", [False, True])

@@ -62,7 +62,7 @@ def fused_calls(model):
     return counts
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_case
 def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option):
@@ -135,6 +135,7 @@ SITES = {  # what is computed in a step, without the gates that are inside a pro
 GATES = {nn.LSTM: ("forget_gate", "output_gate"), nn.GRU: ("reset_gate",)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", SITES)
 def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
@@ -177,6 +178,7 @@ def test_a_start_state_is_quantized_where_it_comes_in():
     assert_near_float(run(model, inputs), run(sim.model, inputs))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("stated", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

@@ -146,6 +146,7 @@ class Heads(nn.Module):
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("first", [0, 1])

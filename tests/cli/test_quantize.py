@@ -311,6 +311,7 @@ def test_a_metric_that_is_not_finite_is_null(project, tmp_path, metric):
     assert record(tmp_path)["models"]["net"]["w8a8"]["sqnr_db"] > 25
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("net", "sqnr"), [("class_net", False), ("partial_net", True)])
 @pytest.mark.parametrize("exports", [["encodings_json"], ["onnx"]])

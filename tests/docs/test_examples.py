@@ -43,6 +43,7 @@ def on_a_rank(name: str, *, short: bool) -> None:
         runpy.run_path(file_of(name), run_name="__main__")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_trains(

@@ -16,6 +16,7 @@ ROUNDING = 1e-6
 """What float sums in another order may make of values about 1."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(PYTHON, "kinds", "no_input", "tied_islands"))
 def test_each_file_computes_what_its_island_computes(name, tmp_path):
     entry, sim = PYTHON[name], simulated(name)
@@ -54,6 +55,7 @@ class ManyIslands(nn.Module):
         return x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "names",
     [["/x/evil"], ["conv/1", "conv%2F1", "conv_1"], ["a" * 300, "a" * 299 + "b"],

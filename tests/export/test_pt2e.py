@@ -67,7 +67,7 @@ def ops_of(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_the_zoo_computes_the_bits_of_the_simulation_at_another_batch(name, tmp_path):
@@ -131,7 +131,7 @@ class Small(nn.Module):
         return self.second(nn.functional.gelu(self.norm(self.first(x)))) + x
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
 def test_formats(config, tmp_path):

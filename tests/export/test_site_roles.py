@@ -30,6 +30,7 @@ def test_weights_biases_and_constants(tmp_path):
             if each.role != "activations"} == roles
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "tied", "language_model"])
 def test_they_are_those_of_the_onnx_file(name, tmp_path):
     sim = simulated(name, config="qnn_htp")

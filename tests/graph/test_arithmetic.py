@@ -36,6 +36,7 @@ def test_other_arithmetic_under_equal_names(one, other):
     assert first != second
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "gru", "fused_attention", "recurrent_cells", "branch"])
 def test_quantizers_copies_and_devices_do_not_count(name):
     entry = {**ZOO, **PYTHON}[name]

@@ -41,6 +41,7 @@ def test_inductor_trains_the_simulation(name):
     torch.compiler.reset()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "mode"), [
     ("inductor", "learned"), ("aot_eager", "fixed"), ("aot_eager", "tracked"),
     pytest.param("inductor", "fixed", marks=pytest.mark.slow),

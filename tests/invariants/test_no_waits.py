@@ -64,6 +64,7 @@ SLOW_SCHEMES = ("mse", "activation_mse")
 """Hundreds of candidates, each a launch in Triton's interpreter."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "scheme", "options"), [
     *((tiny_cnn, scheme, {}) for scheme in SCHEMES if scheme not in SLOW_SCHEMES),

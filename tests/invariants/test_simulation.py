@@ -57,7 +57,7 @@ def listing(model):
     return nodes, [name for name, _ in model.named_modules()]
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(7)
 @pytest.mark.medium
 def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     prepared = copy.deepcopy(prepared_once(name))
@@ -72,6 +72,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     assert [graph.code for graph in graphs(prepared).values()] == code
 
 
+@pytest.mark.sample(26)
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
     entry = ZOO[name]
     prepared = prepared_once(name)
@@ -109,6 +110,7 @@ def insides(node):
     return set(nested_graphs(node).values())
 
 
+@pytest.mark.sample(20)
 def test_per_channel_weights_reach_every_weighted_op(name):
     entry = ZOO[name]
     sim = qtk.QuantSim(prepared_once(name), entry.inputs())
@@ -127,7 +129,7 @@ def test_per_channel_weights_reach_every_weighted_op(name):
             assert isinstance(spec.granularity, PerChannel) or spec.granularity == of_stack, f"{value.target} of {node}"
 
 
-@pytest.mark.sample(31)
+@pytest.mark.sample(15)
 def test_the_simulation_is_close_to_float_at_16_bits(name):
     entry = ZOO[name]
     sim = simulated(name, weight_bits=16, activation_bits=16)
@@ -140,6 +142,7 @@ def test_the_simulation_is_close_to_float_at_16_bits(name):
             assert noise < 1e-5 * signal  # 50 dB; 16 bits leave about 80
 
 
+@pytest.mark.sample(20)
 @pytest.mark.medium
 def test_codes_are_integers_in_range_at_every_site(name):
     entry = ZOO[name]
@@ -160,7 +163,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
         assert float(codes.max()) < spec.qmax + 0.5
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.medium
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
     entry = ZOO[name]
@@ -173,7 +176,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
         assert equal(entry.run(loaded.model), expected)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]

@@ -104,6 +104,7 @@ def gram_of_samples(module, model, samples):
     return rows.mT @ rows, len(rows)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("build", MODELS)

@@ -80,6 +80,7 @@ def killed_after_two_layers(folder, how=None):
     assert process.wait().returncode == -signal.SIGKILL
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("how", [
     pytest.param(how, marks=[pytest.mark.slow] if how in ("groups", "none", "going on") else []) for how in HOLDOUTS
@@ -126,6 +127,7 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
     assert all(torch.equal(value, other[name]) for name, value in state(again).items())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "named"),

@@ -49,6 +49,7 @@ def expected_calls(float_model, x):
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_every_call_of_a_weighted_op_is_seen_and_no_result_changes(rows):
     float_model, model, x = prepared(rows)

@@ -91,6 +91,7 @@ def inputs_by_hand(sim, model, batches, *, quantized):
     return {name: torch.cat(calls).double() for name, calls in inputs.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_statistics_are_of_the_path_that_is_asked_for(rows, quantized):

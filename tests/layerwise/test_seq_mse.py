@@ -58,6 +58,7 @@ def true_gain(before, after):
     return pytest.approx(before - after, abs=1e-5 * before)
 
 
+@pytest.mark.sample(17)
 @pytest.mark.medium
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -111,6 +112,7 @@ def test_blocks_of_convolutions_make_up_for_each_other(name):
     assert gained(given, joint) == true_gain(given.lost(given.rounded(given.problem.encoding)), lost(given, joint))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("weight", [CHANNEL, TENSOR, CHANNEL | {"symmetric": False}], ids=["channel", "tensor", "asym"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize(("spread", "apart"), [(nn.init.uniform_, 1e-4), (nn.init.normal_, 1e-2)])
@@ -151,6 +153,7 @@ STORED = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", STORED)
 def test_scales_stay_such_as_their_format_stores(name, joint):

@@ -54,7 +54,7 @@ def damage(layer):
             layer.bias.add_(0.1)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])

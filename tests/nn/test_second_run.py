@@ -31,6 +31,7 @@ def same(some, others):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("bits", [None, 4])
@@ -52,6 +53,7 @@ def test_a_compiled_step_refuses_it_too(reentrant):
 
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "setting"), [

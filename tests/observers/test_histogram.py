@@ -38,6 +38,7 @@ def same(own, other):
     )
 
 
+@pytest.mark.sample(38)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("seed", range(20))
 def test_order_and_merging_make_no_difference(granularity, seed):

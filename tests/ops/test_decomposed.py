@@ -21,6 +21,7 @@ class TestDecomposed(conformance.Conformance):
     backward = staticmethod(backward)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [
     "channel_last_wide", "block_deep",
     *(pytest.param(case, marks=pytest.mark.slow) for case in ("tensor_large", "channel_middle", "block_tiles")),

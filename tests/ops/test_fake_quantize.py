@@ -32,7 +32,7 @@ def arguments(case, zero_point, *, grad=True, kind=torch.float32):
     return x, scale, zero, block_size, -8, 7
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 @pytest.mark.parametrize("case", CASES)
@@ -101,7 +101,7 @@ def test_work_for_unneeded_gradients_is_not_done():
     assert seen == [(False, False)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 @pytest.mark.parametrize("case", ["per_tensor", "per_channel_conv", "per_block"])

@@ -65,6 +65,7 @@ def test_only_the_result_carries_a_gradient():
         assert not OP(x, (1, -1), 0, 255, False)[0].requires_grad
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -51,6 +51,7 @@ def arguments(case, kind=torch.float32):
     return x, (torch.rand(qparams, generator=generator) + 0.2).requires_grad_(), block_size
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case):
@@ -73,7 +74,7 @@ def test_it_computes_the_reference_with_its_gradients(case, name, kind):
     torch.testing.assert_close(scale.grad, dscale, rtol=1e-5, atol=1e-4)  # float32 sums of 120 terms, in any order
 
 
-@pytest.mark.sample(29)
+@pytest.mark.sample(15)
 @pytest.mark.medium
 @pytest.mark.pairwise(
     case=conformance.SHAPES, layout=conformance.LAYOUTS, kind=conformance.KINDS,

@@ -20,6 +20,7 @@ def leaves(calls):
     return [each for call in calls for each in call[:3] if each is not None and each.requires_grad]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero_point", ZERO_POINTS.values(), ids=ZERO_POINTS)
 def test_opcheck(zero_point):

@@ -89,7 +89,7 @@ def test_dynamic_quantization_is_the_operator_that_runtimes_know(tmp_path):
     assert kinds["DynamicQuantizeLinear"] == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.pairwise(dtype=(torch.float32, torch.float16), limits=((-128, 127), (-7, 7), (-64, 64)), axis=(None, 0, 1))
 def test_every_element_in_onnx_itself(dtype, limits, axis, tmp_path):

@@ -114,7 +114,7 @@ def quantizers_read_inside(model):
             yield from (call for port in flow.readers(call) if exclusion(port.user))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["residual", "vit", "lstm", "gru", "tied"])
 @pytest.mark.parametrize("target", ["default", "dynamic"])

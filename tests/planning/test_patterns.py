@@ -19,6 +19,7 @@ def matches(*functions):
     return match_patterns(graph), graph
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
 def test_a_spelling_is_one_formula_that_makes_the_output(kind, function):
     found, graph = matches(function)

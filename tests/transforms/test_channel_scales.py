@@ -19,6 +19,7 @@ from tests.zoo.prepared import slow_but
 QUICK = ("residual", "inverted_residual", "vit", "language_model", "torch_encoder_layer", "splits", "functional")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_random_factors_of_all_free_classes_keep_the_function(name: str) -> None:

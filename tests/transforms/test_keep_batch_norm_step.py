@@ -17,7 +17,7 @@ from tests.transforms.keeping import AT_EXPORT, KEPT, calls, kept
 from tests.transforms.nets import INTO_LAYERS, ReadTwice, randomized
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", KEPT)
 def test_the_function_is_kept_in_both_modes(name):
@@ -40,7 +40,7 @@ def test_the_function_is_kept_in_both_modes(name):
     torch.testing.assert_close(prepared(other), model(other), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["onnxruntime", *(pytest.param(target, marks=pytest.mark.slow) for target in (
     "default", "dynamic"))])

@@ -34,6 +34,7 @@ def test_what_is_read_is_what_was_written():
     assert {record["step"] for record in records} <= set(KINDS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spoil", [
     lambda records, tensors: records.append({"step": "unknown"}),
     lambda records, tensors: records.append(5),

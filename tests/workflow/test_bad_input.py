@@ -123,6 +123,7 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("make", [lambda: Mutates(8, 8), lambda: hooked(nn.Linear(8, 8))])
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.ReLU())])
@@ -165,6 +166,7 @@ class Listed(nn.Module):
         return torch.stack([value for value in x.flatten() if float(value) > 0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("chooser", "rung"), [(Positive, "export"), (Listed, "python")])
 def test_outputs_of_any_size_are_computed(chooser, rung):

@@ -159,7 +159,7 @@ def test_a_bypassed_site_fills_no_range():
     assert all(math.isnan(error.range_filled) for error in sim.compare([torch.randn(8, 4)], progress=False))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(PYTHON, "deep", "kinds", "tied_islands", "no_input"))
 def test_compare_measures_every_leading_site(name):

@@ -161,6 +161,7 @@ def test_odd_ways_of_asking():
     assert not sim.model.get_parameter("fc1.weight").is_inference()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("method", [qtk.apply_seq_mse, qtk.apply_gptq, qtk.correct_bias])
 @pytest.mark.parametrize("calibrated", [True, False])

@@ -128,7 +128,7 @@ def test_it_says_so_unless_it_was_asked():
     assert_same(sim, fresh)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
@@ -229,6 +229,7 @@ def test_an_encoding_that_the_user_set_since_stays():
     assert sim.quantizers["0.weight"].encoding.equals(wider)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("travels", [copy.deepcopy, lambda sim: pickle.loads(pickle.dumps(sim))])
 @pytest.mark.parametrize("offload", ["none", "disk"])

@@ -18,6 +18,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
 @pytest.mark.parametrize("method", METHODS)
@@ -85,6 +86,7 @@ def test_options_reach_the_run(method, monkeypatch):
     assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "bias_correction"])
 def test_every_method_holds_out_groups(method):

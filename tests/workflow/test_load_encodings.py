@@ -56,6 +56,7 @@ def assert_equal(left, right):
     assert all(left[name].equals(right[name]) for name in left)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "concatenated", "masked_fill", "gru", "tied", "reused_module",
@@ -73,7 +74,7 @@ def test_a_file_loaded_and_exported_again_is_equal_byte_for_byte(name, tmp_path)
         assert set(result.loaded) == {site.name for site, decided in sim.plan.items() if decided.leader is None}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "forms"),
@@ -190,6 +191,7 @@ def record_of(data, name):
     return next(record for record in records if record["name"] == name)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("form", "change", "said"),
     [

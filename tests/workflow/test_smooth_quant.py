@@ -131,6 +131,7 @@ def test_digits_vit_with_outliers_is_accurate_again(digits):
     assert smooth[1] >= plain[1] + 10
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(DEMO_MODELS, "digits_cnn", "digits_gru"))
 def test_models_without_outliers_lose_nothing(name, digits):
@@ -163,6 +164,7 @@ def same(before, after):
 NAN = torch.full((16, WIDTH), torch.nan)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("error", "message", "data", "settings"),

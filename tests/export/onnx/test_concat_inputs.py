@@ -51,6 +51,7 @@ def outputs(folder, *, optimized):
     return session.run(None, {"x": X.numpy()})[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_codes_are_joined_without_floats_between(name, tmp_path, monkeypatch):
     model = MODELS[name][0]()
@@ -68,6 +69,7 @@ def test_codes_are_joined_without_floats_between(name, tmp_path, monkeypatch):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_file_still_holds_the_sites_of_the_edges(name, tmp_path):
     sim = exported(MODELS[name][0](), X, tmp_path / "out")

@@ -58,6 +58,7 @@ def test_what_has_no_integer_kernel_says_so(make, kind, x, tmp_path):
     assert (node.kind, node.reason) == (kind, f"ONNX Runtime has no integer kernel for {kind}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("choices", "reason"), [
     ({"activation": nothing}, "input in float (because)"),
     ({"weight": nothing, "activation": lambda site, value: activations()(site, value) if site == "x:input" else None},

@@ -41,6 +41,7 @@ def steps(sim, x, folder, *, optimized):
     return np.abs(got - sim.model(x).detach().numpy()) / scale
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("shape", [(2, 5, 16), *(pytest.param(shape, marks=pytest.mark.slow) for shape in (
     (4, 16), (2, 3, 5, 16)))])

@@ -33,6 +33,7 @@ MODELS = {
 FLOAT_WEIGHTS = {"version": 1, "extends": "onnxruntime", "defaults": {"weight": "float"}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
     make, shape = MODELS[name]

@@ -34,6 +34,7 @@ CONFIG = {"version": 1, "extends": "onnxruntime", "split_gates": False}
 FUSED = {"gelu": (nn.GELU, "Gelu"), "silu": (nn.SiLU, "QuickGelu")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(FUSED))
 @pytest.mark.parametrize("net", [Convolutions, Moved, Pooled])
 def test_an_activation_of_codes_is_one_operator(net, name, tmp_path):

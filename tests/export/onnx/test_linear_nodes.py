@@ -106,6 +106,7 @@ def in_blocks(block, **weight):
     return {"version": 1, "defaults": {"weight": given}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("shape", [(4, 256), (2, 5, 256)], ids=["rows", "tokens"])

@@ -27,7 +27,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(MODELS, "linear", "recurrent"))
 @pytest.mark.pairwise(activation_bits=(2, 3, 4, 6), weight_bits=(4, 8))

@@ -35,6 +35,7 @@ MEANS = {
 X = torch.randn(2, 3, 8, 8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(MEANS))
 def test_the_mean_of_an_image_is_pooled_in_integers(name, tmp_path):
     sim = exported(Pooled(MEANS[name]), X, tmp_path / "out")

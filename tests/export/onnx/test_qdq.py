@@ -107,6 +107,7 @@ def numpy_codes(value: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | i
 # --- the file computes what the simulation computes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("model", "shape"), [(SmallConvNet, (3, 12, 12)), (SmallAttention, (5, 32))], ids=["conv", "attention"]
@@ -206,7 +207,7 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
 @pytest.mark.parametrize("is_symmetric", [True, False])
@@ -345,6 +346,7 @@ def test_codes_are_packed(tmp_path):
         assert np.array_equal(onnx.numpy_helper.to_array(stored).astype(np.int64), codes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("activation", "opset", "expected"),
@@ -397,6 +399,7 @@ class ManyOutputs(nn.Module):
         }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("inputs", "names"),
@@ -612,6 +615,7 @@ def test_opsets_out_of_range(opset, linear, tmp_path):
         export(linear, torch.randn(2, 8), tmp_path / "model.onnx", opset=opset)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("weight", "activation", "reason"),
@@ -651,6 +655,7 @@ class Reshaped(nn.Module):
         return self.fc(self.conv(image).relu().reshape(-1, 4 * 36))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("opset", [19, 20, 21])
 def test_symmetric_int8_activations_load_and_run_in_every_opset(opset, tmp_path):
@@ -765,6 +770,7 @@ def test_a_float_that_onnx_does_not_know_is_refused_before_anything_is_written(t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("setting", "zero", "codes"),
@@ -831,6 +837,7 @@ def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
     assert verdict.exact.differing == 0.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
 def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_path):

@@ -53,6 +53,7 @@ def optimized(path, tmp_path):
     return body_of(tmp_path / "optimized.onnx")[2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [None, 0.0])
 def test_codes_are_carried_and_the_runtime_computes_the_cell_in_integers(first, tmp_path):
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"

@@ -39,7 +39,7 @@ class Layers(nn.Module):
         return torch.matmul(self.linear(self.conv(x).flatten(2).transpose(1, 2)), self.right)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "names"),
@@ -122,6 +122,7 @@ def transposed_convolution():
     return nn.ConvTranspose2d(3, 4, 3), torch.randn(2, 3, 6, 6), []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("make", [stack_of_matrices, plain_rnn, transposed_convolution])
 def test_other_products(make, tmp_path):

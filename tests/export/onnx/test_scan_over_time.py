@@ -70,6 +70,7 @@ def operators(graph):
     return counts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(NETS, "gru", "lstm_both"))
 def test_the_file_computes_the_simulation_at_any_length(name, tmp_path):
@@ -181,6 +182,7 @@ def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("kind", "option"), [
     (nn.GRU, "both_ways"), (nn.LSTM, "projected"),

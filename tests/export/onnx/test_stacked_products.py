@@ -76,6 +76,7 @@ def assert_as_simulated(sim, path, x, *, products):
     assert all(stored[name].equals(encoding) for name, encoding in sim.encodings().items())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_scale_for_each_matrix_and_column(config, tmp_path):

@@ -14,6 +14,7 @@ from tests.export.onnx.simulated import encodings_of, simulate, weights
 EXAMPLE = torch.randn(2, 8)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "granularity", "options"),
     [

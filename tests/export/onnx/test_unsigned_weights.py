@@ -54,6 +54,7 @@ SIGNED = {"version": 1, "defaults": {"activation": {"dtype": "int8", "symmetric"
 CASES = [("default", "linear"), ("default", "stack"), ("default", "loop"), (SIGNED, "linear"), (SIGNED, "loop")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("optimized", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "name"), CASES)

@@ -14,6 +14,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "inverted_residual", "all_transposed", "norms", "masked_fill", "recurrent_cells", "stacks_and_scatters",
     "nested_input", "tied", "concatenated",

@@ -77,6 +77,7 @@ def test_every_gradient_that_is_written_was_asked_for():
         assert (of_scale.numel() > 0, of_zero.numel() > 0) == wants
 
 
+@pytest.mark.kernels(canary=False)
 @pytest.mark.parametrize("matrix", ["pairwise", pytest.param("full", marks=pytest.mark.slow)])
 def test_every_kernel_compiles_for_gpus_that_are_not_here(matrix):
     """The interpreter takes more than the compiler does."""
