@@ -139,6 +139,7 @@ def test_outputs_and_gradients_are_those_of_brute_force(config, training, zero):
             torch.testing.assert_close(sim.model.get_buffer(name).double(), moved, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.medium
 def test_the_batch_normalises_but_does_not_move_the_codes_of_the_weight():
     """Folding by the statistics of each batch, the plainest way to train a folded weight, moves them every time."""
     sim = simulation(weight_bits=8)
@@ -160,6 +161,7 @@ def test_the_batch_normalises_but_does_not_move_the_codes_of_the_weight():
     assert float((codes[0] != codes[1]).double().mean()) > 0.3
 
 
+@pytest.mark.medium
 def test_running_statistics_do_not_reach_the_output_in_train_mode_but_through_rounding():
     sim = simulation(weight_bits=None, activation_bits=8)
     sim.model.train()
@@ -392,6 +394,7 @@ def test_reestimated_statistics_are_those_of_the_codes_which_stay():
     assert not any(module.training for module in sim.model.modules())
 
 
+@pytest.mark.medium
 def test_what_acts_by_the_type_of_a_batch_norm_acts():
     sim = simulation()
     norms = [module for module in sim.model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -116,6 +116,7 @@ def test_numbers_of_numpy_are_numbers():
     sim().compute_encodings([X, X], num_batches=numpy.int64(1), progress=False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("formats", [{"encodings"}, {"encodings": 1}.keys(), iter(["encodings"]), "encodings"])
 def test_formats_may_be_any_iterable_or_one_name(tmp_path, formats):
     calibrated = sim()

@@ -15,6 +15,7 @@ PER_TENSOR = {"version": 1, "fold_batch_norms": False, "defaults": {"weight": {"
 """The hard case: with a scale a channel, W4A4 loses nothing on this net and leaves nothing to gain."""
 
 
+@pytest.mark.medium
 def test_w4a4_training_gains_accuracy_from_the_calibrated_start():
     digits = load_digits_split()
     sim = qtk.QuantSim(

@@ -92,12 +92,14 @@ def test_bypassed_it_is_the_float_model_bit_for_bit(net, sim, batches):
         assert torch.equal(sim.model(batches[0]), net(batches[0]))
 
 
+@pytest.mark.medium
 def test_the_caller_keeps_a_float_model(net, sim):
     assert not any("qtk_quantizers" in name for name, _ in net.named_modules())
     assert sim.model.conv.weight is not net.conv.weight
     assert torch.equal(sim.model.conv.weight, net.conv.weight)
 
 
+@pytest.mark.medium
 def test_in_place_shares_the_parameters(net, batches):
     sim = qtk.QuantSim(net, batches[0], config=LIVE, in_place=True)
     assert sim.model.conv.weight is net.conv.weight
@@ -138,6 +140,7 @@ def test_example_inputs_are_needed(net):
         qtk.QuantSim(net, None)
 
 
+@pytest.mark.medium
 def test_comparing_without_data_is_an_error(sim):
     with pytest.raises(CalibrationError, match="no batches"):
         sim.compare([], progress=False)
@@ -166,6 +169,7 @@ def test_a_model_that_does_not_run_says_so(net):
         qtk.QuantSim(net, torch.randn(2, 5, 8, 8))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), r"\+inf")])
 def test_broken_data_names_site_and_batch_and_changes_nothing(sim, batches, value, word):
     before = {name: encoding.scale for name, encoding in sim.encodings().items()}
@@ -206,6 +210,7 @@ def test_a_rule_that_matches_nothing_is_an_error_at_construction(net, batches):
         qtk.QuantSim(net, batches[0], config=config)
 
 
+@pytest.mark.medium
 def test_switched_off_quantizers_fail_the_check(sim):
     sim.quantizers["relu:out"].mode = qtk.Mode.BYPASS
     with pytest.raises(CheckError, match="relu:out: mode is BYPASS"):
@@ -247,6 +252,7 @@ def test_masks_never_enter_a_range_and_stay_masks(fill):
         assert torch.equal(sim.model(moved, mask)[:, :-1], sim.model(x, mask)[:, :-1])
 
 
+@pytest.mark.medium
 def test_compare_ranks_a_planted_bad_scale_first(sim, batches):
     healthy = sim.compare(batches, progress=False)
     assert {error.site for error in healthy} == set(sim.quantizers)

@@ -51,6 +51,7 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.medium
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     sim, (x, labels) = simulation(), data()
     cross_entropy(sim.model(x), labels).backward()
@@ -73,6 +74,7 @@ def test_gradients_are_clipped():
     torch.testing.assert_close(after, torch.tensor(0.5), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_and_a_gradient_scaler_train(dtype):
     sim, (x, labels) = simulation(), data()
@@ -142,6 +144,7 @@ class LowRank(nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
+@pytest.mark.medium
 def test_low_rank_adapters_train_beside_frozen_weights():
     model = Net()
     model.body = LowRank(model.body)
@@ -155,6 +158,7 @@ def test_low_rank_adapters_train_beside_frozen_weights():
     assert sim.model.body.up.weight.abs().max() > 0
 
 
+@pytest.mark.medium
 def test_pruned_weights_stay_pruned():
     model = Net()
     prune.l1_unstructured(model.body, "weight", amount=0.5)
@@ -205,6 +209,7 @@ def test_features_are_distilled_through_hooks():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.medium
 def test_a_resumed_training_is_the_uninterrupted_one():
     x, labels = data()
     whole, first = simulation(), simulation()

@@ -167,6 +167,7 @@ def called(model, x):
     return {path: module for path, module in model.named_modules() if module in seen}
 
 
+@pytest.mark.medium
 def test_every_type_stands_at_its_path(pair):
     model, prepared, x = pair
     kinds = (BatchNormBase, DropoutBase, GaussianNoise)
@@ -176,6 +177,7 @@ def test_every_type_stands_at_its_path(pair):
             assert prepared.get_submodule(path) is not module
 
 
+@pytest.mark.medium
 def test_settings_act(pair):
     model, prepared, x = pair
     settable = (BatchNormBase, DropoutBase, GaussianNoise, type(stochastic_depth(0.1, "row")))
@@ -354,6 +356,7 @@ def test_a_module_put_in_the_place_of_another_acts():
     assert torch.equal(step(prepared, X)[0], prepared.eval()(X))
 
 
+@pytest.mark.medium
 def test_folded_batch_norms_are_no_batch_norms():
     sim = qtk.QuantSim(Convolutions().eval(), torch.randn(3, 2, 8))
     assert not any(isinstance(module, BatchNormBase) for module in sim.model.modules())

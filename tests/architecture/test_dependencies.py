@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.architecture.test_floors import MODULES, imports_of
 
 PROJECT = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
@@ -45,10 +47,12 @@ def _modules(lists: Iterable[str]) -> set[str]:
     return {MODULE_OF.get(name, name.replace("-", "_")) for name in names}
 
 
+@pytest.mark.medium
 def test_what_is_imported_is_declared_and_the_reverse() -> None:
     assert imported(MODULES) - WITH_TORCH | BY_NAME | LOWERINGS == declared(PROJECT)
 
 
+@pytest.mark.medium
 def test_a_planted_import_is_found() -> None:
     planted = {**MODULES, "qtk.a": ("a.py", "def f():\n    import matplotlib.pyplot")}
     assert imported(planted) - imported(MODULES) == {"matplotlib"}

@@ -73,6 +73,7 @@ def private_names(modules: Mapping[str, tuple[str, str]]) -> list[str]:
     ]
 
 
+@pytest.mark.medium
 def test_private_names_of_torch_go_through_one_file() -> None:
     assert private_names(read_package(ROOT)) == []
 

@@ -57,6 +57,7 @@ def documents() -> Iterator[Path]:
         yield from sorted(ROOT.glob(pattern))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.instead[:30])
 def test_the_word_stays_out(rule: Rule) -> None:
     faults = []

@@ -85,6 +85,7 @@ def test_budgets_that_are_none(budget, message):
         assigned(budget)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("choices", "message"), [((8,), "two widths"), ((4, 64), "got 64"), ((4, 1), "got 1")])
 def test_choices_that_are_none(choices, message):
     with pytest.raises(ConfigError, match=message):

@@ -46,6 +46,7 @@ def test_transposed_and_grouped_convolutions():
     assert list(products) == [("input:input", "0.weight"), ("0:out", "1.weight")]
 
 
+@pytest.mark.medium
 def test_steps_of_a_loop_count():
     class Net(nn.Module):
         def __init__(self):
@@ -65,6 +66,7 @@ def test_steps_of_a_loop_count():
     assert products["lstm.l0.cell.hidden:out", "lstm.weight_hh_l0"].calls == 7
 
 
+@pytest.mark.medium
 def test_attention_reads_what_its_composite_is_given():
     class Net(nn.Module):
         def __init__(self):

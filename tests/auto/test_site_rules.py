@@ -11,6 +11,7 @@ from tests.zoo.prepared import slow_but
 QUICK = ("residual", "tied", "gru", "weight_standardised", "gathered_experts", "concatenated", "fused_attention")
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_a_rule_sets_its_site(name):
@@ -28,6 +29,7 @@ def test_a_rule_sets_its_site(name):
                 assert plan[site].spec.dtype.bits == 16
 
 
+@pytest.mark.medium
 def test_constants_that_are_no_weights_cannot_be_set_alone():
     entry = ZOO["vit"]
     sim = qtk.QuantSim(entry.model(), entry.inputs(2))

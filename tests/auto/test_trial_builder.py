@@ -20,6 +20,7 @@ def outputs(model):
         return torch.cat([model(batch) for batch in BATCHES]).double()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("choices", "steps"), [
     (Choices("mse"), lambda sim: None),
     (Choices("min_max", ("equalize",)), qtk.equalize_model),
@@ -37,6 +38,7 @@ def test_it_is_the_simulation_made_by_hand(choices, steps):
     assert torch.equal(outputs(made.model), outputs(expected.model))
 
 
+@pytest.mark.medium
 def test_the_prepared_model_stays_as_it_is():
     trials = builder()
     before = {name: value.clone() for name, value in trials.model.state_dict().items()}
@@ -47,6 +49,7 @@ def test_the_prepared_model_stays_as_it_is():
     assert torch.equal(outputs(trials.model), outputs(mlp()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("target", "precise"), [("default", 16), ("onnxruntime", None)])
 def test_precise_sites_have_the_width_of_the_target_and_others_keep_theirs(target, precise):
     trials = builder(target)
@@ -60,6 +63,7 @@ def test_precise_sites_have_the_width_of_the_target_and_others_keep_theirs(targe
     assert mixed == {name: bits for name, bits in expected.items() if bits is not None}
 
 
+@pytest.mark.medium
 def test_the_ranking_is_by_the_error_that_each_site_adds():
     trials, choices = builder(weight_bits=3, activation_bits=4), Choices("min_max")
     sim, target = trials.simulation(choices), outputs(mlp())
@@ -77,6 +81,7 @@ def test_the_ranking_is_by_the_error_that_each_site_adds():
     assert trials.ranking(choices) == expected
 
 
+@pytest.mark.medium
 def test_batches_go_through_forward():
     pairs = [(0, batch) for batch in BATCHES]
     trials = TrialBuilder(qtk.prepare_model(mlp(), BATCHES[0]), BATCHES[0], load_config("default"), 4, 8, pairs,

@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,6 +44,7 @@ def test_each_gets_its_own_in_order():
     assert probabilities(prepared) == [0.4, 0.0, 0.2]
 
 
+@pytest.mark.medium
 def test_of_every_call_of_a_module_and_in_islands():
     class Python(nn.Module):
         def __init__(self):

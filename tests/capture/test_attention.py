@@ -198,6 +198,7 @@ def test_a_prepared_attention_is_the_original(name):
     assert_prepared_alike(*case(name))
 
 
+@pytest.mark.medium
 @every_case
 def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
@@ -307,6 +308,7 @@ def test_a_prepared_transformer_is_the_original(name):
     assert_prepared_alike(*layer(name))
 
 
+@pytest.mark.medium
 @every_layer
 def test_a_simulated_transformer_quantizes_weights_and_all_products(name):
     *_, blocks, linears = LAYERS[name]

@@ -126,6 +126,7 @@ class Centred(nn.Module):
         return y
 
 
+@pytest.mark.medium
 def test_a_block_that_writes_its_own_buffers_is_computed_again_with_what_they_were():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 2)).eval(), torch.randn(16, 4)

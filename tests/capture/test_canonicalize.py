@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ def targets(prepared):
     return [str(node.target) for node in prepared.graph.nodes]
 
 
+@pytest.mark.medium
 def test_the_graph_is_functional_and_without_guards():
     for name in ("in_place", "residual", "inverted_residual"):
         prepared = canonical(ZOO[name].model(), ZOO[name].inputs())
@@ -25,6 +27,7 @@ def test_the_graph_is_functional_and_without_guards():
         assert not any("qtk" in str(node.target) for node in prepared.graph.nodes if node.op == "call_function")
 
 
+@pytest.mark.medium
 def test_ops_that_rules_name_stay_whole():
     seen = set()
     for name in ("vit", "norms", "gated", "fused_attention", "functional"):
@@ -42,6 +45,7 @@ def test_unread_parameters_are_kept_and_not_read():
     assert not {"unused", "never.weight"} & set(targets(prepared))
 
 
+@pytest.mark.medium
 def test_a_write_into_a_slice_gives_its_gradient_to_what_is_written():
     class Net(nn.Module):
         def __init__(self):
@@ -65,6 +69,7 @@ def test_a_write_into_a_slice_gives_its_gradient_to_what_is_written():
     assert expanded.meta["val"].shape[1] == 2
 
 
+@pytest.mark.medium
 def test_mixed_precision_regions_become_casts():
     class Net(nn.Module):
         def __init__(self):
@@ -83,6 +88,7 @@ def test_mixed_precision_regions_become_casts():
     assert not any("autocast" in target for target in targets(prepared))
 
 
+@pytest.mark.medium
 def test_a_write_over_everything_keeps_the_dtype():
     class Net(nn.Module):
         def forward(self, x):
@@ -94,6 +100,7 @@ def test_a_write_over_everything_keeps_the_dtype():
     assert canonical(Net(), x)(x).dtype is torch.float64
 
 
+@pytest.mark.medium
 def test_slices_that_take_all_are_gone():
     class Net(nn.Module):
         def forward(self, x):

@@ -1,5 +1,6 @@
 """Which ops of two graphs of one module are the same."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +33,7 @@ def pairs(first, second):
     return {node.name: same.name for node, same in found.items() if node.op == "call_function"}
 
 
+@pytest.mark.medium
 def test_ops_that_one_graph_has_alone_stand_for_what_they_are_computed_from():
     assert pairs((X,), (X, MASK)) == {"linear": "linear", "add_2": "add", "linear_1": "linear_1", "add_3": "add_1",
                                       "cat": "cat"}

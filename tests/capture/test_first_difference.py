@@ -42,6 +42,7 @@ def plant(graph, old, new, which=0):
 ATEN = torch.ops.aten
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("old", "which", "module"),
     [(ATEN.relu.default, 0, "stem.1"), (ATEN.tanh.default, 0, "blocks.0.1"), (ATEN.tanh.default, 1, "blocks.1.1")],
@@ -100,6 +101,7 @@ def test_an_op_outside_every_submodule_has_no_name():
     assert first_difference(model, graph, CALL) is None
 
 
+@pytest.mark.medium
 def test_a_wrong_weight_is_found_too_and_nothing_is_changed():
     model, other = Net(), Net()
     graph = captured(other)
@@ -113,6 +115,7 @@ def test_a_wrong_weight_is_found_too_and_nothing_is_changed():
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.medium
 def test_the_error_of_a_capture_that_differs_ends_with_the_name(monkeypatch):
     real = ladder.canonicalize
 

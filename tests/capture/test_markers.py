@@ -28,6 +28,7 @@ def marked(model):
     return program, [node for node in program.graph.nodes if node.target in STAND_INS]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("function", "kind"), [
     (lambda x: F.dropout(x, 0.3, training=False), "dropout"),
     (lambda x: F.dropout1d(x, 0.3, training=False), "feature_dropout"),
@@ -41,6 +42,7 @@ def test_dropout_keeps_its_rate_and_kind(function, kind):
     assert DROPOUT in [node.target for node in kept.graph.nodes]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("norm", "stand_in"), [
     (nn.BatchNorm1d(4), BATCH_NORM),
     (nn.InstanceNorm1d(4, track_running_stats=True), INSTANCE_NORM),
@@ -55,6 +57,7 @@ def test_norms_with_running_statistics_are_marked(norm, stand_in):
         assert [node.target for node in program.run_decompositions({}).graph.nodes].count(stand_in) == 1
 
 
+@pytest.mark.medium
 def test_what_leaves_a_region_without_gradients_is_detached():
     def code(x):
         with torch.no_grad():

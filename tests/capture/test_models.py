@@ -41,6 +41,7 @@ def test_timm(name):
     assert_captured(timm.create_model(name, **TIMM[name]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(TORCHVISION, "squeezenet1_1"))
 def test_torchvision(name):
     model = torchvision.models.get_model(name, weights=None, **TORCHVISION[name])

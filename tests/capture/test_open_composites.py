@@ -59,6 +59,7 @@ def calls(prepared):
     return {str(n.target): n for n in prepared.graph.nodes if n.op == "call_module" and nested_graphs(n)}
 
 
+@pytest.mark.medium
 def test_values_inside_have_the_module_path_of_the_layer(prepared):
     found = sites(prepared)
     steps = ("lstm.l0", "lstm.l0_reverse", "lstm.l1", "lstm.l1_reverse", "first.l0", "second.l0")
@@ -98,6 +99,7 @@ def test_composites_built_alike_share_no_graph_and_no_module(prepared):
     assert len(nodes) == len(set(nodes))
 
 
+@pytest.mark.medium
 def test_composites_built_alike_share_the_capture(monkeypatch):
     captured: list[nn.Module] = []
     place = sys.modules[open_composites.__module__]
@@ -145,6 +147,7 @@ def test_the_inside_runs_when_awake_and_only_then(prepared):
     assert len(runs) == 1  # the other composites sleep on
 
 
+@pytest.mark.medium
 def test_the_length_stays_free_inside_attention_where_it_is_free_outside():
     torch.manual_seed(0)
 

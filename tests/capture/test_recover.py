@@ -115,6 +115,7 @@ def test_instance_norm_with_running_statistics_trains():
     assert dict(prepared.report.swaps) == {"instance_norm": 1}
 
 
+@pytest.mark.medium
 def test_instance_norm_without_them_stays_an_op():
     prepared = prepare_model(ZOO["norms"].model(), ZOO["norms"].inputs())
     assert any(node.target is torch.ops.aten.instance_norm.default for node in prepared.graph.nodes)

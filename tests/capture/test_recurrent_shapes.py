@@ -32,6 +32,7 @@ NETS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", NETS)

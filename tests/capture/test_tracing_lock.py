@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ def simulated(width):
     return sim, x
 
 
+@pytest.mark.medium
 def test_four_threads_find_what_one_finds():
     expected = [simulated(width) for width in WIDTHS]
     with ThreadPoolExecutor(4) as pool:

@@ -32,6 +32,7 @@ def pair():
     return model, main, other
 
 
+@pytest.mark.medium
 def test_each_kind_of_call_goes_to_its_graph():
     model, main, other = pair()
     ran = []
@@ -44,6 +45,7 @@ def test_each_kind_of_call_goes_to_its_graph():
         main(MATRIX[0])
 
 
+@pytest.mark.medium
 def test_they_have_one_set_of_members_and_the_keys_of_the_module():
     model, main, other = pair()
     assert list(main.state_dict()) == list(model.state_dict())

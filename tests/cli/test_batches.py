@@ -9,6 +9,7 @@ from qtk.cli.batches import Batches
 from qtk.errors import ConfigError
 
 
+@pytest.mark.medium
 def test_every_pass_starts_anew(project):
     batches = Batches(f"{project.module}:evaluation", "data.evaluation")
     first, second = (list(batches.open()[0]) for _ in range(2))

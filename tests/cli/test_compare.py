@@ -24,6 +24,7 @@ def simulated(project, **settings):
     return sim, batches
 
 
+@pytest.mark.medium
 def test_the_figures_are_those_of_the_simulation(project):
     result = invoke("compare", project.recipe(settings=SETTINGS), "--json", "--quiet")
     assert result.exit_code == 0, result.output
@@ -43,6 +44,7 @@ def test_a_search_is_not_made_for_a_comparison(project):
         compare(recipe, Console(), progress=Console())
 
 
+@pytest.mark.medium
 def test_a_saved_simulation_is_compared_in_place_of_the_settings(project, tmp_path):
     sim, batches = simulated(project, weight_bits=3)
     sim.save(tmp_path / "saved")
@@ -52,6 +54,7 @@ def test_a_saved_simulation_is_compared_in_place_of_the_settings(project, tmp_pa
     assert record["sites"][0]["sqnr_db"] == pytest.approx(sim.compare(batches, progress=False)[0].sqnr_db)
 
 
+@pytest.mark.medium
 def test_the_worst_sites_of_one_setting(project):
     result = invoke("compare", project.recipe(settings=SETTINGS), "--setting", "w2a8", "--top", "1")
     assert re.findall(r"net, (\w+): worst", result.stdout) == ["w2a8"]

@@ -24,6 +24,7 @@ def exported(project):
     return sim, project.folder / "export" / "model.onnx", batch
 
 
+@pytest.mark.medium
 def test_the_file_gives_what_the_simulation_gives_nested_alike(exported):
     sim, path, batch = exported
     with torch.no_grad():
@@ -37,12 +38,14 @@ def test_the_file_gives_what_the_simulation_gives_nested_alike(exported):
     assert list(runner.parameters()) == []
 
 
+@pytest.mark.medium
 def test_a_batch_of_another_shape_is_an_error_with_the_file(exported):
     sim, path, _ = exported
     with pytest.raises(ExportError, match=r"model\.onnx: ONNX Runtime: "):
         OnnxFile(path, sim.model)(torch.zeros(5, 7))
 
 
+@pytest.mark.medium
 def test_a_file_that_is_no_onnx(exported, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"nothing")
     with pytest.raises(ExportError, match=r"model\.onnx: ONNX Runtime .* cannot load it"):

@@ -51,6 +51,7 @@ def test_every_model_is_measured_in_every_setting(project, tmp_path):
     assert summary.models["two"] == scores
 
 
+@pytest.mark.medium
 def test_layer_wise_steps_improve_a_setting(project, tmp_path):
     better = {**W4, "name": "better", "layerwise": ["seq_mse", "gptq", "bias_correction"]}
     scores = run(project, tmp_path, settings=[W4, better]).models["net"]
@@ -86,6 +87,7 @@ def test_auto_finds_what_reaches_the_drop(project, tmp_path):
     assert "drop of output error, at most 100 asked" in printed.getvalue()
 
 
+@pytest.mark.medium
 def test_transforms_run_in_order_before_calibration(project, tmp_path):
     names = ["equalize", "smooth_quant(alpha=0.5)", "fold_batch_norms"]
     recipe, printed = load_recipe(project.recipe(settings=[{**W8A8, "transforms": names}])), io.StringIO()
@@ -125,6 +127,7 @@ def test_the_recipe_names_the_input_that_says_which_tokens_count(project, tmp_pa
     assert largest == pytest.approx(5.0, rel=0.01), "the padding of 1000 counted"
 
 
+@pytest.mark.medium
 def test_the_results_are_files(project, tmp_path):
     summary = run(project, tmp_path, settings=[W8A8, W4])
     folder = tmp_path / "results"
@@ -267,6 +270,7 @@ def test_endless_data_is_cut_at_the_number_of_batches(project, tmp_path):
     assert run(project, tmp_path, data=data, settings=[setting]).models["net"]["w8a8"].value > 0.5
 
 
+@pytest.mark.medium
 def test_a_model_entry_excludes_modules(project, tmp_path):
     models = [{"name": "net", "model": f"{project.module}:net", "exclude": ["second"]}]
     run(project, tmp_path, models=models)
@@ -324,6 +328,7 @@ def test_outputs_that_are_integers_or_none_are_measured_as_far_as_they_can_be(pr
     assert exports == ["encodings_json"] or score["onnxruntime_agreement"] == 1.0
 
 
+@pytest.mark.medium
 def test_a_failed_setting_does_not_take_the_others_with_it(project, tmp_path):
     bad = {**W4, "name": "bad", "layerwise": ["gptq"], "config": {"version": 1, "rules": [
         {"match": {"path": "no_such_layer"}, "weight": {"bits": 4}}]}}
@@ -358,6 +363,7 @@ def test_what_is_finished_is_there_when_the_run_is_stopped(project, tmp_path, fo
     assert [path for path in tmp_path.iterdir() if path.name.endswith((".part", ".old"))] == []
 
 
+@pytest.mark.medium
 def test_an_exit_code_tells_of_a_failed_setting(project, tmp_path):
     rule = {"match": {"path": "nowhere"}, "weight": {"bits": 4}}
     bad = {**W4, "name": "bad", "config": {"version": 1, "rules": [rule]}}

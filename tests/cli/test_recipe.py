@@ -8,6 +8,7 @@ from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", shipped_names("recipes"))
 def test_shipped_recipes_are_sound(name):
     assert load_recipe(shipped("recipes", name)) == load_recipe(str(shipped("recipes", name)))

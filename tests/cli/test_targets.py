@@ -34,6 +34,7 @@ def test_the_list_has_every_target_with_its_rules():
     assert "not checked: residual sums" in result.stdout
 
 
+@pytest.mark.medium
 def test_a_file_that_keeps_the_rules_exits_with_0(exported):
     result = invoke("--check", exported / "model.onnx")
     assert result.exit_code == 0, result.output

@@ -32,6 +32,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
+@pytest.mark.medium
 def test_a_sound_file_exits_with_0_and_prints_the_verdict(exported):
     result = invoke(exported / "w8a8", "--turns", 0)
     assert result.exit_code == 0, result.output

@@ -34,6 +34,7 @@ def test_top1() -> None:
     assert top1(torch.nn.Identity(), scores, torch.tensor([3, 1, 4, 5])) == 0.75
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("short")
 def test_validation_writes_nothing_and_looks_at_no_test_image(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -47,6 +48,7 @@ def test_validation_writes_nothing_and_looks_at_no_test_image(
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("short")
 def test_written_weights_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from safetensors.torch import load_file

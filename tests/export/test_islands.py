@@ -31,6 +31,7 @@ def test_each_file_computes_what_its_island_computes(name, tmp_path):
         assert island.exact.max_difference <= (0.0 if quantized else ROUNDING)
 
 
+@pytest.mark.medium
 def test_an_expert_that_saw_no_token_in_the_example_exports_too(tmp_path):
     entry = PYTHON["experts"]
     sim = qtk.QuantSim(entry.model(), torch.ones(1, 1, 8))
@@ -55,6 +56,7 @@ class ManyIslands(nn.Module):
         return x
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "names",
@@ -88,6 +90,7 @@ def test_a_module_called_dots_stays_inside_too(tmp_path):
     assert MARKER not in {onnx_name(path) for path in (MARKER, "written-by-qtk")}
 
 
+@pytest.mark.medium
 def test_the_float_files_of_islands_hold_all_names(tmp_path):
     entry, sim = PYTHON["kinds"], simulated("kinds")
     sim.export(tmp_path / "out", formats="aimet_1.0.0")

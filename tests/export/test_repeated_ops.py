@@ -65,6 +65,7 @@ class TimeFirst(nn.Module):
 MODELS = {"reshaped": (Moved, (3, 5, 8)), "unbound": (Unbound, (3, 2, 8)), "in a recurrent net": (TimeFirst, (3, 2, 8))}
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_ops_stand_right_before_what_computes_with_moved_elements(name, tmp_path):
@@ -82,6 +83,7 @@ def test_ops_stand_right_before_what_computes_with_moved_elements(name, tmp_path
         assert (program.module()(x) - sim.model(x)).abs().max() <= 1.01 * step
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(("residual", "vit", "gru"), "residual"))
 def test_each_reader_of_codes_has_its_own_op(name, tmp_path):
     program = program_of(simulated(name), tmp_path / "export")

@@ -19,6 +19,7 @@ class Each(nn.Module):
         return self.conv(self.table(ids) + self.shift) * 2
 
 
+@pytest.mark.medium
 def test_weights_biases_and_constants(tmp_path):
     ids = torch.randint(8, (2, 4))
     sim = qtk.QuantSim(Each().eval(), ids, config="qnn_htp")
@@ -30,6 +31,7 @@ def test_weights_biases_and_constants(tmp_path):
             if each.role != "activations"} == roles
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "tied", "language_model"])
 def test_they_are_those_of_the_onnx_file(name, tmp_path):

@@ -17,6 +17,7 @@ def test_every_planned_site_has_a_name(name):
     assert set(tensor_names(sim.model).values()) == {site.name for site in sim.plan}
 
 
+@pytest.mark.medium
 def test_islands_have_names_of_sites_alone():
     sim = island_simulated("kinds")
     assert all(name == site for name, site in tensor_names(sim.model).items())

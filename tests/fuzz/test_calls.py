@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,7 @@ HEAVY = {"iterations", "num_candidates", "steps", "bins"}
 """Numbers of steps, whose bounds are others' matter: here at most a few hundred."""
 
 
+@pytest.mark.medium
 @share(2.0)
 @given(name=st.sampled_from(sorted(CALLS)), draws=st.data())
 def test_a_strange_argument_is_refused_or_makes_sense(name, draws):
@@ -149,6 +151,7 @@ def _loader(batches: list[object]) -> Any:
     raise KeyError("no more files")
 
 
+@pytest.mark.medium
 @share(0.5)
 @given(model=st.sampled_from(["net", "lookup"]), batches=BATCHES, scheme=st.sampled_from(sorted(qtk.SCHEMES)),
        how=st.sampled_from(["list", "iterator", "broken"]))
@@ -169,6 +172,7 @@ def test_strange_batches_are_refused_and_change_nothing_or_calibrate(model, batc
         silent("a scale that is not finite")
 
 
+@pytest.mark.medium
 @share(0.3)
 @given(method=st.sampled_from(["seq_mse", "gptq", "bias_correction", "adaround(iterations=2)"]), batches=BATCHES)
 def test_strange_batches_are_refused_by_layer_wise_methods_and_change_nothing(method, batches):

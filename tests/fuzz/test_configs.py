@@ -91,6 +91,7 @@ SCALAR_TEXTS = st.builds(
 """Texts of one config with a number, date or tag of any form in it."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 @given(data=mutated(CONFIG) | mutated(AIMET), text=st.none() | st.text(max_size=60) | SCALAR_TEXTS,
        cut=st.integers(0, 400))
@@ -107,6 +108,7 @@ def test_files_of_configs_are_read_or_refused(suffix, data, text, cut):
         judged("config files", lambda: load_config(path))
 
 
+@pytest.mark.medium
 @given(mutated(RECIPE))
 def test_recipes_are_read_or_refused(data):
     with tempfile.TemporaryDirectory() as folder:

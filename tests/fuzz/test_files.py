@@ -104,6 +104,7 @@ def test_encodings_are_loaded_whole_or_not_at_all(name, draws):
             silent(f"{path.name} was taken, and sites have no encoding")
 
 
+@pytest.mark.medium
 @given(mutated(plan_to_json(SIM.plan)) | st.dictionaries(st.text(max_size=6), JUNK))
 def test_plans_are_read_or_refused(data):
     judged("plans", lambda: plan_from_json(data))

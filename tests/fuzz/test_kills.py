@@ -87,6 +87,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_save_is_the_old_or_the_new_simulation(count, tmp_path):
     sims = [sim(seed) for seed in (0, 1)]
@@ -102,6 +103,7 @@ def test_a_save_is_the_old_or_the_new_simulation(count, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", MOMENTS)
 def test_an_export_is_the_old_or_the_new_one(count, tmp_path):
     sims, target = [sim(seed) for seed in (0, 1)], tmp_path / "exported"
@@ -122,6 +124,7 @@ def test_an_export_is_the_old_or_the_new_one(count, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_layer_wise_run_goes_on_and_ends_as_if_it_had_not_been_killed(count, tmp_path):
     whole = sim(weight_bits=4)
@@ -181,6 +184,7 @@ def check_settings(target: Path) -> None:
         encodings_json.read(target / "net" / folder / "encodings.json")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", MOMENTS)
 def test_a_recipe_leaves_whole_settings(count, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))

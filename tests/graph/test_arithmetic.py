@@ -20,6 +20,7 @@ class Scaled(nn.Module):
         return functional.relu(self.fc(x)) * self.factor
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("one", "other"), [
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())),
     (lambda: Scaled(2.0), lambda: Scaled(2.5)),
@@ -36,6 +37,7 @@ def test_other_arithmetic_under_equal_names(one, other):
     assert first != second
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["residual", "gru", "fused_attention", "recurrent_cells", "branch"])
 def test_quantizers_copies_and_devices_do_not_count(name):

@@ -102,6 +102,7 @@ class Sized(nn.Module):
         return self.fc(y.transpose(1, 2).reshape(y.shape[0] * y.shape[2], 4)).reshape(y.shape[0], y.shape[2], 4)
 
 
+@pytest.mark.medium
 def test_sizes_of_values_inside_a_block_are_of_the_block():
     model = nn.Sequential(nn.ReLU(), Sized(), nn.ReLU(), Sized())
     model[3].conv = nn.Conv1d(7, 4, 2)

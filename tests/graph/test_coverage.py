@@ -9,6 +9,7 @@ from qtk.graph.coverage import coverage
 X = torch.randn(3, 8)
 
 
+@pytest.mark.medium
 def test_parameters_count_when_they_are_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
     prepared = qtk.prepare_model(model, X)

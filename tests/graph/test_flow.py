@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +17,7 @@ def flow_of(model, *inputs):
     return Flow(prepared.graph), by_name
 
 
+@pytest.mark.medium
 def test_roots_look_through_movement():
     class Net(nn.Module):
         def forward(self, x):
@@ -42,6 +44,7 @@ def test_static_values_hang_on_parameters_alone():
     assert not flow.is_static(by_name["sum:out"])
 
 
+@pytest.mark.medium
 def test_a_where_with_one_data_operand_only_moves():
     class Net(nn.Module):
         def forward(self, x, mask):

@@ -1,5 +1,7 @@
 """Which captured graphs a prepared model holds, and which lie in which."""
 
+import pytest
+
 import qtk
 from qtk.graph.graphs import graphs, nested_graphs, roots
 from tests.zoo.models import ZOO
@@ -15,6 +17,7 @@ def test_a_model_that_is_one_graph_is_its_own_root():
     assert graphs(model) == roots(model) == {"": model}
 
 
+@pytest.mark.medium
 def test_islands_are_the_roots_of_a_tree():
     model = prepared(PYTHON["deep"])
     assert set(roots(model)) == set(PYTHON["deep"].islands)
@@ -22,6 +25,7 @@ def test_islands_are_the_roots_of_a_tree():
     assert roots(model)["head"] is model.head
 
 
+@pytest.mark.medium
 def test_a_graph_inside_a_module_of_another_is_nested_in_the_node_that_calls_it():
     model = prepared(ZOO["gru"])
     found = graphs(model)
@@ -34,6 +38,7 @@ def test_a_graph_inside_a_module_of_another_is_nested_in_the_node_that_calls_it(
     assert set(nested) == set(inner.values())
 
 
+@pytest.mark.medium
 def test_a_name_that_begins_like_another_is_not_inside_it():
     graph = prepared(ZOO["residual"])
 

@@ -66,6 +66,7 @@ class Temperature(nn.Module):
         return y, y.mean()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("model", "inputs"), [
     (Scalar(), (X, torch.randn(4, 3))), (Temperature(), (X, torch.tensor(2.0))),
     (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), (X[:1],)),

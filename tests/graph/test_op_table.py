@@ -23,6 +23,7 @@ def only_row(function, *inputs, parameters=()):
     return found[-1], row_of(found[-1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_every_row_names_an_operator_that_exists(name):
     namespace, _, op = name.rpartition("::")

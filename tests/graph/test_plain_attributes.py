@@ -151,6 +151,7 @@ def test_so_is_what_a_module_inside_of_an_island_holds():
     assert torch.equal(twin(X), model(X))
 
 
+@pytest.mark.medium
 def test_an_attribute_that_cannot_be_copied_is_no_hindrance():
     class Refuses:
         def __deepcopy__(self, memo):

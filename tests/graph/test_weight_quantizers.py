@@ -43,6 +43,7 @@ def names(sim):
     return sorted(own[id(weight)] for weight in requested(sim))
 
 
+@pytest.mark.medium
 def test_they_are_those_of_parameters_as_these_are_now(sim):
     expected = ["first.weight", "lstm.weight_hh_l0", "lstm.weight_ih_l0"]  # no product, a shared one once
     assert names(sim) == expected
@@ -50,6 +51,7 @@ def test_they_are_those_of_parameters_as_these_are_now(sim):
     assert names(sim) == expected
 
 
+@pytest.mark.medium
 def test_only_what_is_simulated_by_a_fixed_range_and_not_cached(sim):
     count = len(requested(sim))
     assert count > 0
@@ -69,11 +71,13 @@ def test_only_what_is_simulated_by_a_fixed_range_and_not_cached(sim):
     assert requested(sim) == []
 
 
+@pytest.mark.medium
 def test_nothing_where_launches_are_not_shared(sim, monkeypatch):
     monkeypatch.setattr(weight_quantizers, "shares_launches", lambda device: device.type == "cuda")
     assert requested(sim) == []
 
 
+@pytest.mark.medium
 def test_an_edited_graph_is_read_anew_and_a_deleted_one_is_not_kept(sim):
     assert requested(sim)
     copied = copy.deepcopy(sim.model)

@@ -16,6 +16,7 @@ from tests.zoo.prepared import simulated, slow_but
 QUICK = ("residual", "fused_attention", "stacks_and_scatters", "nested_input", "nested_output", "tied", "in_place")
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(ZOO, *QUICK))
 def test_the_simulation_compiles_without_a_graph_break(name):
@@ -27,6 +28,7 @@ def test_the_simulation_compiles_without_a_graph_break(name):
     torch.compiler.reset()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["reused_module", pytest.param("residual", marks=pytest.mark.slow)])
 def test_inductor_trains_the_simulation(name):
     entry, sim = ZOO[name], simulated(name)
@@ -41,6 +43,7 @@ def test_inductor_trains_the_simulation(name):
     torch.compiler.reset()
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "mode"), [
     ("inductor", "learned"), ("aot_eager", "fixed"), ("aot_eager", "tracked"),

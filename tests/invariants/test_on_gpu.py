@@ -35,6 +35,7 @@ def trained_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found | {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("make", "learned", "options"), [
     (tiny_cnn, False, {}),
     (tiny_cnn, True, {}),

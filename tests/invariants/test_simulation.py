@@ -110,6 +110,7 @@ def insides(node):
     return set(nested_graphs(node).values())
 
 
+@pytest.mark.medium
 @pytest.mark.sample(20)
 def test_per_channel_weights_reach_every_weighted_op(name):
     entry = ZOO[name]

@@ -36,6 +36,7 @@ class Followed(nn.Module):
         return self.none(torch.relu(x) + x) + 1
 
 
+@pytest.mark.medium
 def test_the_function_that_alone_reads_the_output():
     found = layers_of(Followed(), torch.randn(3, 4))
     y = torch.linspace(-2, 2, 9)

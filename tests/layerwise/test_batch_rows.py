@@ -122,6 +122,7 @@ def test_samples_are_held_out_whole(build, with_mask):
             torch.testing.assert_close(own.gram[0, 0], gram, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("build", [BatchFirst, TokensFirst, Rows, TokenMajorRows])
 def test_the_power_of_held_out_outputs_is_that_of_whole_samples(build):
     model, sim, x = problem(build)

@@ -185,6 +185,7 @@ def test_a_flipped_bit_in_a_tensor_or_a_number_is_noticed(tmp_path):
             qtk.apply_layerwise(problem()[0], data, METHODS, checkpoint_dir=tmp_path, progress=False)
 
 
+@pytest.mark.medium
 def test_the_same_names_and_weights_in_another_model_are_another_run(tmp_path):
     x = torch.randn(32, 8)
     linears = nn.Linear(8, 8), nn.Linear(8, 8)

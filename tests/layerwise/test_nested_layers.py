@@ -23,6 +23,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp"])
 def test_layers_inside_a_loop_over_time_see_all_their_calls(inputs):
     torch.manual_seed(1)
@@ -57,6 +58,7 @@ class OwnPython(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.medium
 def test_layers_in_a_model_that_stays_python():
     torch.manual_seed(0)
     model, batches = OwnPython().eval(), [torch.randn(5, 4) for _ in range(2)]
@@ -91,6 +93,7 @@ def inputs_by_hand(sim, model, batches, *, quantized):
     return {name: torch.cat(calls).double() for name, calls in inputs.items()}
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
@@ -112,6 +115,7 @@ def test_statistics_are_of_the_path_that_is_asked_for(rows, quantized):
     assert not torch.allclose(expected["second.weight"], other["second.weight"])
 
 
+@pytest.mark.medium
 def test_held_out_samples_are_counted_apart_over_all_calls_of_a_layer():
     torch.manual_seed(2)
     model, batches = OwnPython().eval(), [torch.randn(7, 4) for _ in range(2)]
@@ -131,6 +135,7 @@ def test_held_out_samples_are_counted_apart_over_all_calls_of_a_layer():
             torch.testing.assert_close(own.gram[0, 0], x.T @ x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_layers_that_are_not_asked_for_are_left_out_and_nothing_listens_afterwards():
     torch.manual_seed(0)
     sim, _, calls, layers = prepared(OwnPython().eval(), [torch.randn(5, 4)])
@@ -146,6 +151,7 @@ def test_layers_that_are_not_asked_for_are_left_out_and_nothing_listens_afterwar
     assert not any(hasattr(module, TAPS) for module in sim.model.modules())
 
 
+@pytest.mark.medium
 def test_a_layer_that_no_call_reaches_has_no_statistics():
     torch.manual_seed(0)
     sim, _, _, layers = prepared(OwnPython().eval(), [torch.randn(5, 4)])

@@ -1,5 +1,6 @@
 """Both paths of a graph against running the model with quantizers on and off."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,6 +44,7 @@ def run(evaluator, graph, x):
     return values[nodes[-1].all_input_nodes[0]], values
 
 
+@pytest.mark.medium
 def test_each_path_is_what_the_model_computes():
     sim, x = simulation()
     outputs, _ = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
@@ -64,6 +66,7 @@ def test_a_node_runs_once_where_both_paths_read_the_same():
     assert not torch.equal(*values[linear])
 
 
+@pytest.mark.medium
 def test_the_float_path_keeps_the_parameters_it_had():
     sim, x = simulation()
     before, _ = both(sim, x)

@@ -49,6 +49,7 @@ def test_a_layer_that_fails_undoes_those_before(monkeypatch):
     assert same(before, state(sim))
 
 
+@pytest.mark.medium
 def test_an_interrupt_keeps_finished_layers_in_the_checkpoint_alone(monkeypatch, tmp_path):
     _, sim, data = problem()
     before, real, calls = state(sim), run.compute_update, []
@@ -92,6 +93,7 @@ def run_of(sim, data, methods, **options):
         "inputs": "asym", "offload": "none", "checkpoint_dir": None, "originals": Originals(layers), **options})
 
 
+@pytest.mark.medium
 def test_a_layer_that_no_data_reaches_is_left_with_the_reason():
     torch.manual_seed(0)
     data = [torch.rand(64, 4), -torch.rand(64, 4)]
@@ -130,6 +132,7 @@ class Seen:
         return replace(state, bias=state.bias / 2)
 
 
+@pytest.mark.medium
 def test_every_layer_is_updated_once_and_in_order_and_its_originals_are_kept():
     _, sim, data = problem()
     seen, (before, _) = [], state(sim)
@@ -146,6 +149,7 @@ def test_every_layer_is_updated_once_and_in_order_and_its_originals_are_kept():
     assert all(torch.equal(value, before[name]) for name, value in state(sim)[0].items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rows", "count"), [(128, 0), (129, 2), (1152, 2), (1153, 3)])
 def test_a_layer_is_short_of_data_below_the_rows_its_methods_need(rows, count):
     _, sim, data = problem()  # 128 samples, 9 positions of the convolution in each

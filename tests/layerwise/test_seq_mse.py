@@ -153,6 +153,7 @@ STORED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", STORED)

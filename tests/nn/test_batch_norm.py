@@ -27,6 +27,7 @@ def call(module: nn.Module, state: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return batch_norm(x, state.weight, state.bias, mean, var, counter, module)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("by", [twin_of, lambda state: state], ids=["settings", "module"])

@@ -21,6 +21,7 @@ def product(x, weight, geometry, samples, out):
     return found.reshape(groups, samples, -1, width).permute(1, 0, 3, 2).reshape(samples, groups * width, *out)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 4), (2, 6), (6, 6), (6, 12)])
 @pytest.mark.parametrize(("stride", "padding", "dilation"), list(itertools.product((1, 2), (0, 1), (1, 2))))
 @pytest.mark.parametrize("space", [1, 2, 3])

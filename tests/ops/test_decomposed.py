@@ -21,6 +21,7 @@ class TestDecomposed(conformance.Conformance):
     backward = staticmethod(backward)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [
     "channel_last_wide", "block_deep",
@@ -45,6 +46,7 @@ def says_exporting(x):
     return x + 1 if torch.compiler.is_exporting() else x.clone()
 
 
+@pytest.mark.medium
 def test_no_call_of_the_op_is_left_in_a_compiled_graph():
     torch._dynamo.reset()
     if torch.compile(says_exporting, backend="eager", fullgraph=True)(torch.zeros(1)).item():

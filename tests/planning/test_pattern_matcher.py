@@ -64,11 +64,13 @@ def test_another_number_op_or_operand_or_a_reader_outside_breaks_the_match(code)
     assert list(matcher().matches(form_of(code))) == []
 
 
+@pytest.mark.medium
 def test_every_match_is_found():
     form = form_of(lambda x: (lambda y: y * torch.tanh(y + 0.5))(x * torch.tanh(x + 0.5)))
     assert len(list(matcher().matches(form))) == 2
 
 
+@pytest.mark.medium
 def test_axes_may_be_any_but_the_same():
     norm = matcher(lambda x: x - x.mean(-1, keepdim=True).exp() * x.sum(-1, keepdim=True))
     same = form_of(lambda x: x - x.mean(0, keepdim=True).exp() * x.sum(0, keepdim=True))
@@ -77,6 +79,7 @@ def test_axes_may_be_any_but_the_same():
     assert list(norm.matches(mixed)) == []
 
 
+@pytest.mark.medium
 def test_two_data_arguments_are_two_values():
     class Two(nn.Module):
         def forward(self, a, b):

@@ -19,6 +19,7 @@ class Tagger(nn.Module):
 X = torch.randn(2, 5, 4)
 
 
+@pytest.mark.medium
 def test_a_composite_is_planned_inside_and_its_result_not_again_outside():
     decided = by_name(plan_of(Tagger(bidirectional=False), X))
     assert {"lstm.l0.cell.forget_gate:out", "lstm.l0.cell.hidden:out"} <= decided.keys()
@@ -26,6 +27,7 @@ def test_a_composite_is_planned_inside_and_its_result_not_again_outside():
     assert "lstm.weight_ih_l0" in decided
 
 
+@pytest.mark.medium
 def test_both_directions_of_a_layer_share_the_encoding_of_their_joined_results():
     followers = leaders(plan_of(Tagger(bidirectional=True), X))
     (follower,) = [name for name, leader in followers.items() if name.startswith("lstm.l0_reverse.cell")]
@@ -33,6 +35,7 @@ def test_both_directions_of_a_layer_share_the_encoding_of_their_joined_results()
     assert not leaders(plan_of(Tagger(bidirectional=False), X))
 
 
+@pytest.mark.medium
 def test_rules_name_all_ops_inside():
     config = {**BARE, "rules": [{"match": {"op": "lstm_cell"}, "output": {"bits": 16}}]}
     decided = by_name(plan_of(Tagger(bidirectional=False), X, config))
@@ -43,6 +46,7 @@ def test_rules_name_all_ops_inside():
 INSIDE = {"match": {"op": "lstm"}, "inside": "float"}
 
 
+@pytest.mark.medium
 def test_float_inside_quantizes_inputs_weights_and_outputs_alone():
     plan = plan_of(Tagger(bidirectional=True), X, {**BARE, "rules": [INSIDE]})
     assert {name for name in by_name(plan) if name.startswith("lstm")} == {
@@ -53,18 +57,21 @@ def test_float_inside_quantizes_inputs_weights_and_outputs_alone():
     assert reasons["lstm.l0.cell.hidden:out"] == "inside is float by rules[0]"
 
 
+@pytest.mark.medium
 def test_a_later_rule_quantizes_the_inside_again():
     rules = [INSIDE, {"match": {"path": "lstm"}, "inside": "quantized"}]
     plain, again = (by_name(plan_of(Tagger(bidirectional=True), X, {**BARE, "rules": r})) for r in ([], rules))
     assert plain.keys() == again.keys()
 
 
+@pytest.mark.medium
 def test_a_rule_for_the_inside_of_no_composite_has_no_effect():
     rules = [{"match": {"op": "tanh"}, "inside": "float"}]
     with pytest.raises(ConfigError, match=r"rules\[0\] \(op tanh\): .* has no inside"):
         plan_of(Tagger(bidirectional=False), X, {**BARE, "rules": rules})
 
 
+@pytest.mark.medium
 def test_an_excluded_composite_is_not_opened():
     prepared = qtk.prepare_model(Tagger(bidirectional=False).eval(), X, modules_to_exclude=["lstm"])
     assert not [name for name in qtk.QuantSim(prepared, X).quantizers if name.startswith("lstm.")]

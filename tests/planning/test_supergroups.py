@@ -53,6 +53,7 @@ class Reads(nn.Module):
         return self.how(self.fc(x))
 
 
+@pytest.mark.medium
 def test_an_inner_value_with_a_second_reader_breaks_the_chain():
     inputs, pattern = torch.randn(2, 4), ("linear", "relu")
     assert matches(Reads(lambda y: F.relu(y)), inputs, pattern)
@@ -60,6 +61,7 @@ def test_an_inner_value_with_a_second_reader_breaks_the_chain():
     assert not matches(Reads(lambda y: (F.relu(y), y)), inputs, pattern)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", [
     lambda y: y.masked_fill((y.new_ones(4) > 1).expand_as(y), -1.0),
     lambda y: y.masked_fill((torch.ones(4, len(y)).T > 1).view_as(y), -1.0),

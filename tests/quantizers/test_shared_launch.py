@@ -90,6 +90,7 @@ def one_by_one(monkeypatch, run):
         return run()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 4}, {"activation_bits": None}], ids=str)
 @pytest.mark.parametrize("train", [False, True])
 def test_outputs_gradients_and_buffers_are_the_same_bits(train, options, launches, fetched, monkeypatch):
@@ -122,6 +123,7 @@ def test_training_follows_the_same_path(launches, monkeypatch):
     assert same(train(), one_by_one(monkeypatch, train))
 
 
+@pytest.mark.medium
 def test_a_result_is_freed_with_its_layer_and_nothing_is_left_after_a_call(launches, monkeypatch):
     sim, left = simulation(), []
     quantizer = sim.quantizers["head.weight"]
@@ -145,6 +147,7 @@ def swap_data(weight):
     weight.data = weight.data * 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", [write, swap_data])
 def test_a_weight_that_a_hook_changes_in_the_call_is_quantized_as_it_is_then(change, launches, fetched, monkeypatch):
     sim = simulation()
@@ -158,6 +161,7 @@ def test_a_weight_that_a_hook_changes_in_the_call_is_quantized_as_it_is_then(cha
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(other)))
 
 
+@pytest.mark.medium
 def test_weights_and_modules_that_were_replaced(launches, monkeypatch):
     sim = simulation()
     sim.model(INPUT)
@@ -167,6 +171,7 @@ def test_weights_and_modules_that_were_replaced(launches, monkeypatch):
     assert same(sim.model(INPUT), one_by_one(monkeypatch, lambda: sim.model(INPUT)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_that_was_moved(dtype, launches, monkeypatch):
     sim = simulation()
@@ -176,6 +181,7 @@ def test_a_model_that_was_moved(dtype, launches, monkeypatch):
     assert same(sim.model(x), one_by_one(monkeypatch, lambda: sim.model(x)))
 
 
+@pytest.mark.medium
 def test_modes_are_those_of_each_quantizer(launches, monkeypatch):
     sim = simulation()
     sim.quantizers["head.weight"].mode = Mode.BYPASS
@@ -199,6 +205,7 @@ def test_ranges_that_are_learned_or_move_are_left_to_their_quantizers(launches, 
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(other)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_around_the_model(use_reentrant, launches, monkeypatch):
     sim = simulation()
@@ -211,6 +218,7 @@ def test_checkpoints_around_the_model(use_reentrant, launches, monkeypatch):
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(sim.model, call)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_inside_of_the_model(use_reentrant, launches, fetched, monkeypatch):
     """The first run fetches what was computed before it, the second finds nothing: autograd must see the same."""

@@ -43,6 +43,7 @@ class Page(HTMLParser):
                 texts[-1] += data
 
 
+@pytest.mark.medium
 def test_it_holds_every_site_and_needs_nothing_else(tmp_path):
     sim, _, text = written(tmp_path, title="a <b>title</b>")
     page = Page(text)

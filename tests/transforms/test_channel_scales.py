@@ -98,6 +98,7 @@ class Branches(nn.Module):
         return out
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_the_example_inputs_do_not_reach_stays(shared: bool) -> None:
     scaled = Scaled(Branches(shared), batch(3))

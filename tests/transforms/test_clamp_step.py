@@ -22,6 +22,7 @@ from tests.transforms.scaling import Scaled, difference
 from tests.transforms.scaling_nets import net
 
 
+@pytest.mark.medium
 def test_a_relu6_becomes_a_clamp_with_scaled_bounds() -> None:
     model = unequal(NETS["relu6"][0]())
     x = images(2, 6, 6) * 10
@@ -81,6 +82,7 @@ def steps_for(model: nn.Module, factor: float) -> list[ScaleClamp]:
     return list(clamp_steps(scaled.scales, factors, Members(scaled.model)))
 
 
+@pytest.mark.medium
 def test_a_clamp_has_a_step_whose_names_are_free() -> None:
     model = net(lambda m, x: m.b(m.act(m.a(x))), a=nn.Conv2d(2, 5, 1), b=nn.Conv2d(5, 2, 1), act=nn.ReLU6())
     model.act.register_buffer("upper", torch.ones(2))

@@ -61,6 +61,7 @@ def test_a_moved_value_with_other_readers_would_be_rounded_before():
     assert reason(how).startswith("the layers read it behind data movement, and others read")
 
 
+@pytest.mark.medium
 def test_little_work_and_values_in_float():
     assert reason(lambda m, x: m.a(gelu(m, x)), work=LEAST_WORK - 1).startswith("its layers make 31 multiplications")
     assert reason(lambda m, x: m.a(gelu(m, x)), activation_bits=None) == "it is not quantized"

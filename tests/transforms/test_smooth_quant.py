@@ -303,12 +303,14 @@ def test_narrow_layers_are_not_worth_a_multiplication():
     assert [group.detail for group in result.groups][1] == detail
 
 
+@pytest.mark.medium
 def test_a_weight_with_another_use_is_left():
     _, result = applied("tied gelu")
     assert any("its weight is read elsewhere too" in group.detail for group in result.groups)
     assert not result.applied
 
 
+@pytest.mark.medium
 def test_the_residual_reads_the_norm_itself():
     sim, result = applied("post-norm")
     assert "norm:out" in sim.quantizers
@@ -339,6 +341,7 @@ class Branches(nn.Module):
         return self.out(h + self.second(h))
 
 
+@pytest.mark.medium
 def test_the_error_of_values_that_no_layer_reads_counts():
     """Both factors of a sum are quantized, and have the scales of the sum."""
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ def spoil(model):
     model.meta["added"] = 1
 
 
+@pytest.mark.medium
 def test_a_model_returns_to_its_state():
     model, x = prepared(), torch.randn(2, 4, 5, 5)
     expected, keys, tensors = model(x), list(model.state_dict()), list(model.parameters())
@@ -42,6 +43,7 @@ def test_a_model_returns_to_its_state():
     assert not any(name.endswith("added") for name, _ in model.named_modules())
 
 
+@pytest.mark.medium
 def test_only_an_error_restores():
     model, x = prepared(), torch.randn(2, 4, 5, 5)
     expected = model(x)

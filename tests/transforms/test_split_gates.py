@@ -26,6 +26,7 @@ def test_the_function_stays(activation):
     assert not {"aten.silu.default", "aten.hardswish.default"} & set(targets)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.Hardswish])
 def test_gate_and_product_have_sites(activation):
     sites = {site.name for site in qtk.QuantSim(net(activation()), X, config=CONFIG).plan}

@@ -21,6 +21,7 @@ def example_steps():
     return steps
 
 
+@pytest.mark.medium
 def test_what_is_read_is_what_was_written():
     steps = example_steps()
     records, tensors = steps_to_json(steps)
@@ -34,6 +35,7 @@ def test_what_is_read_is_what_was_written():
     assert {record["step"] for record in records} <= set(KINDS)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("spoil", [
     lambda records, tensors: records.append({"step": "unknown"}),

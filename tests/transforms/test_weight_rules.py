@@ -12,6 +12,7 @@ from tests.transforms.scaling import Scaled, prepare
 from tests.transforms.scaling_nets import batch, net, randomized
 
 
+@pytest.mark.medium
 def test_the_index_says_which_channel_an_element_multiplies() -> None:
     model = net(
         lambda m, x: m.b(F.relu(m.a(F.relu(m.first(x))))), first=nn.Conv1d(1, 4, 1), a=nn.Conv1d(4, 6, 2, groups=2),

@@ -162,6 +162,7 @@ def test_other_arguments_are_errors() -> None:
         qtk.equalize_model(qtk.prepare_model(nn.Linear(2, 2)))
 
 
+@pytest.mark.medium
 def test_saved_and_loaded(tmp_path) -> None:  # type: ignore[no-untyped-def]
     sim = qtk.QuantSim(model(), BATCHES[0])
     qtk.equalize_model(sim)
@@ -187,6 +188,7 @@ def test_a_float_checkpoint_is_equalized_again() -> None:
     torch.testing.assert_close(outputs(sim), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.medium
 def test_it_trains_and_moves() -> None:
     sim = qtk.QuantSim(model(), BATCHES[0])
     qtk.equalize_model(sim)
@@ -197,6 +199,7 @@ def test_it_trains_and_moves() -> None:
     assert all(parameter.grad is not None for parameter in sim.model.parameters())
 
 
+@pytest.mark.medium
 def test_the_exported_file_computes_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("onnxruntime")
     sim = qtk.QuantSim(model(), BATCHES[0], config="onnxruntime")

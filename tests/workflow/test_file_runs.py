@@ -28,6 +28,7 @@ def runs(file):
     runs.close()
 
 
+@pytest.mark.medium
 def test_the_reference_is_the_simulation(file, runs):
     outputs, sites = runs.reference({"input": INPUTS})
     with torch.no_grad():
@@ -69,6 +70,7 @@ def test_a_runtime_that_refuses_is_told_and_the_others_go_on(file, monkeypatch):
     runs.close()
 
 
+@pytest.mark.medium
 def test_one_row_is_timed(runs, monkeypatch):
     rows = []
     original = file_runs._run_session

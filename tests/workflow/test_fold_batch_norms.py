@@ -22,6 +22,7 @@ def net():
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
 def test_shipped_targets_fold_before_planning(target):
     model = net()

@@ -21,6 +21,7 @@ def test_methods_in_one_walk():
     assert lost(model, sim, data) < lost(model, alone, data)
 
 
+@pytest.mark.medium
 def test_a_fresh_sim_gets_its_ranges_first():
     torch.manual_seed(0)
     model, data = Net().eval(), [torch.randn(8, 2, 5, 5) for _ in range(2)]

@@ -273,6 +273,7 @@ def test_dynamic_sites_take_no_encoding_and_are_compared(sim, tmp_path):
         fresh().load_encodings(file, partial=True)
 
 
+@pytest.mark.medium
 def test_nothing_of_a_file_that_fits_nowhere():
     with pytest.raises(EncodingError, match="no entry is that of a site"):
         fresh().load_encodings({"a": calibrated().encodings()["1:out"]}, strict=False, partial=True)

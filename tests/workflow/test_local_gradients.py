@@ -195,6 +195,7 @@ def test_an_op_without_a_derivative_is_named_with_the_way_out():
         sim.compute_encodings([torch.randn(2, 4)], progress=False)
 
 
+@pytest.mark.medium
 def test_values_that_no_output_depends_on_count_evenly():
     class Net(nn.Module):
         def __init__(self):
@@ -227,6 +228,7 @@ def test_calibrating_again_gives_the_same():
     assert all(each.equals(before[name]) for name, each in sim.encodings().items())
 
 
+@pytest.mark.medium
 def test_one_scheme_for_some_sites_leaves_the_others_as_they_were():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()

@@ -39,6 +39,7 @@ def test_computes_the_same_for_other_batches_too(name):
     assert prepared.report.rung == "export"
 
 
+@pytest.mark.medium
 @every_model
 def test_keeps_names_tensors_and_flags(name):
     model, prepared = pair(name)
@@ -119,6 +120,7 @@ def test_the_original_is_left_as_it_was():
     assert flags == [True, False, True]
 
 
+@pytest.mark.medium
 def test_a_model_that_counts_in_eval_mode_still_counts():
     class Counter(nn.Module):
         def __init__(self):
@@ -160,6 +162,7 @@ def test_an_excluded_block_takes_what_is_inside():
             assert (label(node, EXCLUDED) == "modules_to_exclude") == inside, node
 
 
+@pytest.mark.medium
 def test_an_excluded_block_is_found_in_a_symbolic_trace():
     class Traced(nn.Module):
         def __init__(self):
@@ -391,6 +394,7 @@ def test_modules_to_exclude_may_be_any_iterable_or_one_name(of):
     assert "1.weight" not in sim.quantizers
 
 
+@pytest.mark.medium
 def test_no_module_to_exclude_from_a_prepared_model_may_be_an_iterator():
     prepared = prepare_model(nn.Linear(4, 2), torch.randn(3, 4))
     assert prepare_model(prepared, torch.randn(3, 4), modules_to_exclude=iter([])) is prepared

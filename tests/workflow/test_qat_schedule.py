@@ -129,6 +129,7 @@ def test_what_is_frozen_or_already_chosen_is_respected():
     assert not sim.quantizers["3.weight"].learns_range
 
 
+@pytest.mark.medium
 def test_ranges_that_the_config_gives_follow_no_batch():
     torch.manual_seed(0)
     rules = [{"match": {"op": "softmax"}, "output": {"range": [0.0, 2.0]}},

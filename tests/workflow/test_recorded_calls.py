@@ -18,6 +18,7 @@ def simulation(layer):
     return qtk.QuantSim(Encoder(LAYERS[layer]()).eval(), BATCH, dynamic_shapes="all", weight_bits=4)
 
 
+@pytest.mark.medium
 def test_calls_hold_the_tokens_that_count():
     sim = simulation("per_token")
     quantizers = [module for module in sim.model.modules() if isinstance(module, Quantizer)]
@@ -29,6 +30,7 @@ def test_calls_hold_the_tokens_that_count():
         recorded_calls(sim.model, quantizers, lambda model: model(**BATCH), None, None, lambda batch: batch["mask"])
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_padding_leaves_no_trace_in_rounded_weights(layer):
@@ -46,6 +48,7 @@ def test_padding_leaves_no_trace_in_rounded_weights(layer):
     assert any(not torch.equal(states[0][name], states[2][name]) for name in names), "padding made no difference"
 
 
+@pytest.mark.medium
 def test_layers_that_see_all_rows_are_named():
     class Recurrent(nn.Module):
         def __init__(self):
@@ -61,12 +64,14 @@ def test_layers_that_see_all_rows_are_named():
         qtk.apply_layerwise(sim, [inputs], "seq_mse", holdout=0, valid="mask", progress=False)
 
 
+@pytest.mark.medium
 def test_a_mask_of_other_lengths_than_any_input_is_refused():
     sim = simulation("per_token")
     with pytest.raises(CalibrationError, match=r"no input of the model begins with its axes.*\(2, 7\)"):
         qtk.apply_layerwise(sim, [BATCH], "gptq", holdout=0, valid=lambda batch: torch.ones(2, 7), progress=False)
 
 
+@pytest.mark.medium
 def test_the_report_of_a_layer_that_sees_all_rows_is_of_all_rows():
     class Strided(nn.Module):
         def __init__(self):

@@ -77,6 +77,7 @@ def test_an_error_changes_nothing(bad):
     assert repr(sim.model) == modules
 
 
+@pytest.mark.medium
 def test_uncalibrated_and_folded_simulations_say_so():
     sim = simulation()
     sim.forget("0.weight")

@@ -9,6 +9,7 @@ from qtk.errors import CalibrationError, ExportError
 from tests.report.written_report import simulation, written
 
 
+@pytest.mark.medium
 def test_its_numbers_are_those_measured(tmp_path):
     sim, data, text = written(tmp_path)
     worst = sim.compare(data, progress=False)[0]
@@ -37,6 +38,7 @@ def test_values_that_are_clipped_are_marked(tmp_path):
     assert "What the output loses" not in text
 
 
+@pytest.mark.medium
 def test_what_was_tried_is_told(tmp_path):
     sim, data = simulation()
     _, account = qtk.quantize(nn.Linear(4, 2), torch.randn(4, 16, 4), progress=False)
@@ -62,6 +64,7 @@ class Classes(nn.Module):
         return scores.argmax(-1)
 
 
+@pytest.mark.medium
 def test_what_cannot_be_measured_is_said(tmp_path):
     torch.manual_seed(0)
     data = [torch.rand(4, 8), -torch.rand(4, 8)]

@@ -53,6 +53,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("match", [{"path": "1"}, {"op": "batch_norm"}])
 def test_a_rule_whose_op_a_transform_removes_has_had_its_effect(match, tmp_path) -> None:  # type: ignore[no-untyped-def]
     rules = [{"match": match, "weight": {"bits": 8}, "output": {"bits": 16}}]

@@ -126,6 +126,7 @@ def calibrated(model, batches):
     return sim
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("axis", "shape"), [(0, (64, 2, 8)), (1, (64, 2, 8))])
 def test_an_axis_of_time_is_not_taken_for_samples(axis, shape):
     generator = torch.Generator().manual_seed(1)

@@ -10,6 +10,7 @@ def step(sim, optimizer):
     optimizer.step()
 
 
+@pytest.mark.medium
 def test_an_optimizer_made_before_is_refused_at_its_next_step_and_named():
     sim = simulated()
     optimizer = torch.optim.AdamW(sim.model.parameters(), lr=1e-3)
@@ -41,6 +42,7 @@ def test_ranges_that_are_added_or_have_their_own_optimizer_are_fine(way):
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.medium
 def test_optimizers_of_other_models_and_those_made_after_are_left_alone():
     sim, other = simulated(), simulated()
     of_other = torch.optim.SGD(other.model.parameters(), lr=1e-3)

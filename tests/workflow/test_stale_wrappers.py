@@ -14,6 +14,7 @@ def one_process():
     distributed.destroy_process_group()
 
 
+@pytest.mark.medium
 def test_a_wrapper_made_before_refuses_its_next_forward_pass():
     sim = simulated()
     before = DistributedDataParallel(sim.model)

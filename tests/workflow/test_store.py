@@ -249,6 +249,7 @@ class Unregistered(nn.Module):
         return self.out(self.layers[0](x).relu() + self.shift + self.table)
 
 
+@pytest.mark.medium
 def test_tensors_that_are_in_no_state_dict_are_stored_too(tmp_path):
     x = torch.randn(4, 8)
     sim = qtk.QuantSim(Unregistered().eval(), x)
@@ -313,6 +314,7 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path):
 
 
 def test_flags_are_stored(tmp_path):
+    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(32, 8)
     sim = qtk.QuantSim(model, x)
     sim.compute_encodings([x], progress=False)
@@ -396,6 +398,7 @@ def test_an_excluded_batch_norm_is_not_folded_and_exclusions_survive_saving(tmp_
     assert torch.equal(again.model(images), made.model(images))
 
 
+@pytest.mark.medium
 def test_a_saved_simulation_is_loaded(tmp_path):
     x = 3 * torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1)).eval()

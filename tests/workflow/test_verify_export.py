@@ -255,6 +255,7 @@ def test_top1_counts_rows(written, tmp_path):
     assert result.exact.top1 == int(constant.sum()) / len(constant)
 
 
+@pytest.mark.medium
 def test_forward_and_data_that_run_themselves(written):
     sim, directory = written
     loader = [(batch, "label") for batch in batches()]

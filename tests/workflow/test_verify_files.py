@@ -36,6 +36,7 @@ def verified(folder, *data, **options):
     return verdict
 
 
+@pytest.mark.medium
 def test_random_values_within_the_range_of_the_input(written):
     verdict = verified(written / "onnxruntime")
     assert verdict.level is Level.GREEN
@@ -113,6 +114,7 @@ def test_a_cpu_without_vnni_shows_what_saturates(config, level, written):
     assert ("the first tensor off by more than one step is linear:out" in run.stdout) == (level == "red")
 
 
+@pytest.mark.medium
 def test_half_precision_is_named(tmp_path):
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 8).eval().half(), INPUTS.half()

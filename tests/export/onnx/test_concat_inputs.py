@@ -51,6 +51,7 @@ def outputs(folder, *, optimized):
     return session.run(None, {"x": X.numpy()})[0]
 
 
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_codes_are_joined_without_floats_between(name, tmp_path, monkeypatch):
@@ -69,6 +70,7 @@ def test_codes_are_joined_without_floats_between(name, tmp_path, monkeypatch):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_file_still_holds_the_sites_of_the_edges(name, tmp_path):
@@ -85,6 +87,7 @@ def test_the_file_still_holds_the_sites_of_the_edges(name, tmp_path):
     assert not any(":in[" in each for each in initializers)
 
 
+@pytest.mark.medium
 def test_a_pooled_value_that_several_join_stays_codes(tmp_path):
     sim = exported(Dense(2, nn.MaxPool2d(3, 2, 1)), X, tmp_path / "out")
     kinds = optimized_kinds(tmp_path / "out")
@@ -93,6 +96,7 @@ def test_a_pooled_value_that_several_join_stays_codes(tmp_path):
     assert steps(sim, X, tmp_path / "out", optimized=True).max() < 1.01
 
 
+@pytest.mark.medium
 def test_floats_are_rounded_in_front_of_it(tmp_path):
     class Mixed(nn.Module):
         """A float branch: the concatenation of a stream that feeds a norm with one that does not."""

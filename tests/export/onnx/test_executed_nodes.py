@@ -33,6 +33,7 @@ def executed(folder, reasons=None, **choices):
     return executed_nodes(folder / "optimized.onnx", folder / "model.onnx", reasons or {})
 
 
+@pytest.mark.medium
 def test_nodes_are_those_of_the_optimized_graph(tmp_path):
     found = executed(tmp_path, weight=symmetric())
     graph = onnx.load(tmp_path / "optimized.onnx").graph
@@ -44,6 +45,7 @@ def test_nodes_are_those_of_the_optimized_graph(tmp_path):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("make", "kind", "x"), [
     (lambda: nn.LSTM(6, 5), "LSTM", torch.randn(4, 2, 6)),
     (lambda: nn.ConvTranspose2d(3, 4, 3), "ConvTranspose", torch.randn(2, 3, 8, 8)),
@@ -58,6 +60,7 @@ def test_what_has_no_integer_kernel_says_so(make, kind, x, tmp_path):
     assert (node.kind, node.reason) == (kind, f"ONNX Runtime has no integer kernel for {kind}")
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("choices", "reason"), [
     ({"activation": nothing}, "input in float (because)"),
@@ -74,6 +77,7 @@ def test_each_reason_is_found_in_the_exported_graph(choices, reason, tmp_path):
     assert floats["conv"].reason.startswith(reason)
 
 
+@pytest.mark.medium
 def test_moved_values_do_not_count_as_computing(tmp_path):
     executed(tmp_path)
     kinds = computing_kinds(tmp_path / "optimized.onnx")

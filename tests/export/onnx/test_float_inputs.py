@@ -25,12 +25,14 @@ def simulation(config="default", **options):
     return sim, x
 
 
+@pytest.mark.medium
 def test_products_with_floats_are_found():
     assert sorted(weights_of_floats(simulation(activation_bits=None)[0].model)) == ["factor", "linear.weight"]
     assert weights_of_floats(simulation()[0].model) == []
     assert weights_of_floats(simulation("dynamic")[0].model) == []
 
 
+@pytest.mark.medium
 def test_the_export_names_the_setting_that_keeps_the_numbers(tmp_path):
     torch.manual_seed(0)
     x, model = torch.randn(4, 64), nn.Linear(64, 8).eval()

@@ -33,6 +33,7 @@ MODELS = {
 FLOAT_WEIGHTS = {"version": 1, "extends": "onnxruntime", "defaults": {"weight": "float"}}
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
@@ -48,6 +49,7 @@ def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
     assert (difference > 0.01).mean() < 0.005
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_without_it_onnx_runtime_rounds_them(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "keep_float_weights", lambda graph, names: None)
@@ -59,6 +61,7 @@ def test_without_it_onnx_runtime_rounds_them(name, tmp_path, monkeypatch):
     assert (np.abs(steps(sim, x, folder, optimized=True)) > 0.01).mean() > 0.02
 
 
+@pytest.mark.medium
 def test_quantized_weights_are_read_as_before(tmp_path):
     x, folder = torch.randn(4, 16), tmp_path / "out"
     exported(nn.Linear(16, 8), x, folder)

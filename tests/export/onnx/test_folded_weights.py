@@ -26,6 +26,7 @@ NETS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(NETS))
 def test_a_recurrent_net_is_its_operator_with_constant_weights(name, tmp_path):
@@ -38,12 +39,14 @@ def test_a_recurrent_net_is_its_operator_with_constant_weights(name, tmp_path):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.medium
 def test_what_has_no_operator_is_a_scan(tmp_path):
     sim = exported(First(nn.LSTM(8, 16, proj_size=4)), X, tmp_path / "out")
     assert optimized_kinds(tmp_path / "out")["Scan"] == 1
     assert steps(sim, X, tmp_path / "out", optimized=True).max() < 1.01
 
 
+@pytest.mark.medium
 def test_an_embedding_dequantizes_no_table_at_run_time(tmp_path):
     tokens = torch.randint(0, 50, (2, 5))
     model = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 4))
@@ -53,6 +56,7 @@ def test_an_embedding_dequantizes_no_table_at_run_time(tmp_path):
     assert not _dequantized_constants(tmp_path / "out" / "optimized.onnx")
 
 
+@pytest.mark.medium
 def test_without_it_weights_are_dequantized_at_every_run(tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "dequantize_when_loaded", lambda model, opset: None)
     exported(First(nn.LSTM(8, 16)), X, tmp_path / "out")

@@ -34,6 +34,7 @@ CONFIG = {"version": 1, "extends": "onnxruntime", "split_gates": False}
 FUSED = {"gelu": (nn.GELU, "Gelu"), "silu": (nn.SiLU, "QuickGelu")}
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(FUSED))
 @pytest.mark.parametrize("net", [Convolutions, Moved, Pooled])
@@ -46,6 +47,7 @@ def test_an_activation_of_codes_is_one_operator(net, name, tmp_path):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.medium
 def test_gelu_of_floats_is_one_operator(tmp_path):
     x = torch.randn(2, 5, 16)
     sim = exported(Mlp(nn.GELU()), x, tmp_path / "out")
@@ -54,6 +56,7 @@ def test_gelu_of_floats_is_one_operator(tmp_path):
     assert steps(sim, x, tmp_path / "out", optimized=False).max() < 1.01
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", list(FUSED))
 def test_without_it_the_activation_is_several_operators(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "fuse_activations", lambda graph, names: None)
@@ -64,6 +67,7 @@ def test_without_it_the_activation_is_several_operators(name, tmp_path, monkeypa
     assert kinds["Erf"] + kinds["Sigmoid"] == 1
 
 
+@pytest.mark.medium
 def test_a_value_with_other_readers_keeps_them(tmp_path):
     class Skipped(Convolutions):
         def forward(self, x):

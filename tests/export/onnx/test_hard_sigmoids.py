@@ -25,6 +25,7 @@ class SqueezeExcite(nn.Module):
         return y * self.gate(self.reduce(y.mean((2, 3), keepdim=True)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("activation", [nn.Hardswish, nn.Hardsigmoid])
 def test_the_codes_of_all_inputs_are_those_of_the_simulation(activation, tmp_path):
     sim = exported(Convolutions(activation()), X, tmp_path / "out")
@@ -40,6 +41,7 @@ def test_the_codes_of_all_inputs_are_those_of_the_simulation(activation, tmp_pat
     assert np.abs(got - sim.model(X).detach().numpy()).max() / scale < 1.01
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("gate", "kind"), [(nn.Hardsigmoid, "QLinearAdd"), (nn.Sigmoid, "QLinearSigmoid")])
 def test_squeeze_and_excite_runs_in_integers(gate, kind, tmp_path):
     sim = exported(SqueezeExcite(gate()), X, tmp_path / "out")
@@ -48,6 +50,7 @@ def test_squeeze_and_excite_runs_in_integers(gate, kind, tmp_path):
     assert steps(sim, X, tmp_path / "out", optimized=True).max() < 1.01
 
 
+@pytest.mark.medium
 def test_its_constant_is_no_site(tmp_path):
     sim = exported(Convolutions(nn.Hardswish()), X, tmp_path / "out")
     names = {site.name for site in stored_sites(tmp_path / "out" / "model.onnx")}
@@ -55,6 +58,7 @@ def test_its_constant_is_no_site(tmp_path):
     assert "activation.gate:out" in names
 
 
+@pytest.mark.medium
 def test_another_range_stays_a_hard_sigmoid(tmp_path):
     rule = {"match": {"op": "hardsigmoid"}, "output": {"range": [0.0, 0.5]}}
     sim = exported(Convolutions(nn.Hardswish()), X, tmp_path / "out",
@@ -63,6 +67,7 @@ def test_another_range_stays_a_hard_sigmoid(tmp_path):
     assert steps(sim, X, tmp_path / "out", optimized=False).max() < 1.01
 
 
+@pytest.mark.medium
 def test_without_it_the_gate_is_float(tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "add_hard_sigmoids", lambda graph, names: None)
     exported(Convolutions(nn.Hardswish()), X, tmp_path / "out")

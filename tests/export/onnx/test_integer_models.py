@@ -41,6 +41,7 @@ def exported(model, x, folder):
     return sim, Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 
+@pytest.mark.medium
 def test_an_encoder_layer_runs_in_integers_as_simulated(tmp_path):
     torch.manual_seed(0)
     x = torch.randint(50, (2, 6))
@@ -92,6 +93,7 @@ SCORES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(SCORES))
 def test_scores_with_bias_and_mask_reach_softmax_in_float(name, tmp_path):

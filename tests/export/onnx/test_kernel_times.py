@@ -26,6 +26,7 @@ def medians(monkeypatch):
     return listed
 
 
+@pytest.mark.medium
 def test_kernels_that_compute_count_and_those_at_inputs_and_outputs_do_not(tmp_path, medians):
     x = torch.randn(16, 64)
     file = exported(nn.Linear(64, 8), x, tmp_path / "out")
@@ -34,6 +35,7 @@ def test_kernels_that_compute_count_and_those_at_inputs_and_outputs_do_not(tmp_p
     assert all(time > 0 for times in medians for time in times)
 
 
+@pytest.mark.medium
 def test_codes_that_a_float_product_reads_are_dequantized_by_it(tmp_path, medians):
     x = torch.randn(16, 64)
     file = exported(nn.Linear(64, 8), x, tmp_path / "out", rules=[{"match": {"op": "linear"}, "weight": "float"}])

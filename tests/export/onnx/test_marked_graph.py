@@ -37,6 +37,7 @@ def markers(traced):
     return {node.attributes["site"].as_string() for node in nodes}
 
 
+@pytest.mark.medium
 def test_a_marker_for_every_site_names_of_the_signature_and_a_batch_that_may_vary(sim):
     sites = simulated_sites(sim.model)
     code = sim.model.code
@@ -50,6 +51,7 @@ def test_a_marker_for_every_site_names_of_the_signature_and_a_batch_that_may_var
     assert sim.model.code == code
 
 
+@pytest.mark.medium
 def test_sites_that_are_not_asked_for_have_no_marker_and_without_any_inside_a_layer_is_one_op(sim):
     outside = [site for site in simulated_sites(sim.model) if site.name.startswith("fc")]
     traced = trace(sim.model, outside, INPUTS, opset=21)
@@ -57,6 +59,7 @@ def test_sites_that_are_not_asked_for_have_no_marker_and_without_any_inside_a_la
     assert "LSTM" in {node.op_type for node in traced.model.graph}
 
 
+@pytest.mark.medium
 def test_what_onnx_does_not_know_is_refused_with_the_cause():
     class Odd(nn.Module):
         def forward(self, x):

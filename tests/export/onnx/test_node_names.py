@@ -17,6 +17,7 @@ class Block(nn.Module):
         return self.fc(x) + x
 
 
+@pytest.mark.medium
 def test_nodes_are_named_after_the_ops_of_the_model(tmp_path):
     inputs = torch.randn(2, 3, 8)
     sim = simulate(nn.Sequential(Block(), Block()), inputs)
@@ -35,6 +36,7 @@ def test_the_op_is_read_back(name, op):
     assert op_of(name) == op
 
 
+@pytest.mark.medium
 def test_parameters_have_the_users_names(tmp_path):
     class Net(nn.Module):
         def __init__(self):

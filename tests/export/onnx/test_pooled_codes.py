@@ -35,6 +35,7 @@ MEANS = {
 X = torch.randn(2, 3, 8, 8)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(MEANS))
 def test_the_mean_of_an_image_is_pooled_in_integers(name, tmp_path):
@@ -45,12 +46,14 @@ def test_the_mean_of_an_image_is_pooled_in_integers(name, tmp_path):
         assert steps(sim, X, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.medium
 def test_without_it_the_mean_is_float(tmp_path, monkeypatch):
     monkeypatch.setattr(qdq_nodes, "pool_codes", lambda graph, names: None)
     exported(Pooled(MEANS["mean"]), X, tmp_path / "out")
     assert optimized_kinds(tmp_path / "out")["ReduceMean"] == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mean", [lambda y: y.mean((1, 3)), lambda y: y.mean(2).mean(2)])
 def test_other_means_stay(mean, tmp_path):
     model = Pooled(mean)
@@ -61,6 +64,7 @@ def test_other_means_stay(mean, tmp_path):
     assert steps(sim, X, tmp_path / "out", optimized=False).max() < 1.01
 
 
+@pytest.mark.medium
 def test_sums_concatenations_and_pools_are_integer(tmp_path):
     sim = exported(Residual(), X, tmp_path / "out")
     kinds = optimized_kinds(tmp_path / "out")

@@ -42,6 +42,7 @@ def kinds(graph):
     return [node.op_type for node in graph]
 
 
+@pytest.mark.medium
 def test_a_constant_is_stored_as_codes_under_the_name_of_its_site():
     choice = symmetric("int8", PerChannel(0))
     graph = lowered(weight=lambda site, value: choice(site, value) if site == "w" else None)
@@ -53,6 +54,7 @@ def test_a_constant_is_stored_as_codes_under_the_name_of_its_site():
     assert node.attributes["axis"].as_int() == 0
 
 
+@pytest.mark.medium
 def test_a_value_keeps_its_name_in_front_of_the_pair():
     graph = lowered(activation=lambda site, value: activations()(site, value) if site == "relu:out" else None)
     (quantize,) = (node for node in graph if node.op_type == "QuantizeLinear")
@@ -61,6 +63,7 @@ def test_a_value_keeps_its_name_in_front_of_the_pair():
     assert [user.op_type for user in quantize.outputs[0].consumers()] == ["DequantizeLinear"]
 
 
+@pytest.mark.medium
 def test_an_input_keeps_its_own_name_and_the_site_reads_it_through_identity():
     graph = lowered(activation=lambda site, value: activations()(site, value) if site == "x:input" else None)
     assert graph.inputs[0].name == "x"
@@ -68,6 +71,7 @@ def test_an_input_keeps_its_own_name_and_the_site_reads_it_through_identity():
     assert (identity.inputs[0].name, identity.outputs[0].name) == ("x", "x:input")
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("choice", "clips"), [
     (activations("uint8"), []), (activations("uint6"), ["Clip"]),
@@ -80,6 +84,7 @@ def test_codes_narrower_than_their_type_are_clipped_to_the_reals_of_the_bounds(c
     assert found == clips  # Max of one input keeps float weights in float
 
 
+@pytest.mark.medium
 def test_other_floats_are_cast_before_and_back_after():
     graph = lowered(activation=activations(), model=Scaled().half(), x=X.half())
     for node in graph:
@@ -89,6 +94,7 @@ def test_other_floats_are_cast_before_and_back_after():
             assert (back.op_type, back.outputs[0].dtype) == ("Cast", ir.DataType.FLOAT16)
 
 
+@pytest.mark.medium
 def test_a_site_that_is_not_in_the_graph_is_named():
     sim = simulate(Scaled(), X, activation=nothing)
     sites = simulated_sites(sim)
@@ -97,6 +103,7 @@ def test_a_site_that_is_not_in_the_graph_is_named():
         replace_markers(traced, sites, opset=21)
 
 
+@pytest.mark.medium
 def test_biases_in_int32_store_no_zero_points(tmp_path):
     exported(Convolutions(nn.ReLU()), torch.randn(2, 3, 8, 8), tmp_path / "out")
     graph = onnx.load(tmp_path / "out" / "model.onnx").graph

@@ -53,6 +53,7 @@ def optimized(path, tmp_path):
     return body_of(tmp_path / "optimized.onnx")[2]
 
 
+@pytest.mark.medium
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [None, 0.0])
 def test_codes_are_carried_and_the_runtime_computes_the_cell_in_integers(first, tmp_path):
@@ -71,6 +72,7 @@ def test_codes_are_carried_and_the_runtime_computes_the_cell_in_integers(first, 
         assert (np.abs(found - expected) > 1e-6).mean() <= 0.02
 
 
+@pytest.mark.medium
 def test_states_off_the_grid_stay_float(tmp_path):
     """0.3 is on no grid of these states; quantizing it first would change the first time step."""
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
@@ -81,6 +83,7 @@ def test_states_off_the_grid_stay_float(tmp_path):
     assert np.abs(run_onnx(path, x)[0] - run_simulation(sim.model, x)[0]).max() < 1e-6
 
 
+@pytest.mark.medium
 def test_states_that_are_inputs_stay_float(tmp_path):
     given, path = (torch.randn(5, 2, I), torch.randn(1, 2, H), torch.randn(1, 2, H)), tmp_path / "model.onnx"
     sim = quantized(Net(), *given)
@@ -89,6 +92,7 @@ def test_states_that_are_inputs_stay_float(tmp_path):
     assert np.abs(run_onnx(path, *given)[0] - run_simulation(sim.model, *given)[0]).max() < 1e-6
 
 
+@pytest.mark.medium
 def test_outputs_keep_their_names(tmp_path):
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
     sim = quantized(nn.LSTM(I, H), x)
@@ -99,6 +103,7 @@ def test_outputs_keep_their_names(tmp_path):
     assert not codes & set(outputs)
 
 
+@pytest.mark.medium
 def test_no_value_changes(tmp_path, monkeypatch):
     torch.manual_seed(1)
     x = torch.randn(6, 4, I)

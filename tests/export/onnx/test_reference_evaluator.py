@@ -15,6 +15,7 @@ CANNOT = {"all_transposed": "onnx's evaluator (seen in 1.23) has no ConvTranspos
 """Model of the zoo → what onnx's evaluator lacks for it."""
 
 
+@pytest.mark.medium
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(
     ZOO, "residual", "inverted_residual", "vit", "masked_fill", "concatenated", "recurrent_cells",

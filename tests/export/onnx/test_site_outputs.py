@@ -22,6 +22,7 @@ def file(tmp_path_factory):
     return sim, path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("codes", [False, True])
 def test_values_are_those_of_the_simulation(file, codes, tmp_path):
     sim, path = file
@@ -56,6 +57,7 @@ def test_the_copy_returns_the_outputs_of_the_file_first(file, tmp_path):
     assert len(names) == 4  # the output is the last site
 
 
+@pytest.mark.medium
 def test_codes_of_other_widths_are_left_out(tmp_path):
     sim = simulate(nn.Linear(8, 4), INPUTS, activation=activations("uint16"))
     export(sim, INPUTS, tmp_path / "model.onnx")
@@ -63,6 +65,7 @@ def test_codes_of_other_widths_are_left_out(tmp_path):
     assert len(site_outputs(tmp_path / "model.onnx", codes=False)) == 2
 
 
+@pytest.mark.medium
 def test_sites_in_the_body_of_a_loop_are_counted(tmp_path):
     class Net(nn.Module):
         def __init__(self):

@@ -14,6 +14,7 @@ from tests.export.onnx.simulated import encodings_of, simulate, weights
 EXAMPLE = torch.randn(2, 8)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "granularity", "options"),
@@ -34,6 +35,7 @@ def test_a_constant_is_what_onnx_runtime_computes(name, granularity, options, tm
     assert torch.equal(stored["weight"].constant(), run_alone(tmp_path / "model.onnx", stored["weight"].node.name))
 
 
+@pytest.mark.medium
 def test_what_is_read_of_the_file_of_external_data_is_freed_again(tmp_path, monkeypatch):
     torch.manual_seed(0)
     example = torch.randn(2, 64)

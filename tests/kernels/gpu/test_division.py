@@ -51,6 +51,7 @@ def quotients_near_a_tie(divisors):
                     yield x[is_one].astype(np.float32), y[is_one].astype(np.float32)
 
 
+@pytest.mark.medium
 def test_every_quotient_that_is_near_a_tie_is_rounded_correctly():
     count = wrong = without_correction = 0
     for begin in range(1 << 23, 1 << 24, 1 << 19):
@@ -88,6 +89,7 @@ def test_the_kernels_divide_so(is_limited):
     assert torch.equal(moved[2].cpu(), x / scale)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["triton", "op"])
 @pytest.mark.parametrize("codes", ["int8", "uint4", "int2"])
 def test_what_is_about_halfway_between_two_codes(codes, way):

@@ -45,6 +45,7 @@ FILES = {
 """Of each file, the tests that launch kernels. The first is the canary of `make test`."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("chip", [QUICK, *(pytest.param(chip, marks=pytest.mark.slow) for chip in SLOW)])
 @pytest.mark.parametrize("file", FILES)
 def test_the_machine_code_computes_the_reference(file, chip):

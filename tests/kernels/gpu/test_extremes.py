@@ -74,6 +74,7 @@ def test_a_bound_is_rounded_to_the_kind_of_the_tensor(kind):
     assert int(expected[2][1]) == int((x <= bound).sum())
 
 
+@pytest.mark.medium
 def test_weights_that_are_alike_share_a_launch(monkeypatch):
     launched = recorded(monkeypatch, kernels)
     xs = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]

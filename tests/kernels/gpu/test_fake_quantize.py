@@ -59,6 +59,7 @@ def test_ranges_that_do_not_fit_are_refused(scales, zero_points):
         backward(x, x, scale, zero, (1, -1), -8, 7, True, True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", ["tensor_large", "channel_first", "channel_last_wide", "block_tiles"])
 def test_the_sums_are_the_same_each_time_and_the_tickets_are_given_back(case):
     shape, block_size = conformance.SHAPES[case]

@@ -29,6 +29,7 @@ def fill_with_nan(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: real(*args, **options).fill_(torch.nan))
 
 
+@pytest.mark.medium
 @pytest.mark.pairwise(layout=LAYOUTS, kind=(torch.float32, torch.bfloat16), zero_point=ZERO_POINTS.values())
 def test_the_kernel_writes_what_that_of_one_tensor_does(layout, kind, zero_point, monkeypatch):
     calls = on_device(tensors(zero_point, kind, layout=layout))
@@ -39,6 +40,7 @@ def test_the_kernel_writes_what_that_of_one_tensor_does(layout, kind, zero_point
         assert own.stride() == other.stride()
 
 
+@pytest.mark.medium
 @pytest.mark.pairwise(layout=LAYOUTS, kind=(torch.float32, torch.float16), zero_point=ZERO_POINTS.values(),
                       wants=[(False, False), (True, False), (True, True)])
 def test_the_gradients_of_the_kernel_are_those_of_one_tensor(layout, kind, zero_point, wants, monkeypatch):
@@ -55,6 +57,7 @@ def test_the_gradients_of_the_kernel_are_those_of_one_tensor(layout, kind, zero_
     assert not launch.tickets(torch.device(DEVICE), 1).any()
 
 
+@pytest.mark.medium
 def test_some_of_them_learn_their_range():
     calls = on_device(tensors(grad=False))[:9]
     grads = [torch.randn_like(call[0]) for call in calls]
@@ -70,6 +73,7 @@ def launches(monkeypatch):
     return lambda: (names.count("many_forward_kernel"), names.count("forward_kernel"))
 
 
+@pytest.mark.medium
 def test_one_launch_serves_a_class_of_granularity_and_a_dtype(launches):
     weights = [torch.randn(rows, width, device=DEVICE) for rows, width in ((5, 16), (64, 144), (8, 768), (3, 3072))]
     scales = [torch.rand(len(weight), device=DEVICE) + 0.1 for weight in weights]
@@ -79,6 +83,7 @@ def test_one_launch_serves_a_class_of_granularity_and_a_dtype(launches):
     assert launches() == (2, 0)
 
 
+@pytest.mark.medium
 def test_what_cannot_share_a_launch_is_launched_alone(launches):
     base = torch.randn(1025, device=DEVICE)
     calls = [(x, torch.ones(1, device=DEVICE), None, (), -8, 7)
@@ -88,6 +93,7 @@ def test_what_cannot_share_a_launch_is_launched_alone(launches):
     assert launches()[0] == 1
 
 
+@pytest.mark.medium
 def test_more_tensors_than_a_launch_takes(monkeypatch, launches):
     monkeypatch.setattr(table, "MOST_TENSORS", 3)
     calls = [(torch.randn(16, device=DEVICE), torch.rand(1, device=DEVICE) + 0.1, None, (), -8, 7) for _ in range(7)]

@@ -36,6 +36,7 @@ def test_every_element_has_the_scale_of_its_row(shape, kind, zero_point):
     conformance.check_forward(gpu.forward, x, scale, zero, ((1, -1), -8, 7))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 def test_the_gradient_without_sums(shape):
     scale, zero = conformance.ranges(shape, (1, -1), torch.int32, -8, 7)
@@ -45,6 +46,7 @@ def test_the_gradient_without_sums(shape):
     assert torch.equal(dx, summed)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_residual(learned):
     shape = SHAPES["odd"]

@@ -62,6 +62,7 @@ def test_the_cases_are_shifted(shape, block_size, kind):
     assert not tile.is_aligned
 
 
+@pytest.mark.medium
 @cases
 @kinds
 @pytest.mark.parametrize("amd", [False, True])
@@ -116,6 +117,7 @@ def test_nor_where_ranges_are_found_at_the_same_time(shape, block_size, kind, mo
         assert_nothing_beside_is_written(made)
 
 
+@pytest.mark.medium
 @cases
 @kinds
 def test_extremes_and_errors_are_those_of_the_rows_alone(shape, block_size, kind):

@@ -47,6 +47,7 @@ def tuning(monkeypatch):
     return switch_on
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("best", [0, 3, 5])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_tile_gives_the_same_bits(case, best, tuning):
@@ -65,6 +66,7 @@ def test_every_tile_gives_the_same_bits(case, best, tuning):
             assert conformance.same_bits(own, other)
 
 
+@pytest.mark.medium
 def test_a_shape_is_timed_once_and_the_fastest_is_kept(tuning):
     timing = tuning(3)
     x, other = torch.randn(64, 256), torch.randn(64, 512)
