@@ -31,7 +31,7 @@ OLDEST  := $(CURDIR)/.venv-oldest
 # Compiled files are kept whatever the environment says: each of many processes would compile qtk and the tests again.
 PYTEST   = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope --durations=15
 ROOM    ?=
-PLACES   = $(and $(ROOM),$(shell $(PYTHON3) tests/rooms.py $(ROOM)))
+PLACES   = $(if $(ROOM),$(or $(shell $(PYTHON3) tests/rooms.py $(ROOM)),$(error there is no room $(ROOM): no folder of this name in tests or qtk)))
 
 .PHONY: demo docs quick test test-all test-kernels test-oldest planted pytest lint bench bench-gpu clean
 .DEFAULT_GOAL := test
