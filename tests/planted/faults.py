@@ -1,6 +1,6 @@
 """Forty one-line faults over all rooms, each of a kind that people make: a bound, an axis, a sign, a case left out.
 
-They were drawn at random from the lines of the package before it was known which of them the suite finds.
+They were picked by hand from a random sample of lines, before it was known which of them the suite finds.
 """
 
 from __future__ import annotations
