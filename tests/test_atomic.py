@@ -118,6 +118,16 @@ def test_a_file_in_the_way_is_refused_even_with_force(tmp_path):
     assert (tmp_path / "out").read_text() == "precious"
 
 
+@pytest.mark.parametrize("to", ["folder", "nothing"])
+def test_a_link_in_the_way_is_refused_even_with_force(to, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / to)
+    with pytest.raises(ExportError, match="not a directory"), staged_directory(tmp_path / "out", force=True):
+        pytest.fail("the block must not run")
+    assert (tmp_path / "out").is_symlink()
+    assert listing(tmp_path) == {"folder", "out"}
+
+
 def test_unwritable_parent_is_refused(tmp_path, monkeypatch):
     def refuse(self: Path, *args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -195,6 +195,9 @@ class Quantizer(Tap):
         if encoding.spec != self.spec:
             raise EncodingError(f"{self.site} is {self.spec}, the encoding is {encoding.spec}; plan the site like it, "
                                 "or load an encoding of this spec")
+        self._keep(encoding)
+
+    def _keep(self, encoding: Encoding) -> None:
         self._late_look = LateLook()
         device, zero_point = encoding.scale.device if self.scale is None else self.scale.device, encoding.zero_point
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could never be trained
@@ -245,10 +248,8 @@ class Quantizer(Tap):
         """
         encoding = self.encoding
         if self.learns_range and encoding is not None:
-            frozen, self.frozen = self.frozen, False
             self._clear()
-            self.load_encoding(encoding)
-            self.frozen = frozen
+            self._keep(encoding)
 
     def extra_repr(self) -> str:
         return f"{self.site}: {self.spec}, {self.mode.value}"

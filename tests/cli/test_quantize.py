@@ -168,6 +168,18 @@ def test_the_file_in_float_computes_the_model(project, tmp_path):
     assert torch.allclose(torch.from_numpy(scores), model(batch), atol=1e-6)
 
 
+def test_batches_without_a_length_are_counted_on_the_first_pass(project, tmp_path, monkeypatch):
+    counts, outputs = [], module.outputs
+
+    def counting(*arguments, num_batches, **named):
+        counts.append(num_batches)
+        return outputs(*arguments, num_batches=num_batches, **named)
+
+    monkeypatch.setattr(module, "outputs", counting)
+    run(project, tmp_path, exports=[])
+    assert counts == [None, 2]
+
+
 def test_a_users_measure_and_weights(project, tmp_path):
     path, _ = project.weights()
     models = [{"name": "net", "model": f"{project.module}:net", "weights": str(path), "input_shape": [4, 6]}]

@@ -54,3 +54,16 @@ def test_a_where_with_one_data_operand_only_moves():
     flow, by_name = flow_of(Net(), torch.randn(2, 4), torch.tensor([[True, False, True, True]]).expand(2, 4))
     (port,) = flow.data_ports(by_name["softmax:out"])
     assert value_site(flow.root(port.value)).name == "tanh:out"
+
+
+def test_a_merge_is_a_number_only_if_all_that_it_merges_are():
+    class Net(nn.Module):
+        def forward(self, x, mask):
+            y = torch.tanh(x)
+            bias = torch.where(mask, torch.zeros(2, 4), torch.full((2, 4), -100.0))
+            return torch.cat([torch.zeros(2, 1), y, x.sigmoid()], 1), bias + y
+
+    flow, by_name = flow_of(Net(), torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool))
+    assert not flow.is_constant(by_name["concat:out"])
+    assert flow.is_constant(by_name["where:out"])
+    assert [value_site(flow.root(port.value)).name for port in flow.data_ports(by_name["add:out"])] == ["tanh:out"]

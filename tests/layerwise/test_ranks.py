@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from qtk.errors import CalibrationError
+from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
 from qtk.numerics.im2col import Geometry
@@ -51,6 +52,8 @@ def on_a_rank(directory):
     result["local"] = None if local is None else local.gram
     narrow = sum_over_ranks(None if rank == 1 else moments_of([rank], RequiredStatistics(), weight()), CPU)
     result["linear"] = narrow.linear(weight())
+    apart = RequiredStatistics(holdout=Holdout(0.5))
+    result["held out"] = sum_over_ranks(None if rank == 1 else moments_of([rank], apart), CPU).held_out.gram
     result["nothing"] = sum_over_ranks(SecondMoments(Geometry.linear()) if rank else None, CPU)
     for key, moments, problem in (
         ("problem", None, ValueError("a full disk") if rank == 1 else None),
@@ -86,6 +89,13 @@ def test_the_weight_product_is_summed_where_it_takes_the_place_of_e(results):
     expected = moments_of([0, 2], RequiredStatistics(), weight()).linear(weight())
     for result in results:
         torch.testing.assert_close(result["linear"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_held_out_is_summed_apart(results):
+    first, second = (moments_of([rank], RequiredStatistics(holdout=Holdout(0.5))).held_out for rank in (0, 2))
+    assert 0 < first.rows < 5
+    for result in results:
+        torch.testing.assert_close(result["held out"], first.gram + second.gram, rtol=1e-6, atol=1e-6)
 
 
 def test_sample_rows_come_from_all_ranks_in_their_order(results):

@@ -87,6 +87,17 @@ def test_refining_is_never_worse(name, setting):
     assert gained(given, fine) >= gained(given, coarse) > 0
 
 
+def test_refining_tries_as_many_evenly_between_the_neighbours_of_the_best():
+    given = named("linear", CHANNEL, noise=0.2)
+    now, best = given.problem.encoding, (every_loss(given).argmin(0) + 1) / NUM
+    steps = [2 * i / (NUM + 1) - 1 for i in range(1, NUM + 1)] + [0]
+    tried = [fraction_of(now, best + step / NUM) for step in steps] + [now]
+    losses = torch.stack([given.lost_by_scale(given.rounded(encoding)) for encoding in tried])
+    found = SeqMse(NUM, refine=True).apply(given.problem)
+    own = given.lost_by_scale(given.rounded(found.encoding))
+    torch.testing.assert_close(own, losses.min(0).values, rtol=1e-6, atol=0)
+
+
 def mixed_linear(weight, columns=16, rows=100, seed=0, **settings):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) @ torch.randn(columns, columns, generator=generator)

@@ -69,6 +69,16 @@ def test_the_amount_is_three_standard_deviations_below_the_mean() -> None:
     torch.testing.assert_close(step.amount, expected)
 
 
+def test_a_hundredth_of_a_standard_deviation_is_the_least_that_moves() -> None:
+    model = high(net(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Linear(4, 6), b=nn.Linear(6, 3)))
+    x = images(4)
+    prepared = prepare(model, x)
+    mean, std = torch.full((6,), 3.02), torch.ones(6)  # three standard deviations, and what would move
+    mean[3] = 3.005
+    (group,) = absorbable_biases(prepared, ChannelScales(prepared, (x,), {}), {"a.weight": (mean, std)})
+    assert (group.steps[0].amount > 0).tolist() == [False, False, True, False, True, True]  # 0 and 1 were below 0
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [

@@ -4,7 +4,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.workflow.calibrate import known_encoding
+from qtk.workflow.calibrate import bounded, known_encoding
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,17 @@ def test_known_ranges_become_the_encoding_that_just_holds_them(name, symmetric, 
     encoding = known_encoding(spec, bounds)
     assert float(encoding.minimum) == pytest.approx(low, rel=1e-6)
     assert float(encoding.maximum) == pytest.approx(high, rel=1e-6)
+
+
+@pytest.mark.parametrize(("beyond", "is_kept"), [(0.4, True), (0.7, False)])
+def test_a_range_may_exceed_its_bounds_by_half_a_scale(beyond, is_kept):
+    spec = qtk.QuantSpec(qtk.dtype("uint8"), symmetric=False)
+    encoding = qtk.Encoding(spec, torch.tensor([0.5]), torch.tensor([2], dtype=torch.int32))  # −1 to 126.5
+    within = bounded(encoding, (-1 + 0.5 * beyond, 126.5 - 0.5 * beyond))
+    assert (within is encoding) == is_kept
+    if not is_kept:
+        assert -0.65 - 0.25 <= float(within.minimum) <= 0
+        assert float(within.maximum) <= 126.15 + 0.25
 
 
 def test_fixed_ranges_need_no_data_and_ignore_it():

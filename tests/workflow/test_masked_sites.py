@@ -47,6 +47,20 @@ def test_a_calibration_that_fails_changes_nothing():
     assert all(encoding.equals(encodings[name]) for name, encoding in sim.encodings().items())
 
 
+def test_a_calibration_that_is_interrupted_changes_nothing():
+    x = torch.randn(8, 4)
+    sim = qtk.QuantSim(Scores(), (x, masked(0)))
+    sim.compute_encodings([(x, masked(0.5))], progress=False)
+    plan = str(sim.plan)
+
+    def interrupted(model, batch):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sim.compute_encodings([(x, masked(0))], forward=interrupted, progress=False)
+    assert str(sim.plan) == plan
+
+
 @pytest.mark.parametrize("value", [-torch.inf, -2e30])
 def test_one_number_gone_wrong_is_named_and_changes_nothing(value):
     model = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2)).eval()

@@ -1,11 +1,14 @@
 """Pooling, sums and concatenation of quantized images in ONNX Runtime's optimized graph."""
 
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from qtk.export.onnx import qdq_nodes
+from qtk.export.onnx.pooled_codes import pool_codes
+from qtk.export.onnx.value_names import ValueNames
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
 
 
@@ -73,3 +76,20 @@ def test_sums_concatenations_and_pools_are_integer(tmp_path):
     )
     assert not kinds.keys() & {"Conv", "Add", "Concat", "AveragePool", "Relu"}
     assert steps(sim, X, tmp_path / "out", optimized=False).max() < 1.01
+
+
+@pytest.mark.parametrize(("between", "pooled"), [("Reshape (mean, shape)", 1), ("Relu (mean)", 0)])
+def test_a_mean_is_pooled_only_if_movement_alone_is_between_it_and_its_codes(between, pooled):
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+    g (uint8[2,3,4,4] codes) => (uint8[2,3,1,1] y)
+    <float scale = {{0.1}}, uint8 zero = {{0}}, int64[2] axes = {{2, 3}}, int64[4] shape = {{2, 3, 1, 1}}> {{
+        x = DequantizeLinear (codes, scale, zero)
+        mean = ReduceMean <keepdims = 1> (x, axes)
+        moved = {between}
+        y = QuantizeLinear (moved, scale, zero)
+    }}"""
+    model = ir.from_onnx_text(text)
+    next(iter(model.graph)).outputs[0].shape = ir.Shape([2, 3, 4, 4])
+    pool_codes(model.graph, ValueNames(model.graph))
+    kinds = [node.op_type for node in model.graph]
+    assert (kinds.count("GlobalAveragePool"), kinds.count("ReduceMean")) == (pooled, 1 - pooled)
