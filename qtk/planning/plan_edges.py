@@ -60,7 +60,7 @@ def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
     for port in draft.flow.data_ports(node) if row.multiplies else ():
         source = draft.flow.root(port.value)
         stream = None if draft.flow.is_static(source) else draft.decisions(maker(source)).stream
-        if stream is None or not stream.feeds.isdisjoint(row.names) or not stream.elsewhere.enabled:
+        if stream is None or not stream.feeds.isdisjoint(row.names):
             continue
         _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
         if (site := edge_site(port)) in draft.edges:

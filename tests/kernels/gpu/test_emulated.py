@@ -42,15 +42,35 @@ FILES = {
     "tests/invariants/test_on_gpu.py": "",
     "tests/invariants/test_no_waits.py": "calibration and cnn",
 }
-"""Of each file, the tests that launch kernels. The first is the canary of `make test`."""
+"""Of each file, the tests that launch kernels. The first is the canary of ``make test``."""
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("chip", [QUICK, *(pytest.param(chip, marks=pytest.mark.slow) for chip in SLOW)])
-@pytest.mark.parametrize("file", FILES)
-def test_the_machine_code_computes_the_reference(file, chip):
+CHIPS = pytest.mark.parametrize("chip", [QUICK, *(pytest.param(chip, marks=pytest.mark.slow) for chip in SLOW)])
+OF_FAKE_QUANTIZATION = [file for file in FILES if "fake_quantize" in file]
+
+
+def check(file, chip):
     environment = {**os.environ, "QTK_EMULATE_GPU": chip, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file, "-k", FILES[file]]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 5
+
+
+@pytest.mark.medium
+class TestOthers:
+    """In a class of their own: each is run by one of the processes that share the suite."""
+
+    @CHIPS
+    @pytest.mark.parametrize("file", [file for file in FILES if file not in OF_FAKE_QUANTIZATION])
+    def test_the_machine_code_computes_the_reference(self, file, chip):
+        check(file, chip)
+
+
+@pytest.mark.medium
+@pytest.mark.kernels(canary=False)
+class TestFakeQuantization:
+    @CHIPS
+    @pytest.mark.parametrize("file", OF_FAKE_QUANTIZATION)
+    def test_the_machine_code_computes_the_reference(self, file, chip):
+        check(file, chip)

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore:(overflow|divide|invalid):RuntimeWarning"),  # of the interpreter
 ]
+DEVICE = gpu.DEVICE
 CASES = {name: case for name, case in conformance.SHAPES.items() if 0 not in case[0]}
 
 
@@ -55,8 +56,9 @@ def test_every_tile_gives_the_same_bits(case, best, tuning):
     for zero_point in (None, torch.int32):
         scale, zero = conformance.ranges(shape, block_size, zero_point, -8, 7)
         x = conformance.values(shape, scale, torch.float32).nan_to_num()
-        given = x, scale, zero, block_size, -8, 7
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        x, scale, zero, grad = (None if each is None else each.to(DEVICE) for each in (x, scale, zero, grad))
+        given = x, scale, zero, block_size, -8, 7
         expected = gpu.forward(*given), gpu.backward(grad, *given, False, False)[0]
         ranges = dynamic.fake_quantize_dynamic(x, block_size, 0, 255, False)
         tuning(best)
@@ -69,24 +71,25 @@ def test_every_tile_gives_the_same_bits(case, best, tuning):
 @pytest.mark.medium
 def test_a_shape_is_timed_once_and_the_fastest_is_kept(tuning):
     timing = tuning(3)
-    x, other = torch.randn(64, 256), torch.randn(64, 512)
+    x, other, scale = torch.randn(64, 256, device=DEVICE), torch.randn(64, 512, device=DEVICE), torch.ones(64).to(DEVICE)
     for _ in range(3):
-        gpu.forward(x, torch.ones(64), None, (1, -1), -8, 7)
+        gpu.forward(x, scale, None, (1, -1), -8, 7)
     first = timing.calls
     assert first == len(tuned.candidates([], {"s2": 64, "middle": 1, "inner": 256, "COLUMNS": False,
                                              "SHIFT": 0})) > 3
     (autotuner,) = timing.made.values()
     assert autotuner.best_config == list(autotuner.configs_timings)[3]
-    gpu.forward(other, torch.ones(64), None, (1, -1), -8, 7)
+    gpu.forward(other, scale, None, (1, -1), -8, 7)
     assert timing.calls > first
     second = timing.calls
-    gpu.forward(x.bfloat16(), torch.ones(64), None, (1, -1), -8, 7)  # another dtype
+    gpu.forward(x.bfloat16(), scale, None, (1, -1), -8, 7)  # another dtype
     assert timing.calls > second
 
 
 def test_what_is_summed_is_not_tuned(tuning):
     timing = tuning(0)
-    gpu.backward(torch.ones(8, 32), torch.randn(8, 32), torch.ones(8), None, (1, -1), -8, 7, True, False)
+    grad, x, scale = (each.to(DEVICE) for each in (torch.ones(8, 32), torch.randn(8, 32), torch.ones(8)))
+    gpu.backward(grad, x, scale, None, (1, -1), -8, 7, True, False)
     assert timing.calls == 0
 
 
