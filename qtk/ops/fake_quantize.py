@@ -19,9 +19,10 @@ from qtk.kernels.backends import load_native, triton_unavailable
 from qtk.numerics import affine, straight_through
 from qtk.numerics.blocks import check_range
 from qtk.ops.decomposed import FakeQuantize
+from qtk.ops.eager_function import applied
 from qtk.ops.fake_quantize_residual import fake_quantize_with_residual, is_learned, saves_residual
 from qtk.ops.forward_mode import refuse_forward_mode
-from qtk.torch_private import below_autograd
+from qtk.torch_private import below_autograd, is_traced
 
 _NATIVE = load_native() is None
 _SPEC = "Tensor scale, Tensor? zero_point, int[] block_size, int qmin, int qmax"
@@ -121,13 +122,21 @@ def _autograd_twice(
     return of_grad, None, of_scale, None if zero_point is None else of_zero, *[None] * 5
 
 
-class LearnedBackward(torch.autograd.Function):
-    """The backward pass as a function with a derivative, for learned ranges too."""
+class _LearnedBackward(torch.autograd.Function):
 
     generate_vmap_rule = True
     forward = staticmethod(lambda *arguments: BACKWARD(*arguments))
     setup_context = staticmethod(_setup_twice)
     backward = staticmethod(_autograd_twice)
+
+
+backward_with_derivative = applied(_LearnedBackward)
+"""The backward pass as a function with a derivative, for learned ranges too."""
+
+
+def _autograd_of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Without a derivative where nobody can ask for one."""
+    return _autograd(ctx, grad, backward_with_derivative if torch.is_grad_enabled() or is_traced() else BACKWARD)
 
 
 class _Learned(torch.autograd.Function):
@@ -136,10 +145,10 @@ class _Learned(torch.autograd.Function):
     generate_vmap_rule = True
     forward = staticmethod(lambda *arguments: _OP(*arguments))
     setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_autograd_of_learned)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _autograd(ctx, grad, LearnedBackward.apply)
+
+_learned = applied(_Learned)
 
 
 class _WithValue(torch.autograd.Function):
@@ -156,7 +165,7 @@ class _WithValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_autograd(ctx, grad, LearnedBackward.apply if torch.is_grad_enabled() else BACKWARD), None
+        return *_autograd_of_learned(ctx, grad), None
 
 
 torch.library.register_fake("qtk::fake_quantize_backward", _backward_fake)
@@ -190,7 +199,7 @@ def fake_quantize(
         if not is_compiling and saves_residual(x, scale, zero_point):
             return fake_quantize_with_residual(x, scale, zero_point, block_size, qmin, qmax)
         if not is_compiling and torch.is_grad_enabled() and is_learned(scale, zero_point):
-            result = _Learned.apply(x, scale, zero_point, block_size, qmin, qmax)
+            result = _learned(x, scale, zero_point, block_size, qmin, qmax)
             return result
         if _NATIVE or is_compiling or (torch.is_grad_enabled() and x.requires_grad):
             result = _OP(x, scale, zero_point, block_size, qmin, qmax)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtk.kernels.backends import shares_launches
 from qtk.numerics.blocks import check_range, flat_sizes, split_sizes
-from qtk.ops.fake_quantize import BACKWARD, LearnedBackward, fake_quantize
+from qtk.ops.fake_quantize import BACKWARD, backward_with_derivative, fake_quantize
 from qtk.ops.forward_mode import refuse_forward_mode
 
 Lists: TypeAlias = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -117,7 +117,7 @@ def _gradients(
     """The gradients of each call of ``qtk::fake_quantize``; ``wants``: whether those of scale and zero point."""
     if torch.is_grad_enabled():  # the backward pass is to have derivatives itself
         for grad, call, want in zip(grads, calls, wants, strict=True):
-            yield LearnedBackward.apply(grad, *call, *want)
+            yield backward_with_derivative(grad, *call, *want)
     elif grads:
         xs, scales, zero_points, block_sizes, qmins, qmaxs = (list(column) for column in zip(*calls, strict=True))
         wants_scales, wants_zero_points = (list(column) for column in zip(*wants, strict=True))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtk.ops.eager_function import applied
+
 
 class GradientScale(enum.Enum):
     """What the gradient of a learned range is multiplied by: ``1 / √(N · q_max)``, or 1."""
@@ -57,6 +59,9 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+_scale_gradient = applied(_ScaleGradient)
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """``x``, whose gradient is multiplied by ``factor``; detached if that is 0.
 
@@ -69,7 +74,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
         return x
     if factor == 0:
         return x.detach()
-    result: Tensor = _ScaleGradient.apply(x, factor)
+    result: Tensor = _scale_gradient(x, factor)
     return result
 
 
@@ -90,6 +95,9 @@ class _WithZeroGradients(torch.autograd.Function):
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
+_with_zero_gradients = applied(_WithZeroGradients)
+
+
 def with_zero_gradients(result: Tensor, *parameters: Tensor | None) -> Tensor:
     """``result``, whose backward pass gives ``parameters`` gradients of 0, whatever reaches it.
 
@@ -100,5 +108,5 @@ def with_zero_gradients(result: Tensor, *parameters: Tensor | None) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return result
-    zeroed: Tensor = _WithZeroGradients.apply(result, *(each for each in parameters if each is not None))
+    zeroed: Tensor = _with_zero_gradients(result, *(each for each in parameters if each is not None))
     return zeroed

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.kernels.gpu.codes import effective_scale, gradient, grid_at, quantize
-from qtk.kernels.gpu.launch import Call, on_device_of, programs, repeat, run, tickets
+from qtk.kernels.gpu.launch import Call, keep, on_device_of, programs, repeat, run_for, tickets
 from qtk.kernels.gpu.row_streams import backward_rows_kernel, forward_rows_kernel, is_row_stream, launch_rows
 from qtk.kernels.gpu.tiles import (
     again,
@@ -41,6 +41,11 @@ from qtk.kernels.gpu.tuned import launch
 from qtk.numerics import affine, minifloat, straight_through
 from qtk.numerics import residual as residuals
 from qtk.numerics.blocks import check_range
+
+NOTHING = (0, 0)
+
+_SHARED: dict[Hashable, tuple[int, int]] = {}
+"""What distinguishes a backward pass with sums → how many partial results its programs have, and groups of scales."""
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of the tensor, its scales and its zero points."""
@@ -200,6 +205,12 @@ def _likeness(
     )
 
 
+def _shared(scale: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+    """What the programs that share a group of scales add up in: partial results, and counters. None of ``NOTHING``."""
+    results, groups = sizes
+    return (scale.new_empty(results), tickets(scale.device, groups)) if results else ()
+
+
 def forward(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int], grid: Grid,
     reference: Callable[[Tensor], tuple[Tensor, Tensor]], residual: torch.dtype | None = None,
@@ -251,12 +262,15 @@ def backward(
     sums = wants_scale or wants_zero_point
     of_scale = torch.empty_like(scale) if sums else scale.new_empty(0)
     of_zero = torch.empty_like(scale) if wants_zero_point else scale.new_empty(0)
-    call = None if sums else Call(
-        ("backward", grad.stride(), grad.dtype, *_likeness(x, scale, zero_point, block_size, grid)),
-        (x, grad, dx, scale, *(() if zero_point is None else (zero_point,))),
+    of_range = (of_scale, of_zero) if sums else ()
+    tensors = (x, grad, dx, scale, *of_range, *(() if zero_point is None else (zero_point,)))
+    likeness = (
+        "backward", sums, wants_zero_point, grad.stride(), grad.dtype,
+        *_likeness(x, scale, zero_point, block_size, grid),
     )
-    if call is not None and repeat(call):
-        return dx, of_scale, of_zero
+    shared = _SHARED.get(likeness) if sums else NOTHING
+    if shared is not None and repeat(Call(likeness, (*tensors, *_shared(scale, shared)))):
+        return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
     check_range(scale, zero_point, x.shape, block_size)
     if not x.numel():
         return dx, of_scale.zero_(), of_zero.zero_()
@@ -274,23 +288,23 @@ def backward(
     constants = {"ASYMMETRIC": zero_point is not None, "RESIDUAL": 0 if x.is_floating_point() else 8 * x.itemsize,
                  **grid.constants}
     if not sums and is_row_stream(tiling):
-        launch_rows(backward_rows_kernel, tiling, given[:3], given[3:], constants, call)
+        launch_rows(backward_rows_kernel, tiling, given[:3], given[3:], constants, Call(likeness, tensors))
         return dx, of_scale, of_zero
     tiling = fitted(tiling, x, upstream, dx, sums=sums)
     splits = tiling.splits(programs(x.device))
-    if sums and splits > 1:
-        of_sums = scale.new_empty(tiling.partial_results(splits)), of_scale, of_zero, tickets(x.device, tiling.groups)
-    else:  # what nobody shares is written at once
-        of_sums = scale, of_scale if sums else scale, of_zero if sums else scale, scale
     constants |= {"SUMS": sums, "OF_ZERO": wants_zero_point, "LANES": lanes(tiling, x, grad) if sums else 1,
                   "PARTS": tiling.parts(splits) if sums else 1}
     if not sums:
-        launch(backward_kernel, x, tiling, (*given, *of_sums), constants, call)
+        launch(backward_kernel, x, tiling, (*given, scale, scale, scale, scale), constants, Call(likeness, tensors))
         return dx, of_scale, of_zero
+    shared = (tiling.partial_results(splits), tiling.groups) if splits > 1 else NOTHING
+    of_all = _shared(scale, shared)
+    parts, counts = of_all or (scale, scale)  # what nobody shares is written at once
+    keep(_SHARED, likeness, shared)
     with on_device_of(x):
-        run(
-            backward_kernel, (tiling.groups * splits,),
-            *given, *of_sums, *arguments(tiling), splits, TAIL=has_tail(tiling), **constants, **shape(tiling)
+        run_for(
+            Call(likeness, (*tensors, *of_all)), backward_kernel, (tiling.groups * splits,), *given, parts, of_scale,
+            of_zero, counts, *arguments(tiling), splits, TAIL=has_tail(tiling), **constants, **shape(tiling)
         )
     return dx, of_scale if wants_scale else scale.new_empty(0), of_zero
 

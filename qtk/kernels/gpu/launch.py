@@ -91,7 +91,7 @@ def run(
     if compiled is None:
         return None
     known = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-    _keep(_COMPILED, key, known)
+    keep(_COMPILED, key, known)
     return known
 
 
@@ -107,7 +107,7 @@ def run_for(call: Call | None, kernel: Any, grid: tuple[int, ...], *arguments: A
         places = tuple((at, roles[id(arguments[at])]) for at in of_tensors)
         numbers = [None if isinstance(each, Tensor) else each for each in (*arguments, *rest)]
         kept = Repeatable(compiled, (*grid, 1, 1)[:3], numbers, places)
-        _keep(_REPEATABLE, call.likeness, kept)
+        keep(_REPEATABLE, call.likeness, kept)
 
 
 def repeat(call: Call) -> bool:
@@ -119,7 +119,8 @@ def repeat(call: Call) -> bool:
     return True
 
 
-def _keep(kept: dict[Any, Any], key: Hashable, value: object) -> None:
+def keep(kept: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds a value to what is kept of calls; there is no end to their shapes, so all is dropped now and then."""
     if len(kept) >= MOST_KEPT:
         kept.clear()
     kept[key] = value

@@ -154,6 +154,13 @@ def backward(x, scale, zero_point=None, block_size=(), codes=(-128, 127), grad=N
     return x, grad, dx, scale, zero_point
 
 
+def backward_of_ranges(x, scale, zero_point=None, block_size=(), codes=(-128, 127), grad=None):
+    grad, wants = torch.ones_like(x) if grad is None else grad, (True, zero_point is not None)
+    dx, of_scale, of_zero = fake_quantize.fake_quantize_backward(
+        grad, x, scale, zero_point, block_size, *codes, *wants)
+    return x, grad, dx, scale, zero_point, of_scale, of_zero
+
+
 CALLS = {
     "first": lambda: (torch.zeros(8, 32), torch.ones(1)),
     "shape": lambda: (torch.zeros(16, 32), torch.ones(1)),
@@ -166,6 +173,7 @@ CALLS = {
     "columns": lambda: (torch.zeros(8, 32), torch.ones(32), None, (-1, 1)),
     "blocks": lambda: (torch.zeros(8, 32), torch.ones(8, 2), None, [1, 16]),
     "rows that begin anywhere": lambda: (torch.zeros(64, 197), torch.ones(64), None, (1, -1)),
+    "shared by programs": lambda: (torch.zeros(64, 1024), torch.ones(1)),
 }
 
 
@@ -177,12 +185,13 @@ class TestRepeat:
         found = []
         monkeypatch.setattr(launch, "_COMPILED", {})
         monkeypatch.setattr(launch, "_REPEATABLE", {})
+        monkeypatch.setattr(fake_quantize, "_SHARED", {})
         for name in ("forward_kernel", "forward_rows_kernel", "backward_kernel", "backward_rows_kernel"):
             monkeypatch.setattr(fake_quantize, name, StandIn(getattr(fake_quantize, name), found))
         monkeypatch.setattr(dynamic, "rows_kernel", StandIn(dynamic.rows_kernel, found))
         return found
 
-    @pytest.mark.parametrize("op", [forward, forward_in_training, backward])
+    @pytest.mark.parametrize("op", [forward, forward_in_training, backward, backward_of_ranges])
     def test_a_call_like_one_before_launches_the_same_on_its_own_tensors(self, op, launches, monkeypatch):
         expected = []
         for given in CALLS.values():
@@ -216,10 +225,21 @@ class TestRepeat:
         assert not launches
 
     def test_calls_that_differ_compile_kernels_of_their_own(self, launches):
-        for op in (forward, forward_in_training, backward):
+        ops = forward, forward_in_training, backward, backward_of_ranges
+        for op in ops:
             for given in CALLS.values():
                 op(*given())
-        assert len(launch._REPEATABLE) == 3 * len(CALLS)
+        assert len(launch._REPEATABLE) == len(ops) * len(CALLS)
+
+    def test_programs_that_share_scales_get_memory_of_their_own_and_the_counters_of_the_stream(self, launches):
+        for counters in (launch.tickets(torch.device("cpu"), 1), torch.zeros(4096, dtype=torch.int32)):
+            launch._TICKETS[torch.device("cpu"), 0] = counters
+            tensors = backward_of_ranges(*CALLS["shared by programs"]())
+            grid, arguments = launches.pop()
+            parts, of_scale, _, given = arguments[7:11]
+            assert (given is counters, of_scale is tensors[5]) == (True, True)
+            assert parts.numel() == 2 * grid[0]
+            assert not any(parts is each for each in tensors)
 
     def test_a_call_that_does_not_fit_is_refused_after_one_that_does(self, launches):
         for op in (forward, backward):
@@ -230,7 +250,7 @@ class TestRepeat:
                 op(torch.zeros(8, 32), torch.ones(8), None, (-1, 1))
         assert len(launches) == 2
 
-    @pytest.mark.parametrize("op", [forward, backward])
+    @pytest.mark.parametrize("op", [forward, backward, backward_of_ranges])
     def test_tensors_at_other_addresses_are_launched_as_what_they_are(self, op, launches):
         rows = torch.ones(8), None, (1, -1)
         op(torch.zeros(8, 32), *rows)

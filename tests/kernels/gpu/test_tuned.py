@@ -71,7 +71,7 @@ def test_every_tile_gives_the_same_bits(case, best, tuning):
 @pytest.mark.medium
 def test_a_shape_is_timed_once_and_the_fastest_is_kept(tuning):
     timing = tuning(3)
-    x, other, scale = torch.randn(64, 256, device=DEVICE), torch.randn(64, 512, device=DEVICE), torch.ones(64).to(DEVICE)
+    x, other, scale = (each.to(DEVICE) for each in (torch.randn(64, 256), torch.randn(64, 512), torch.ones(64)))
     for _ in range(3):
         gpu.forward(x, scale, None, (1, -1), -8, 7)
     first = timing.calls
