@@ -7,8 +7,8 @@ from torch import nn
 import qtk
 from qtk.core.site import Site
 from qtk.graph.insert import remove
-from qtk.graph.sites import value_site
-from qtk.transforms.channel_scale_step import InsertChannelScale
+from qtk.graph.sites import OP, OWNER, add_labels, label, value_site
+from qtk.transforms.channel_scale_step import InsertChannelScale, free_op
 from qtk.transforms.snapshot import Snapshot
 from qtk.transforms.steps import ScaleParameter, make
 
@@ -72,6 +72,15 @@ def test_its_value_has_a_site_of_its_own():
     make(model, steps_for("fc2"))
     names = [value_site(node).name for node in model.graph.nodes if node.op in ("call_function", "call_module")]
     assert names == ["fc1:out", "act:out", "fc2.channel_scale:out", "fc2:out"]
+
+
+def test_the_name_is_free_inside_its_module_whatever_others_hold():
+    model = prepared_mlp()
+    first, second, *_ = (node for node in model.graph.nodes if label(node, OWNER))
+    owners = [label(node, OWNER) for node in (first, second)]
+    add_labels(first, **{OP: "channel_scale"})
+    assert owners[0] != owners[1]
+    assert [free_op(model, owner) for owner in owners] == ["channel_scale_1", "channel_scale"]
 
 
 def test_once_for_all_its_readers():
