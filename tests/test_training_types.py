@@ -346,6 +346,7 @@ def on_a_rank():
     dist.destroy_process_group()
 
 
+@pytest.mark.medium
 def test_converted_batch_norms_see_the_batches_of_all_ranks():
     fresh.run_ranks(on_a_rank, 2)
 

@@ -35,6 +35,7 @@ def test_the_output_option_goes_before_the_recipe(project, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.medium
 def test_modules_beside_the_recipe_are_found_from_anywhere(project, tmp_path):
     run = fresh.run_module("qtk.cli.app", "export", project.recipe(), folder=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -159,6 +160,7 @@ def models(digits, pytestconfig):
     return found
 
 
+@pytest.mark.medium
 def test_without_arguments_the_digits_keep_their_accuracy(models):
     for model, settings in models.items():
         assert settings["fp32"]["top1"] >= FLOORS[model]
@@ -171,6 +173,7 @@ def test_without_arguments_the_digits_keep_their_accuracy(models):
             assert abs(settings[name]["onnxruntime_top1"] - settings[name]["top1"]) <= 0.005
 
 
+@pytest.mark.medium
 def test_without_arguments_table_and_files_are_there(digits, models):
     folder, printed = digits
     assert "ONNX Runtime top-1" in printed
@@ -207,6 +210,7 @@ def number(cell):
     return float(cell[:-2]) / 100 if cell.endswith(" %") else float(cell.replace(",", ""))
 
 
+@pytest.mark.medium
 def test_the_readme_shows_what_a_run_gives(models):
     runs = {(model, setting): record for model, settings in models.items() for setting, record in settings.items()}
     assert {model for model, _ in readme_table()} == set(FLOORS)
@@ -224,6 +228,7 @@ def test_the_readme_shows_what_a_run_gives(models):
                 assert found == value, row
 
 
+@pytest.mark.medium
 def test_a_size_is_that_of_the_file(digits, models):
     for model, settings in models.items():
         for setting, record in settings.items():

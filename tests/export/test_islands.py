@@ -61,8 +61,8 @@ class ManyIslands(nn.Module):
 @pytest.mark.parametrize(
     "names",
     [["/x/evil"], ["conv/1", "conv%2F1", "conv_1"], ["a" * 300, "a" * 299 + "b"],
-     ["/" * 300, "model", "m odel", "模型"]],
-    ids=["absolute", "slash", "long", "odd"],
+     ["model", "m odel"], ["/" * 300, "模型"]],
+    ids=["absolute", "slash", "long", "space", "odd"],
 )
 def test_names_of_islands_never_become_paths(names, tmp_path):
     x, directory = torch.randn(4, 8), tmp_path / "deep" / "out"

@@ -123,6 +123,7 @@ def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
     assert found[0][scheme] != json.loads(json.dumps(encodings(scheme, batches()[::2])))
 
 
+@pytest.mark.medium
 def test_all_ranks_get_the_same_ranges_by_gradients(found):
     """Random signs are drawn batch by batch, so that one process finds others by chance."""
     assert found[0]["activation_mse"] == found[1]["activation_mse"]
@@ -161,11 +162,13 @@ def test_held_out_data_are_the_same_on_all_ranks_and_in_one_process(found, how):
         assert expected["state"] != judged(batches(), "none")["state"]
 
 
+@pytest.mark.medium
 def test_labels_that_do_not_fit_on_one_rank_are_refused_on_all(found):
     assert [own["labels"] for own in found] == [found[0]["labels"]] * 2
     assert "groups needs a label for each of the 3 calls of the model" in found[0]["labels"]
 
 
+@pytest.mark.medium
 def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
     assert "rank 1: CalibrationError: batch 0" in found[0]["error"]
     for own in found:
@@ -174,6 +177,7 @@ def test_what_is_wrong_with_the_data_of_one_rank_is_said_on_all(found):
         assert "batch 0" in own["layer-wise reading error"]
 
 
+@pytest.mark.medium
 def test_whatever_else_stops_one_rank_stops_all(found):
     said = "CalibrationError: batch 1 of the data cannot be read: OSError: the disk is gone"
     assert [found[rank]["loader"] for rank in (0, 1)] == [said, f"CalibrationError: rank 0: {said}"]

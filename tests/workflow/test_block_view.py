@@ -515,6 +515,7 @@ def sharded_islands():
     return torch.equal(output, expected) and all(isinstance(p.grad, DTensor) for p in sim.model.parameters())
 
 
+@pytest.mark.medium
 def test_fsdp_shards_every_block(tmp_path):
     fresh.run_ranks(on_a_rank, RANKS, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]

@@ -69,7 +69,7 @@ def test_some_of_them_learn_their_range():
 
 @pytest.fixture
 def launches(monkeypatch):
-    names = recorded(monkeypatch, many, one)
+    names = recorded(monkeypatch, many)
     return lambda: (names.count("many_forward_kernel"), names.count("forward_kernel"))
 
 
