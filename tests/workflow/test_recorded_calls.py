@@ -1,5 +1,6 @@
 """Layer-wise methods on padded batches, against the same sequences without padding."""
 
+import functools
 import warnings
 
 import pytest
@@ -10,12 +11,10 @@ import qtk
 from qtk.errors import CalibrationError
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.recorded_calls import recorded_calls
-from tests.workflow.test_valid_tokens import BATCH, LAYERS, MASK, SEQUENCES, Encoder
+from tests.workflow import test_valid_tokens
+from tests.workflow.test_valid_tokens import BATCH, LAYERS, MASK, SEQUENCES
 
-
-def simulation(layer):
-    torch.manual_seed(0)
-    return qtk.QuantSim(Encoder(LAYERS[layer]()).eval(), BATCH, dynamic_shapes="all", weight_bits=4)
+simulation = functools.partial(test_valid_tokens.simulation, weight_bits=4)
 
 
 @pytest.mark.medium

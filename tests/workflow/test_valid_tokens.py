@@ -1,5 +1,7 @@
 """Calibration and comparison of padded batches, against the same sequences without padding."""
 
+import copy
+import functools
 import warnings
 
 import pytest
@@ -74,9 +76,14 @@ class PerToken(nn.Module):
 LAYERS = {"torch": Torchs, "unbound": Unbound, "per_token": PerToken}
 
 
-def simulation(layer):
+@functools.cache
+def prepared(layer):
     torch.manual_seed(0)
-    return qtk.QuantSim(Encoder(LAYERS[layer]()).eval(), BATCH, dynamic_shapes="all")
+    return qtk.prepare_model(Encoder(LAYERS[layer]()).eval(), BATCH, dynamic_shapes="all")
+
+
+def simulation(layer, **settings):
+    return qtk.QuantSim(copy.deepcopy(prepared(layer)), BATCH, **settings)
 
 
 def of_data(sim):

@@ -72,7 +72,7 @@ def spoilt(directory, target, suffix, change):
 @pytest.mark.medium
 def test_the_exported_file_agrees(written):
     sim, directory = written
-    result = verify_export(sim, directory, batches())
+    result = verify_export(sim, directory, batches(), turns=0)
     assert result.path == directory / "model.onnx"
     assert result.exact.top1 >= 0.9
     assert result.exact.differing <= 0.01
@@ -85,7 +85,7 @@ def test_the_exported_file_agrees(written):
 
 
 def test_it_runs_off_on_and_in_the_exact_mode(written):
-    runs = verify_export(*written, batches(1)).runs
+    runs = verify_export(*written, batches(1), turns=0).runs
     assert [run.way for run in runs[:3]] == [OFF, ON, EXACT]
     assert [run.runtime.partition(", ")[2] for run in runs[:3]] == [
         "optimizations off", "optimizations on", "optimizations on, session.x64quantprecision=1",
@@ -93,7 +93,7 @@ def test_it_runs_off_on_and_in_the_exact_mode(written):
 
 
 def test_it_prints_what_it_found(written):
-    text = str(verify_export(*written, batches()))
+    text = str(verify_export(*written, batches(), turns=0))
     assert "green, compared with the simulation" in text
     assert text.count("100.00%") >= 3  # top-1 of each run
     assert "integer nodes: 1 QLinearAdd, 1 QGemm" in text
@@ -101,10 +101,11 @@ def test_it_prints_what_it_found(written):
 
 def test_each_site_is_compared_in_steps_and_the_first_to_depart_is_named(written, tmp_path):
     sim, directory = written
-    clean = verify_export(sim, directory, batches()).exact
+    clean = verify_export(sim, directory, batches(), turns=0).exact
     assert [site.name for site in clean.sites] == ["x:input", "shift:input", "fc:out", "mul:out", "add:out"]
     assert all(site.max_steps <= 1.001 for site in clean.sites)
-    moved = verify_export(sim, spoilt(directory, tmp_path, "mul:out.scale", lambda array: array * 2), batches())
+    doubled = spoilt(directory, tmp_path, "mul:out.scale", lambda array: array * 2)
+    moved = verify_export(sim, doubled, batches(), turns=0)
     assert moved.exact.first_departure.name == "mul:out"
     shares = {site.name: site.differing for site in moved.exact.sites}
     assert 0.3 < shares["mul:out"] < 0.7  # half of the codes are odd
@@ -114,20 +115,20 @@ def test_each_site_is_compared_in_steps_and_the_first_to_depart_is_named(written
 
 
 def test_sites_of_the_optimized_run_are_its_codes(written):
-    sites = {site.name for site in verify_export(*written, batches()).optimized.sites}
+    sites = {site.name for site in verify_export(*written, batches(), turns=0).optimized.sites}
     assert {"x:input", "fc:out"} <= sites
 
 
 def test_sites_are_left_out_where_returning_them_would_change_what_is_fused(written, monkeypatch):
     monkeypatch.setattr(file_runs, "computing_kinds", lambda path: path.name)
-    result = verify_export(*written, batches(1))
+    result = verify_export(*written, batches(1), turns=0)
     assert result.exact.sites
     assert result.optimized.sites == ()
 
 
 def test_a_file_of_other_numbers_is_red_with_the_tensor(written, tmp_path):
     sim, directory = written
-    result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: -array), batches())
+    result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: -array), batches(), turns=0)
     assert result.level is Level.RED
     assert "even with the optimizations off; the first tensor off by more than one step is fc:out" in str(result)
 
@@ -146,7 +147,7 @@ def test_saturating_sums_are_red_with_the_remedy(written, monkeypatch):
         return {name: value / 2 if ordinary and value.is_floating_point() else value for name, value in values.items()}
 
     monkeypatch.setattr(file_runs, "_run_session", saturating)
-    result = verify_export(sim, directory, batches())
+    result = verify_export(sim, directory, batches(), turns=0)
     assert result.level is Level.RED
     assert result.findings[0].cause.startswith("u8 × s8 saturates on this CPU")
     assert result.findings[0].remedy == SATURATION_REMEDY
@@ -216,7 +217,7 @@ def test_the_scores_of_trained_attention_reach_softmax_in_float(tmp_path):
 
 
 def test_a_verdict_is_json(written):
-    record = json.loads(json.dumps(verify_export(*written, batches(1)).to_json(), allow_nan=False))
+    record = json.loads(json.dumps(verify_export(*written, batches(1), turns=0).to_json(), allow_nan=False))
     assert record["level"] == "green"
     assert [run["way"] for run in record["runs"][:3]] == [OFF, ON, EXACT]
     assert record["runs"][0]["sites"][0]["name"] == "x:input"
@@ -232,7 +233,7 @@ def test_a_verdict_is_json(written):
 )
 def test_a_wrong_file_is_seen(suffix, change, scales, written, tmp_path):
     sim, directory = written
-    result = verify_export(sim, spoilt(directory, tmp_path, suffix, change), batches())
+    result = verify_export(sim, spoilt(directory, tmp_path, suffix, change), batches(), turns=0)
     assert result.exact.max_difference_scales >= scales
     assert result.exact.differing > 0.02
     assert result.optimized.max_difference_scales >= scales
@@ -240,7 +241,8 @@ def test_a_wrong_file_is_seen(suffix, change, scales, written, tmp_path):
 
 def test_the_difference_is_measured_in_the_scales_of_its_own_output(written, tmp_path):
     sim, directory = written
-    result = verify_export(sim, spoilt(directory, tmp_path, "fc:out.zero_point", lambda array: array + 1), batches())
+    moved = spoilt(directory, tmp_path, "fc:out.zero_point", lambda array: array + 1)
+    result = verify_export(sim, moved, batches(), turns=0)
     scale = float(sim.get_submodule("qtk_quantizers.fc:out").scale)
     assert math.isclose(result.exact.max_difference, scale, rel_tol=1e-4)
     assert math.isclose(result.exact.max_difference_scales, 1.0, rel_tol=1e-4)
@@ -248,7 +250,7 @@ def test_the_difference_is_measured_in_the_scales_of_its_own_output(written, tmp
 
 def test_top1_counts_rows(written, tmp_path):
     sim, directory = written
-    result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: array * 0), batches())
+    result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: array * 0), batches(), turns=0)
     with torch.no_grad():
         expected = [sim(**batch)["logits"].argmax(-1) for batch in batches()]
     constant = torch.cat(expected) == sim.get_parameter("fc.bias").argmax()
@@ -259,22 +261,22 @@ def test_top1_counts_rows(written, tmp_path):
 def test_forward_and_data_that_run_themselves(written):
     sim, directory = written
     loader = [(batch, "label") for batch in batches()]
-    plain = verify_export(sim, directory, batches())
-    by_hand = verify_export(sim, directory, loader, forward=lambda model, batch: model(**batch[0])["logits"])
+    plain = verify_export(sim, directory, batches(), turns=0)
+    by_hand = verify_export(sim, directory, loader, forward=lambda model, batch: model(**batch[0])["logits"], turns=0)
     assert by_hand.to_json() == plain.to_json()
 
     def loop(model):
         for batch in batches():
             model(**batch)
 
-    assert verify_export(sim, directory, loop).to_json() == plain.to_json()
+    assert verify_export(sim, directory, loop, turns=0).to_json() == plain.to_json()
 
 
 @pytest.mark.medium
 def test_outputs_without_a_quantizer_have_no_scales(tmp_path):
     sim = simulate(nn.Linear(8, 4), torch.randn(2, 8), activation=nothing)
     export(sim, torch.randn(2, 8), tmp_path / "model.onnx")
-    result = verify_export(sim, tmp_path, [torch.randn(5, 8)])
+    result = verify_export(sim, tmp_path, [torch.randn(5, 8)], turns=0)
     assert result.exact.max_difference_scales is None
     assert result.exact.max_difference < 1e-5
 
@@ -282,7 +284,7 @@ def test_outputs_without_a_quantizer_have_no_scales(tmp_path):
 def test_the_training_flags_come_back(written):
     sim, directory = written
     sim.train()
-    verify_export(sim, directory, batches(1))
+    verify_export(sim, directory, batches(1), turns=0)
     assert sim.training
     sim.eval()
 
@@ -290,12 +292,12 @@ def test_the_training_flags_come_back(written):
 def test_bad_input(written, tmp_path):
     sim, directory = written
     with pytest.raises(ExportError, match=r"holds no model.onnx to verify"):
-        verify_export(sim, tmp_path, batches())
+        verify_export(sim, tmp_path, batches(), turns=0)
     with pytest.raises(CalibrationError, match="no batches"):
-        verify_export(sim, directory, [])
+        verify_export(sim, directory, [], turns=0)
     (tmp_path / "model.onnx").write_text("no protobuf")
     with pytest.raises(ExportError, match="cannot load it"):
-        verify_export(sim, tmp_path, batches())
+        verify_export(sim, tmp_path, batches(), turns=0)
 
 
 class OneInput(nn.Module):
@@ -311,19 +313,19 @@ class OneInput(nn.Module):
 def test_a_file_of_another_model(written, tmp_path):
     one, two = (simulate(OneInput(outputs), torch.randn(2, 8)) for outputs in (1, 2))
     with pytest.raises(ExportError, match="the file takes x, shift, the model x; verify a file with"):
-        verify_export(one, written[1], [torch.randn(2, 8)])
+        verify_export(one, written[1], [torch.randn(2, 8)], turns=0)
     export(one, torch.randn(2, 8), tmp_path / "model.onnx")
     with pytest.raises(ExportError, match="the file returns 1 tensors, the model 2"):
-        verify_export(two, tmp_path, [torch.randn(2, 8)])
+        verify_export(two, tmp_path, [torch.randn(2, 8)], turns=0)
     with pytest.raises(ExportError, match="cannot run the file"):
-        verify_export(one, tmp_path, [torch.randn(2, 8, dtype=torch.float64)])
+        verify_export(one, tmp_path, [torch.randn(2, 8, dtype=torch.float64)], turns=0)
 
 
 def test_without_onnxruntime_the_extra_is_named(written, monkeypatch):
     sim, directory = written
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ExportError, match=r'pip install "qtk\[onnx\]"'):
-        verify_export(sim, directory, batches())
+        verify_export(sim, directory, batches(), turns=0)
 
 
 @pytest.mark.medium
@@ -333,7 +335,7 @@ def test_half_precision_is_verified_and_told_from_integers(tmp_path):
     sim = qtk.QuantSim(model, x, config="onnxruntime")
     sim.compute_encodings([x], progress=False)
     sim.export(tmp_path / "out", formats=["onnx"])
-    verdict = sim.verify_export(tmp_path / "out", [x], progress=False)
+    verdict = sim.verify_export(tmp_path / "out", [x], progress=False, turns=0)
     assert verdict.level is Level.YELLOW
     assert verdict.exact.sqnr_db > 35
     assert "simulate and export model.float()" in [finding.remedy for finding in verdict.findings]

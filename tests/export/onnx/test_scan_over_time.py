@@ -160,7 +160,7 @@ def test_packed_sequences_of_any_lengths(packed, tmp_path):
     assert operators(onnx.load(tmp_path / "out" / "lstm.onnx").graph)["Scan"] == 2
     lengths = ([6, 3, 1, 4], [2, 6, 6], [3], [1, 1, 1, 1, 1])
     data = [(torch.randn(len(each), 6, 16), torch.tensor(each)) for each in lengths]
-    exact = packed.verify_export(tmp_path / "out", data).exact
+    exact = packed.verify_export(tmp_path / "out", data, turns=0).exact
     assert exact.differing <= 0.02
     sequence = pack_padded_sequence(torch.randn(3, 5, 16), torch.tensor([5, 4, 2]), batch_first=True)
     states = torch.zeros(2, 3, 12), torch.zeros(2, 3, 12)
@@ -195,7 +195,7 @@ def test_the_exported_steps_compute_the_bits_of_the_simulation(kind, option, tmp
     sim = simulated(prepared, x)
     sim.export(tmp_path / "out", formats=("onnx",))
     torch.manual_seed(2)
-    exact = sim.verify_export(tmp_path / "out", [x, torch.randn_like(x)]).exact
+    exact = sim.verify_export(tmp_path / "out", [x, torch.randn_like(x)], turns=0).exact
     assert exact.differing == 0.0
 
 
@@ -210,4 +210,4 @@ def test_an_exported_cell_computes_the_bits_of_the_simulation(kind, tmp_path):
     inputs = (x, *start)
     sim = simulated(Cell(kind).eval(), inputs)
     sim.export(tmp_path / "out", formats=("onnx",))
-    assert sim.verify_export(tmp_path / "out", [inputs]).exact.differing == 0.0
+    assert sim.verify_export(tmp_path / "out", [inputs], turns=0).exact.differing == 0.0
