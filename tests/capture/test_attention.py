@@ -198,6 +198,7 @@ def test_a_prepared_attention_is_the_original(name):
     assert_prepared_alike(*case(name))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @every_case
 def test_a_simulated_attention_quantizes_weights_and_both_products(name):
@@ -308,6 +309,7 @@ def test_a_prepared_transformer_is_the_original(name):
     assert_prepared_alike(*layer(name))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_layer
 def test_a_simulated_transformer_quantizes_weights_and_all_products(name):

@@ -36,6 +36,7 @@ def test_computes_the_same_for_other_inputs_and_batches(name):
         assert equal(entry.run(prepared, batch), entry.run(model, batch))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @every_model
 def test_the_islands_are_the_largest_that_can_be_captured(name):

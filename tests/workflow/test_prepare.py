@@ -39,6 +39,7 @@ def test_computes_the_same_for_other_batches_too(name):
     assert prepared.report.rung == "export"
 
 
+@pytest.mark.sample(15)
 @pytest.mark.medium
 @every_model
 def test_keeps_names_tensors_and_flags(name):
