@@ -106,7 +106,7 @@ class BruteForce:
         return self.quantized(self.layer(x, "6", "7", train), "6:out")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("training", [False, True])

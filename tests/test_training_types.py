@@ -167,6 +167,7 @@ def called(model, x):
     return {path: module for path, module in model.named_modules() if module in seen}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 def test_every_type_stands_at_its_path(pair):
     model, prepared, x = pair

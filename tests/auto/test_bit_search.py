@@ -39,7 +39,7 @@ def test_the_site_that_loses_most_gets_the_bits():
     assert widths(sim)["0.weight"] == 4
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [1_500, 2_500, 4_000])
 @pytest.mark.parametrize("choices", [(4, 8, 16), (3, 8, "float")])
@@ -152,7 +152,7 @@ def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
     assert "4:out" not in {row.name for row in found.rows}  # which no product reads
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [70.0, 100.0, 130.0, 180.0])
 @pytest.mark.parametrize("mixed_ms", [20.0, 60.0])

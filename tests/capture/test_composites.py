@@ -70,6 +70,7 @@ NETS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", NETS)
 def test_a_recurrent_net_becomes_its_composite(name):

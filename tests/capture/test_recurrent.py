@@ -77,6 +77,7 @@ def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option
         assert same(expected, run(sim.model, x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_case
 def test_gradients_of_the_prepared_net_are_torchs(kind, option):

@@ -33,7 +33,7 @@ NETS = {
 
 
 @pytest.mark.medium
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", NETS)
 def test_length_and_batch_stay_free_and_results_look_like_those_of_torch(name, batch_first):

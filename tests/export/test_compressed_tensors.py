@@ -91,7 +91,7 @@ def groups_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize("weight", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("model", [Two, Odd])

@@ -20,6 +20,7 @@ class Scaled(nn.Module):
         return functional.relu(self.fc(x)) * self.factor
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("one", "other"), [
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())),

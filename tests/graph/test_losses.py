@@ -34,6 +34,7 @@ def squared(y, target):
     return ((y - target) ** 2).sum(-1).sqrt().mean() * 0.5
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("returns", [True, False])
 @pytest.mark.parametrize(("loss", "target"), [
     (F.cross_entropy, LABELS), (smooth, LABELS), (by_hand, LABELS), (F.mse_loss, TARGET), (squared, TARGET),

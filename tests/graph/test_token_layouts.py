@@ -28,7 +28,7 @@ def found(function):
     return str(layouts[result]), layouts[result]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize(("function", "expected"), [
     (lambda net, x: net.fc(x).relu() + 1, "[samples, tokens, 12]"),
@@ -66,7 +66,7 @@ def test_a_value_of_all_tokens_or_of_one_has_none(function):
     assert found(function)[1] is None
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize(("function", "op"), [
     (lambda net, x: x[:, 1:], "slice"),

@@ -164,7 +164,7 @@ def test_codes_are_integers_in_range_at_every_site(name):
         assert float(codes.max()) < spec.qmax + 0.5
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
     entry = ZOO[name]

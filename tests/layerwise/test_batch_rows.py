@@ -104,7 +104,7 @@ def gram_of_samples(module, model, samples):
     return rows.mT @ rows, len(rows)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("build", MODELS)
@@ -122,6 +122,7 @@ def test_samples_are_held_out_whole(build, with_mask):
             torch.testing.assert_close(own.gram[0, 0], gram, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("build", [BatchFirst, TokensFirst, Rows, TokenMajorRows])
 def test_the_power_of_held_out_outputs_is_that_of_whole_samples(build):

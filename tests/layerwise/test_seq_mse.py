@@ -58,7 +58,7 @@ def true_gain(before, after):
     return pytest.approx(before - after, abs=1e-5 * before)
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -106,6 +106,7 @@ def mixed_linear(weight, columns=16, rows=100, seed=0, **settings):
     return case(layer_of(module, x, weight), module, x, **settings)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_blocks_that_make_up_for_each_other_are_never_worse_for_the_whole_output(seed):
     given = mixed_linear(blocks_of(4), seed=seed)
@@ -123,7 +124,7 @@ def test_blocks_of_convolutions_make_up_for_each_other(name):
     assert gained(given, joint) == true_gain(given.lost(given.rounded(given.problem.encoding)), lost(given, joint))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("weight", [CHANNEL, TENSOR, CHANNEL | {"symmetric": False}], ids=["channel", "tensor", "asym"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize(("spread", "apart"), [(nn.init.uniform_, 1e-4), (nn.init.normal_, 1e-2)])
@@ -165,7 +166,7 @@ STORED = {
 
 
 @pytest.mark.medium
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", STORED)
 def test_scales_stay_such_as_their_format_stores(name, joint):

@@ -114,6 +114,7 @@ def found(tmp_path_factory):
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):

@@ -36,6 +36,7 @@ class Net(nn.Module):
         return self.code(self, x)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "feeds"),

@@ -68,6 +68,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", EQUAL)
 def test_spellings_of_one_formula_are_one(name):
@@ -76,13 +77,14 @@ def test_spellings_of_one_formula_are_one(name):
         assert other == first
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_formulas_stay_different(name):
     first, second = (listing(normal_form(code)[0]) for code in DIFFERENT[name])
     assert first != second
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("code", [codes[0] for codes in (EQUAL | DIFFERENT).values()],
                          ids=[*EQUAL, *DIFFERENT])

@@ -19,7 +19,7 @@ def matches(*functions):
     return match_patterns(graph), graph
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
 def test_a_spelling_is_one_formula_that_makes_the_output(kind, function):
     found, graph = matches(function)
@@ -62,6 +62,7 @@ def test_every_kind_of_the_op_table_keeps_its_name():
     assert {"layer_norm", "rms_norm", "gelu", "silu", "hardswish", "mish", "softmax"} <= named
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("kind", "function"), SPELLINGS)
 def test_only_the_last_value_of_a_formula_is_quantized(kind, function):
     prepared = qtk.prepare_model(Formula(function).eval(), X)

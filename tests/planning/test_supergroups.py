@@ -61,6 +61,7 @@ def test_an_inner_value_with_a_second_reader_breaks_the_chain():
     assert not matches(Reads(lambda y: (F.relu(y), y)), inputs, pattern)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("how", [
     lambda y: y.masked_fill((y.new_ones(4) > 1).expand_as(y), -1.0),

@@ -553,7 +553,7 @@ def test_a_copy_is_the_same_and_independent(mode, copied):
     assert net.of_output.encoding.equals(encoding_of(OUTPUT))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)

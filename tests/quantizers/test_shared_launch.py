@@ -90,6 +90,7 @@ def one_by_one(monkeypatch, run):
         return run()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 4}, {"activation_bits": None}], ids=str)
 @pytest.mark.parametrize("train", [False, True])

@@ -20,7 +20,7 @@ from tests.transforms.scaling_nets import net, norm
 
 
 @pytest.mark.medium
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NETS)
 def test_the_function_stays_and_the_ranges_become_equal(name: str) -> None:
     build, shape, groups = NETS[name]

@@ -93,7 +93,7 @@ def doubled(inputs: object) -> object:
     return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_in_float32(name: str) -> None:

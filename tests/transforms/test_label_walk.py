@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_free_is_what_must_be(name: str) -> None:

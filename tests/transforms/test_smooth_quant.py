@@ -203,7 +203,7 @@ def changed_modules(before, model):
     return {key.rpartition(".")[0] for key, value in before.items() if not torch.equal(now[key], value)}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("alpha", ["auto", 0.5])
 @pytest.mark.parametrize("name", NETS)

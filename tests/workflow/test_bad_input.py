@@ -235,6 +235,7 @@ class Members(nn.Module):
 KINDS = {"module": lambda: nn.Linear(8, 8), "parameter": lambda: nn.Parameter(torch.rand(8)), "number": lambda: 3.0}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("around", [lambda child: child, Parent])

@@ -231,6 +231,7 @@ class Twice(nn.Module):
         return self.block(torch.sigmoid(self.block(x)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])

@@ -117,6 +117,7 @@ def _an_operator_of_its_own(model):
     next(node for node in model.graph.node if node.op_type == "Conv").op_type = "QLinearConv"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("plant", "rule", "place"), [
     (_zero_point_of_an_activation, "symmetric", "relu:out"),

@@ -11,7 +11,7 @@ from tests.zoo.models import ZOO
 CASES = INTO_LAYERS | INTO_SCALE_SHIFT
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_the_original_is_folded_again(name):

@@ -183,6 +183,7 @@ def test_a_run_that_fails_leaves_everything_as_it_was(method, calibrated, change
     assert same(before, state(sim))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*saw fewer rows")
 @pytest.mark.parametrize("name", slow_but(

@@ -18,7 +18,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
 @pytest.mark.parametrize("method", METHODS)

@@ -191,7 +191,7 @@ def record_of(data, name):
     return next(record for record in records if record["name"] == name)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("form", "change", "said"),
     [

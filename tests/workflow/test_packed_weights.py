@@ -50,7 +50,7 @@ def round_trip(sim, model, folder, x=X):
     return again, packed
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("weight", [
     {"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "uint4", "symmetric": False}, {"dtype": "uint8", "symmetric": True},
@@ -81,7 +81,7 @@ def test_saving_what_was_loaded_gives_the_same_file(tmp_path):
     assert first == second
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -25,7 +25,7 @@ def tensors(tree):
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_batches_too(name):

@@ -164,7 +164,7 @@ def same(before, after):
 NAN = torch.full((16, WIDTH), torch.nan)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("error", "message", "data", "settings"),

@@ -156,6 +156,7 @@ def test_where_tokens_cannot_be_followed_all_rows_count_and_a_warning_says_so():
     assert sim.encodings()["fc:out"].scale is not None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize(("valid", "message"), [
     ("masks", r"valid='masks' names no input of this call, which has ids, mask"),
