@@ -225,7 +225,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
-        force: bool = False, opset: int | None = None,
+        force: bool = False, opset: int | None = None, check: bool = True,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -249,12 +249,14 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             formats: names, or one name, from ``qtk.EXPORTERS``.
             force: replace an existing directory.
             opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
+            check: run ONNX files on the example inputs, with ONNX Runtime's optimizations off and on, where it is
+                installed, and warn of what departs from the simulation.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
             the model, or a file read back differs from the simulation; nothing is written then.
         """
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset)
+               opset=opset, run=check)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

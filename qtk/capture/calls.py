@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -55,9 +56,27 @@ def leaves_text(tree: object) -> str:
 
 
 def detached(tree: Tree) -> Tree:
-    """A copy of ``tree`` whose tensors are detached clones."""
-    copies: Tree = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    """A copy of ``tree`` whose tensors are detached clones, and whose other objects a call cannot change for the next.
+
+    >>> class Cache:
+    ...     keys = None
+    >>> cache = Cache()
+    >>> detached((cache, 1))[0].keys = "filled"
+    >>> cache.keys
+    """
+    copies: Tree = pytree.tree_map(_copied, tree)
     return copies
+
+
+def _copied(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, type, nn.Module)) or callable(leaf):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # whatever a user's object raises, a lock or a generator in it
+        return leaf
 
 
 def cloned(tree: Tree) -> Tree:

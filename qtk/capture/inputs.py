@@ -211,9 +211,12 @@ def _check_shape(name: object, shape: torch.Size, captured: torch.Size) -> None:
     if len(shape) == len(captured) and all(shape[axis] == size for axis, size in fixed):
         return
     needed = ", ".join("any" if is_free(size) else str(int(size)) for size in captured)
+    of_one = [axis for axis, size in fixed if size == 1 and len(shape) == len(captured) and shape[axis] != 1]
+    way = 'or with dynamic_shapes="all", or name there the axes that vary; where that is given already, the code of '
     raise CaptureError(
         f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); prepare it again with such an "
-        'input, or with dynamic_shapes="all", or name there the axes that vary'
+        "input" + (f": axis {of_one[0]} has length 1 in the example and stays so, give one of 2 or more" if of_one else
+                   f", {way}the model fixes the axis, and its module can stay in Python: modules_to_exclude=[…]")
     )
 
 

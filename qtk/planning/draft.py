@@ -11,6 +11,7 @@ from qtk.config.schema import Io
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import Role
@@ -54,7 +55,8 @@ class Draft:
     other readers get on their edges. ``split``: parameter that its readers want in several formats → reason.
     ``nested``: call of a composite → drafts of the graphs inside it. ``misfits``: a line for every tensor whose shape
     does not fit its granularity. ``formulas``: op → the match of the formula that it is part of. ``groups``: op → its
-    supergroup. ``requests``: what decisions that follow a rule ask for.
+    supergroup. ``requests``: what decisions that follow a rule ask for. ``absolute``: values whose
+    absolute error counts, however wide their range.
 
     Args:
         graph: the graph.
@@ -77,6 +79,7 @@ class Draft:
         matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
         self._natures = natures(graph, self.flow)
+        self.absolute = absolute_values(graph, self.flow)
         self.feeds = Feeds(graph, self.flow, self.formulas)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}

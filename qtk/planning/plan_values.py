@@ -1,4 +1,4 @@
-"""Rules 1, 2, 3, 6, 9, 11, 14, 15 and 17 of the planner: quantizes values at their producers."""
+"""Rules 1, 2, 3, 6, 9, 11, 14, 15, 17 and 19 of the planner: quantizes values at their producers."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def _stays_float(draft: Draft, node: fx.Node) -> str | None:
         return "counts, indices, offsets or a mask"  # rule 15
     if node in draft.flow.losses:
         return "of a loss"  # rule 17
+    if node in draft.absolute:
+        return "an angle, or rounded next: a step of its range would be more than that tells apart"  # rule 19
     readers = list(draft.flow.readers(node))
     if readers and all(draft.flow.row(port.user) is CHANNEL_SCALE for port in readers):
         return "scaled per channel first"  # rule 11

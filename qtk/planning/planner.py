@@ -10,7 +10,9 @@ The rules, numbered as the code cites them:
    in float where activations are quantized dynamically: a constant has no range of its own at run time.
 5. A merge (concat, stack, where, scatter) and the values it merges share the encoding of its output. A value that is
    also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one. Dynamic quantization
-   shares nothing.
+   shares nothing. Unless a rule asks for it, a merge stays in float, and what it merges keeps its own ranges, where no
+   op with weights or matrix product reads it, and only outputs or float ops do, or it is none of concat and stack:
+   no runtime has integer kernels for the others, and boxes beside scores would leave the scores one code.
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
@@ -31,6 +33,8 @@ The rules, numbered as the code cites them:
 17. A loss that the model computes from targets stays in float, and so do the targets.
 18. Of several graphs of one module, for calls with other inputs, the first decides about what it computes; the others
     about what they alone compute.
+19. What only sines, floors, remainders and casts to integers read, directly or behind sums and products, stays in
+    float: its absolute error counts, and a step of its range may be a turn.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ from qtk.planning.plan_values import plan_values
 from qtk.planning.rule_effects import check_rules
 from qtk.planning.rules import Rules
 from qtk.planning.share_merges import share_merges
+from qtk.planning.weight_coverage import warn_of_weights_in_float
 
 RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
@@ -121,6 +126,7 @@ def plan(
         raise ConfigError("\n  ".join(["nothing of this model would be quantized:", *reasons]) + "\ncheck the rules of "
                           "the config, and the model's report: print(qtk.prepare_model(model, example_inputs).report)")
     check_rules(drafts, rules, gone)
+    warn_of_weights_in_float(drafts)
     return QuantPlan(sites, {**unquantized, **gone})
 
 

@@ -7,22 +7,56 @@ from dataclasses import replace
 from torch import fx
 
 from qtk.core.plan import SitePlan
-from qtk.graph.op_row import Role
+from qtk.graph.flow import maker
+from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_table import PAD_WITH_VALUE
 from qtk.graph.sites import Port, edge_site, value_site
 from qtk.planning.draft import Draft, is_empty
+
+WITH_KERNELS = ("concat", "stack")
+"""The merges that runtimes compute on codes."""
 
 
 def share_merges(draft: Draft) -> None:
     """Lets the values that a quantized merge reads share the encoding of its output.
 
     Requires: values and parameters are decided.
-    Ensures: every quantized input of a merge has the encoding of its output, at its producer if nothing else reads it,
-    else on its edge; chains of merges have one leader, the last. Dynamically quantized values share nothing.
+    Ensures: a merge that is better left in float is in ``floats``; every quantized input of another has the encoding of
+    its output, at its producer if nothing else reads it, else on its edge; chains of merges have one leader, the last.
+    Dynamically quantized values share nothing.
     """
     for node in reversed(draft.graph.nodes):
         row = draft.flow.row(node)
-        if row is not None and row.role is Role.MERGE and draft.flow.carried(node) is None and node in draft.values:
-            _share(draft, node, draft.values[node])
+        if row is not None and _merges(row) and draft.flow.carried(node) is None and node in draft.values:
+            reason = None if draft.values[node].spec.dynamic else _stays_float(draft, node, row)
+            if reason is not None:
+                del draft.values[node]
+                draft.floats[node] = reason
+            elif row.role is Role.MERGE:
+                _share(draft, node, draft.values[node])
+
+
+def _merges(row: OpRow) -> bool:
+    """Whether an op puts values beside others: a merge, or padding with a number other than 0."""
+    return row.role is Role.MERGE or row is PAD_WITH_VALUE
+
+
+def _stays_float(draft: Draft, merge: fx.Node, row: OpRow) -> str | None:
+    """Why a merge that no rule speaks of is better left in float, ``None`` if it is not."""
+    readers = list(draft.flow.readers(merge))
+    is_asked_for = bool(draft.decisions(maker(merge)).output.rules)
+    if draft.io is None or is_asked_for or any(_needs_codes(draft, port) for port in readers):
+        return None
+    if row.kind not in WITH_KERNELS:
+        return f"no integer kernel for {row.kind}: what it merges keeps its own ranges"
+    if all(port.user.op == "output" or draft.last_of(port.user) not in draft.values for port in readers):
+        return "only outputs and float ops read it: what it merges keeps its own ranges"
+    return None
+
+
+def _needs_codes(draft: Draft, port: Port) -> bool:
+    row = draft.flow.row(port.user) if port.user.op != "output" else None
+    return port.user in draft.nested or (row is not None and (row.multiplies or bool(row.weights)))
 
 
 def _share(draft: Draft, merge: fx.Node, merged: SitePlan) -> None:

@@ -24,6 +24,7 @@ from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
 from qtk.nn.device import META, device_of, is_dry_run
+from qtk.nn.kept_buffers import buffers_kept
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
@@ -37,6 +38,7 @@ from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.local_gradients import LocalGradients
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
+from qtk.workflow.width_check import SiteSamples, warn_of_unheld
 
 AT_ONCE = 1 << 26
 """Elements of parameters on an accelerator whose ranges are searched together."""
@@ -87,7 +89,10 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
     encodings = _on(device_of(simulation.model), encodings)
     static = {site: decided for site, decided in sites.items() if decided.static}
     encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
-    observers = _observed_on_data(simulation, sites, data)
+    sampled = [site for site in sites if not sites[site].static and data.valid is None]  # padding would count
+    samples = SiteSamples(simulation, {site: simulation.quantizers[site] for site in sampled})
+    with samples.listening():
+        observers = _observed_on_data(simulation, sites, data)
     settle(observers.values())
     masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
     encodings |= _activation_encodings({site: sites[site] for site in observers if site not in masked}, observers)
@@ -98,6 +103,7 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
         simulation.quantizers[site].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
     simulation = drop_sites(simulation, masked) if masked else simulation
     raise_scales(simulation)
+    warn_of_unheld(samples, simulation)
     return simulation
 
 
@@ -223,7 +229,7 @@ def _observed_on_data(
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
         tokens = ValidTokens(simulation.model, data.valid)
-        with _observing(simulation, observers, tokens), tokens.listening():
+        with _observing(simulation, observers, tokens), tokens.listening(), buffers_kept(simulation.model):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
                     num_batches=data.num_batches, label="calibrating", progress=data.progress)
         tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})

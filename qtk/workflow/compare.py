@@ -12,6 +12,9 @@ from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
 from qtk.graph.simulation import Simulation
+from qtk.graph.site_calls import SiteCalls
+from qtk.layerwise.float_weights import FloatWeights
+from qtk.nn.kept_buffers import buffers_kept
 from qtk.numerics.clipping import count_clipped, in_scales, range_filled
 from qtk.numerics.error import decibels
 from qtk.planning.selection import leaders
@@ -74,41 +77,42 @@ def compare(
     progress: bool = True,
     valid: Valid | None = None,
 ) -> SiteErrors:
-    """The errors at every leader, worst own error first; of the ``valid`` tokens alone, where they can be followed.
+    """The errors at every site, also of each that shares a range, worst own error first.
+
+    Of the ``valid`` tokens alone, where they can be followed.
 
     Each batch runs in float, its values kept, then simulated; the float values of one batch are held in memory at a
     time. The own error of a site is the one its quantizer makes of the float model's value, whatever the other sites
     do; the accumulated error is that of the simulated value, all the sites before it included. A quantizer that is
-    bypassed makes none.
+    bypassed makes none. Where a layer-wise method has rewritten a weight, the float model has the weight that it had
+    before.
     """
     quantizers = {site: simulation.quantizers[site] for site in leaders(simulation.plan)}
-    sums = {site: _Sums() for site in quantizers}
-    references: dict[Site, list[Tensor]] = {site: [] for site in quantizers}
+    calls = SiteCalls(simulation, quantizers)
+    sums = {site: _Sums() for site in calls.sites}
+    references: dict[Site, list[Tensor]] = {site: [] for site in calls.sites}
     modes = {quantizer: quantizer.mode for quantizer in quantizers.values()}
     simulating = False
-    tokens = ValidTokens(simulation.model, valid)
+    tokens, float_weights = ValidTokens(simulation.model, valid), FloatWeights(simulation)
 
-    def hook(site: Site) -> object:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            quantizer = quantizers[site]
-            rows = tokens.selector(quantizer)
-            value = rows(output if simulating else inputs[0]).detach()
-            if not simulating:
-                references[site].append(value)
-                if modes[quantizer] is Mode.SIMULATE:
-                    with in_mode([quantizer], Mode.SIMULATE):
-                        own = quantizer.forward(inputs[0])
-                    sums[site].add_own(value, rows(own).detach(), quantizer.encoding)
-                else:
-                    sums[site].add_own(value, value, None)
+    def record(quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(quantizer, Quantizer)
+        site, rows = calls.site_of_next(quantizer), tokens.selector(quantizer)
+        value = rows(output if simulating else inputs[0]).detach()
+        if not simulating:
+            references[site].append(value)
+            if modes[quantizer] is Mode.SIMULATE:
+                with in_mode([quantizer], Mode.SIMULATE):
+                    own = quantizer.forward(float_weights.rounded.get(quantizer, inputs[0]))
+                sums[site].add_own(value, rows(own).detach(), quantizer.encoding)
             else:
-                reference = references[site].pop(0) if references[site] else None
-                if reference is None or reference.shape != value.shape:
-                    sums[site].unpaired += 1
-                else:
-                    sums[site].add(reference, value, quantizer)
-
-        return record
+                sums[site].add_own(value, value, None)
+        else:
+            reference = references[site].pop(0) if references[site] else None
+            if reference is None or reference.shape != value.shape:
+                sums[site].unpaired += 1
+            else:
+                sums[site].add(reference, value, quantizer)
 
     def both(module: nn.Module, batch: Batch) -> object:
         nonlocal simulating
@@ -116,14 +120,16 @@ def compare(
         simulating = False
         for values in references.values():
             values.clear()
-        with in_mode(simulation.quantizers.values(), Mode.BYPASS):
+        with (
+            in_mode(simulation.quantizers.values(), Mode.BYPASS), buffers_kept(module), float_weights.in_place(),
+        ):
             run(module, batch)
         simulating = True
         return run(module, batch)
 
-    handles = [each.register_forward_hook(hook(site)) for site, each in quantizers.items()]  # type: ignore[arg-type]
+    handles = [quantizer.register_forward_hook(record) for quantizer in quantizers.values()]
     try:
-        with tokens.listening():
+        with tokens.listening(), buffers_kept(simulation.model), calls.followed():
             for _ in outputs(
                 simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
             ):
@@ -132,6 +138,7 @@ def compare(
         for handle in handles:
             handle.remove()
     tokens.warn_of_unfollowed({quantizer: site.name for site, quantizer in quantizers.items()})
+    shared = simulation.quantizers
     return SiteErrors.ranked(
-        total.error(site, quantizers[site].spec, quantizers[site].encoding) for site, total in sums.items()
+        total.error(site, shared[site].spec, shared[site].encoding) for site, total in sums.items()
     )

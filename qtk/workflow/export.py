@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +32,9 @@ from qtk.export.named_encodings import named_encodings
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
 from qtk.export.tensor_names import tensor_names
-from qtk.graph.graphs import roots
+from qtk.graph.graphs import graphs, roots
 from qtk.graph.simulation import Simulation
+from qtk.graph.written_buffers import written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.transforms.keep_batch_norms import folded
@@ -71,6 +73,7 @@ def export(
     formats: Iterable[str] | str = ("encodings", "onnx"),
     force: bool = False,
     opset: int | None = None,
+    run: bool = True,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -85,6 +88,7 @@ def export(
         formats: names, or one name, from ``EXPORTERS``.
         force: replace an existing directory.
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
+        run: run ONNX files on the example inputs, if ONNX Runtime is installed; warns of what departs.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -103,6 +107,10 @@ def export(
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
+        if exporters.keys() & {"onnx", "pt2e"}:
+            _warn_of_state(deployed)
+        if run and "onnx" in exporters:
+            _run(deployed, example_inputs, folder)
 
 
 def aimet_name(version: str) -> str:
@@ -241,6 +249,31 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
             f"products of floats with {names[0]}{others}: ONNX Runtime by default rounds these to 8 bits in blocks; "
             f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
+
+
+def _warn_of_state(simulation: Simulation) -> None:
+    """Names the buffers that forward writes: files hold what they hold now."""
+    names = [
+        ".".join(filter(None, (path, name))) for path, graph in graphs(simulation.model).items()
+        for name in written_buffers(graph.graph)
+    ]
+    if names:
+        warnings.warn(
+            f"forward writes {', '.join(names[:5])}{', …' if names[5:] else ''}: the files hold the present values as "
+            "constants and do not update them, so that every call computes as the first; give the state as an input of "
+            "forward and return the new one", stacklevel=3,
+        )
+
+
+def _run(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+    """Warns of what ONNX Runtime computes otherwise than the simulation, if it is installed."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    from qtk.workflow.export_run import departures  # loaded here: slow to import
+
+    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+        for line in departures(folder / onnx_name(path), graph, call):
+            warnings.warn(f"{onnx_name(path)} was written, but {line}", stacklevel=2)
 
 
 def _may_run_without_vnni(target: str | None) -> bool:

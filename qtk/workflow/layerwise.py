@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 
 import torch
-from torch import distributed, nn  # noqa: F401  the examples use it
+from torch import Tensor, distributed, nn  # noqa: F401  the examples use it
 
 from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError
@@ -33,6 +34,9 @@ from qtk.workflow.recorded_calls import recorded_calls
 from qtk.workflow.rewrite import refuse_kept
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid
+
+LEFT = 0.1
+"""Share of the parameters left as they are from which a warning is due."""
 
 
 @public
@@ -163,6 +167,7 @@ def apply_layerwise(
             present=goes_on,
         )
         results = run.finish(progress=progress)
+        _warn_of_share(simulation, skipped, [layer.weight for layer in layers])
         reasons = {result.reason for result in results}
         if None not in reasons:
             raise CalibrationError(f"no layer was improved: {'; '.join(sorted(str(reason) for reason in reasons))}")
@@ -170,6 +175,20 @@ def apply_layerwise(
         if keep_originals:
             originals.hand_over()
     return LayerwiseReport(tuple(results), skipped, restarted)
+
+
+def _warn_of_share(simulation: Simulation, skipped: Mapping[str, str], improved: Sequence[Tensor]) -> None:
+    """Warns if many of the parameters that a call was to improve are left as they are."""
+    parameters = dict(simulation.model.named_parameters())
+    left = {name: parameters[name].numel() for name in skipped if name in parameters}
+    total = sum(left.values()) + sum(weight.numel() for weight in improved)
+    if sum(left.values()) > LEFT * total:
+        largest = sorted(left, key=left.__getitem__, reverse=True)
+        named = "; ".join(f"{name} {skipped[name]}" for name in largest[:3])
+        warnings.warn(
+            f"{sum(left.values()) / total:.0%} of the parameters ({len(left)} of {len(left) + len(improved)} weights) "
+            f"are left as they are: {named}{'; …' if largest[3:] else ''}", stacklevel=4,
+        )
 
 
 def _holdout_of_ranks(fraction: float, groups: Sequence[Hashable] | None, num_batches: int) -> Holdout | None:

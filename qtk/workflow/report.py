@@ -16,6 +16,7 @@ from qtk.core.site import Site
 from qtk.errors import CalibrationError, ExportError
 from qtk.graph.parameter_readers import memory_of, parameter_readers
 from qtk.graph.simulation import Simulation
+from qtk.layerwise.float_weights import FloatWeights
 from qtk.numerics.affine import expand
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -101,7 +102,7 @@ def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None
 
 
 def _outputs_sqnr_db(simulation: Simulation, batches: Sequence[Batch], forward: Forward | None) -> float:
-    with in_mode(list(simulation.quantizers.values()), Mode.BYPASS):
+    with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), FloatWeights(simulation).in_place():
         expected = FloatOutputs(simulation.model, batches, forward)
     return sqnr_db(expected.error(simulation.model))
 

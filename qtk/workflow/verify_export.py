@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,17 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
+from qtk.nn.kept_buffers import buffers_kept
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.findings import Circumstances, judge
-from qtk.report.verdict import Finding, Level, Verdict
+from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
+from qtk.report.verdict import Finding, Level, Run, Verdict
 from qtk.torch_private import pytree
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
 from qtk.workflow.simulated_values import SimulatedValues, step_of
+from qtk.workflow.tolerance import tensor_outputs, tolerance_db
 
 if TYPE_CHECKING:
     from qtk.workflow.file_runs import Compared  # loaded in the functions: onnx is an extra, and slow to import
@@ -95,7 +98,8 @@ def _verdict(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons))
-        run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
+        with buffers_kept(simulation.model):
+            run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
         if not any(witness.is_called for witness in witnesses):
             names = ", ".join(name for graph in files.values() for name in input_names(graph))
             raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
@@ -199,8 +203,14 @@ class _Witness:
 
     def verdict(self, runtime: str) -> Verdict:
         runs = self.files.runs()
-        found = judge(runs, _circumstances(self.graph, self.path, runtime))
+        found = judge(runs, replace(_circumstances(self.graph, self.path, runtime), tolerance_db=self._tolerance(runs)))
         return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes)
+
+    def _tolerance(self, runs: Sequence[Run]) -> float:
+        """The SQNR that a right file may have; computed where a run does not have a high one."""
+        if self.first_call is None or all(agrees(run) for run in runs if run.total is not None):
+            return HIGH_SQNR_DB
+        return tolerance_db(self.graph, self.first_call, tensor_outputs(self.graph, self.first_call))
 
     def _float_file(self, folder: Path, given: str | os.PathLike[str] | None) -> Path:
         from qtk.export.onnx import qdq  # loaded here: slow to import

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
 from qtk.capture.call_recording import Recorded, record_calls, recording
 from qtk.capture.calls import Call
 from qtk.workflow.prepare import prepare_model
@@ -174,3 +175,39 @@ def test_calls_of_the_graph_for_another_kind_of_call_are_recorded():
     with recording(model, run=True) as calls:
         other(X, X)
     assert [len(call.args) for call in calls] == [2]
+
+
+class Memo:
+    keys = None
+
+
+class Filling(nn.Module):
+    """Computes once what the object that it is given does not hold yet, as attention with a cache does."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, memo):
+        if memo.keys is None:
+            memo.keys = self.key(x)
+        return torch.relu(self.query(x)) * memo.keys
+
+
+class Returning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Filling()
+
+    def forward(self, x):
+        memo = Memo()
+        return self.attention(x, memo), memo
+
+
+def test_a_recorded_argument_is_what_it_was_before_the_call_filled_it():
+    model, x = Returning().eval(), torch.randn(4, 8)
+    (call,) = record_calls(model, [Call((x,), {}, None)], of=[model.attention])[model.attention]
+    assert call.args[1].keys is None
+    sim = qtk.QuantSim(model, x)
+    sim.compute_encodings([x], progress=False)
+    assert {"attention.key.weight", "attention.query.weight"} <= set(sim.encodings())

@@ -29,9 +29,8 @@ class Net(nn.Module):
 def planned():
     torch.manual_seed(0)
     prepared = prepare_model(Net().eval(), torch.randn(3, 4))
-    return prepared, plan(
-        prepared, load_config({"version": 1}), weight_bits=8, activation_bits=8, scheme="min_max"
-    )
+    config = load_config({"version": 1, "rules": [{"match": {"op": "concat"}, "output": {"bits": 8}}]})
+    return prepared, plan(prepared, config, weight_bits=8, activation_bits=8, scheme="min_max")
 
 
 def listing(model: fx.GraphModule):

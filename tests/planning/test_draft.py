@@ -73,7 +73,8 @@ def test_a_model_input_that_an_excluded_module_reads_too():
 
 
 def test_a_merge_gets_the_value_on_its_edge():
-    made = sim(lambda net, y: (net.left(y), torch.cat([y, net.right(y)], 1)))
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8}}
+    made = sim(lambda net, y: (net.left(y), torch.cat([y, net.right(y)], 1)), rules=[rule])
     edge = next(name for name in sites(made) if name.startswith("concat:in[0]"))
     assert made.quantizers[edge] is made.quantizers["concat:out"]
 

@@ -73,7 +73,8 @@ def test_values_without_elements_are_no_sites():
         def forward(self, x):
             return torch.cat([x[:, :0], x[:, :0] * 3.0, x * 2.0], 1)
 
-    quant_plan = plan_of(Prefixed(), torch.randn(2, 4))
+    config = {**BARE, "rules": [{"match": {"op": "concat"}, "output": {"bits": 8}}]}
+    quant_plan = plan_of(Prefixed(), torch.randn(2, 4), config)
     assert set(by_name(quant_plan)) == {"x:input", "mul_1:out", "concat:out"}
     assert {site.name: why for site, why in quant_plan.unquantized.items()}["mul:out"] == "has no elements"
 

@@ -1,7 +1,11 @@
+import pytest
 import torch
 from torch import nn
 
-from tests.planning.plans import by_name, leaders, plan_of
+from tests.planning.plans import BARE, by_name, leaders, plan_of
+
+CODES = {**BARE, "rules": [{"match": {"op": "concat"}, "output": {"bits": 8}}]}
+"""A concatenation is quantized, whatever reads it."""
 
 
 class Concats(nn.Module):
@@ -30,7 +34,7 @@ def test_concat_of_a_value_with_itself_shares_once():
             y = self.a(x)
             return torch.cat([y, y], dim=1)
 
-    assert leaders(plan_of(Net(), torch.randn(3, 4))) == {"a:out": "concat:out"}
+    assert leaders(plan_of(Net(), torch.randn(3, 4), CODES)) == {"a:out": "concat:out"}
 
 
 def test_chained_concats_end_at_one_leader():
@@ -38,7 +42,7 @@ def test_chained_concats_end_at_one_leader():
         def forward(self, x, y, z):
             return torch.cat([torch.cat([x, y], 1), z], 1)
 
-    quant_plan = plan_of(Net(), (torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)))
+    quant_plan = plan_of(Net(), (torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)), CODES)
     assert set(leaders(quant_plan).values()) == {"concat_1:out"}
     assert set(leaders(quant_plan)) == {"x:input", "y:input", "z:input", "concat:out"}
 
@@ -53,6 +57,59 @@ def test_split_pieces_share_their_source_and_merge_on_edges():
             left, right = self.a(x).chunk(2, dim=1)
             return torch.cat([left, self.b(right)], dim=1)
 
-    quant_plan = plan_of(Net(), torch.randn(3, 4))
+    quant_plan = plan_of(Net(), torch.randn(3, 4), CODES)
     assert leaders(quant_plan) == {"concat:in[0]": "concat:out", "b:out": "concat:out"}
     assert by_name(quant_plan)["a:out"].leader is None
+
+
+class Beside(nn.Module):
+    """``code(a, b)`` of two layers' results, and what reads it."""
+
+    def __init__(self, code, head=None):
+        super().__init__()
+        self.a, self.b, self.code, self.head = nn.Linear(4, 4), nn.Linear(4, 4), code, head or nn.Identity()
+
+    def forward(self, x):
+        return self.head(self.code(self.a(x), self.b(x)))
+
+
+MERGES = {
+    "concat": lambda a, b: torch.cat([a, b], 1), "stack": lambda a, b: torch.stack([a, b], 1),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "slice_scatter": lambda a, b: torch.slice_scatter(a, b[:, :2], 1, 0, 2),
+    "index_add": lambda a, b: a.index_add(1, torch.tensor([0, 1, 2, 3]), b),
+}
+
+
+@pytest.mark.parametrize("name", ["concat", "stack", "where", "slice_scatter", "index_add"])
+def test_what_is_merged_for_outputs_alone_keeps_its_own_ranges(name):
+    quant_plan = plan_of(Beside(MERGES[name]), torch.randn(3, 4))
+    assert not leaders(quant_plan)
+    assert by_name(quant_plan).keys() >= {"a:out", "b:out"}
+    (reason,) = [reason for site, reason in quant_plan.unquantized.items() if "keeps its own ranges" in reason]
+    assert reason
+
+
+@pytest.mark.parametrize(("name", "head", "shared"), [
+    ("concat", nn.Linear(8, 2), True), ("concat", nn.ReLU(), True), ("slice_scatter", nn.Linear(4, 2), True),
+    ("slice_scatter", nn.ReLU(), False), ("where", nn.Sigmoid(), False),
+])
+def test_layers_read_merged_codes_and_so_do_ops_where_there_are_kernels(name, head, shared):
+    assert bool(leaders(plan_of(Beside(MERGES[name], head), torch.randn(3, 4)))) == shared
+
+
+def test_a_rule_that_asks_for_codes_gets_them():
+    assert leaders(plan_of(Beside(MERGES["concat"]), torch.randn(3, 4), CODES)) == {
+        "a:out": "concat:out", "b:out": "concat:out"}
+
+
+def test_padding_with_a_number_beside_small_values_stays_float():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.pad(self.b(x), (1, 1), value=500.0)
+
+    assert by_name(plan_of(Padded(), torch.randn(3, 4))).keys() == {"x:input", "b.weight", "b:out"}

@@ -104,3 +104,22 @@ def test_an_op_of_several_products_in_float_is_named_once():
     nodes = RuntimeNodes({}, tuple(FloatNode("MatMul", "attention", "excluded", weighted=True) for _ in range(2)))
     (finding,) = judged(run(ON, latency_ms=2.0, float_latency_ms=1.0, nodes=nodes))
     assert finding.remedy == "of its products, attention is in float"
+
+
+def test_what_float_rounding_explains_is_no_fault_of_the_file():
+    noisy = run(OFF, 18.1, 0.3), run(ON, 18.0, 0.3), run(EXACT, 18.0, 0.3)
+    (finding,) = judged(*noisy, tolerance_db=13.0)
+    assert finding.level is Level.YELLOW
+    assert "float rounding in another order" in finding.cause
+    assert judged(*noisy, tolerance_db=19.0)[0].level is Level.RED
+
+
+@pytest.mark.parametrize(("stray", "steps", "level"), [
+    (1, 2.0, Level.YELLOW), (3, 2.0, Level.RED), (1, 9.0, Level.RED),
+])
+def test_one_or_two_values_among_few_are_too_few_to_judge_by(stray, steps, level):
+    few = [replace(run(way), total=Difference("outputs", 20, 0.1, stray / 20, 1.0, steps, 29.8))
+           for way in (OFF, ON, EXACT)]
+    (first, *_) = judged(*few)
+    assert first.level is level
+    assert ("20 output values are too few" in first.cause) == (level is Level.YELLOW)

@@ -47,7 +47,8 @@ def test_shared_sites_observe_everything_they_share():
             return torch.cat([x, y], 1)
 
     x, y = torch.linspace(-1, 3, 8).reshape(2, 4), torch.linspace(-5, 2, 8).reshape(2, 4)
-    sim = qtk.QuantSim(Net(), (x, y))
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8}}
+    sim = qtk.QuantSim(Net(), (x, y), config={"version": 1, "rules": [rule]})
     sim.compute_encodings([(x, y)], progress=False)
     encodings = sim.encodings()
     assert encodings["x:input"].equals(encodings["concat:out"])

@@ -202,3 +202,19 @@ def test_every_kind_of_model(name):
     assert all(layer.reason is None for layer in report.layers), str(report)
     sim.compute_encodings(data, progress=False)
     sim.check()
+
+
+def test_parameters_that_are_left_as_they_are_are_counted():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 24)
+
+        def forward(self, x):
+            return self.layer(x) @ self.other.weight.t()[:, :8] + self.other(x)[:, :8]
+
+    x = torch.randn(64, 8)
+    sim = qtk.QuantSim(Shared().eval(), x, weight_bits=4)
+    sim.compute_encodings([x], progress=False)
+    with pytest.warns(match=r"75% of the parameters \(1 of 2 weights\) are left as they are: other.weight"):
+        qtk.apply_layerwise(sim, [x], "seq_mse", progress=False)

@@ -148,7 +148,8 @@ def test_numbers_in_brackets_are_part_of_a_name():
         def forward(self, x):
             return torch.cat([x, x.relu()], 1).chunk(2, 1)
 
-    sim = qtk.QuantSim(Twice().eval(), BATCHES[0])
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8}}
+    sim = qtk.QuantSim(Twice().eval(), BATCHES[0], config={"version": 1, "rules": [rule]})
     names = [name for name in sim.quantizers if "[" in name]
     assert names
     for name in names:

@@ -9,6 +9,10 @@ from qtk.workflow.simulated_values import SimulatedValues, step_of
 INPUTS = torch.randn(4, 8)
 
 
+CODES = {"version": 1, "rules": [{"match": {"op": "concat"}, "output": {"bits": 8}}]}
+"""A concatenation is quantized, whatever reads it."""
+
+
 class Shared(nn.Module):
     """Three values with one encoding, because they are concatenated."""
 
@@ -23,7 +27,7 @@ def calibrated(model, **options):
 
 
 def test_values_of_a_shared_quantizer_are_told_apart():
-    sim = calibrated(Shared())
+    sim = calibrated(Shared(), config=CODES)
     names = [site.name for site in simulated_sites(sim.model)]
     values = SimulatedValues(sim.model, dict.fromkeys(names, 0))
     with torch.no_grad():
@@ -39,7 +43,7 @@ def test_values_of_a_shared_quantizer_are_told_apart():
 
 
 def test_a_site_that_a_file_does_not_show_hides_those_that_share_its_quantizer():
-    sim = calibrated(Shared())
+    sim = calibrated(Shared(), config=CODES)
     names = [site.name for site in simulated_sites(sim.model)]
     values = SimulatedValues(sim.model, {name: 0 for name in names if name != "mul:out"})
     with torch.no_grad():

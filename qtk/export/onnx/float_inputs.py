@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from qtk.export.simulated_sites import simulated_sites
-from qtk.graph.flow import Flow
-from qtk.graph.graphs import with_nested
+from qtk.graph.flow import Flow, maker
+from qtk.graph.graphs import nested_graphs, with_nested
 from qtk.graph.insert import quantizer_called
 from qtk.graph.op_row import Product
 
@@ -33,5 +33,16 @@ def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str]) -> Iterator[
             row = flow.row(port.user) if port.user.op != "output" else None
             if row is None or row.product not in (Product.OUT_IN, Product.IN_OUT) or port.arg not in row.weights:
                 continue
-            if any(quantizer_called(flow.root(data.value)) is None for data in flow.data_ports(port.user)):
+            if not all(_is_quantized(flow, data.value) for data in flow.data_ports(port.user)):
                 yield name
+
+
+def _is_quantized(flow: Flow, value: fx.Node) -> bool:
+    """Whether a value is codes, moved: of a quantizer, or of an attention whose results are quantized inside."""
+    root = flow.root(value)
+    if quantizer_called(root) is not None:
+        return True
+    inside = [graph.graph for graph in nested_graphs(maker(root)).values()]
+    flows = {graph: Flow(graph) for graph in inside}
+    results = [(flows[graph], each) for graph in inside for each in graph.output_node().all_input_nodes]
+    return bool(results) and all(quantizer_called(within.root(each)) is not None for within, each in results)

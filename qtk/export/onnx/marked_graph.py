@@ -34,6 +34,7 @@ from qtk.export.free_axes import doubled, free_axes
 from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
+from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
@@ -199,7 +200,7 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, **grouped_matmul_translations(program),
+        torch.ops.qtk.quantized_site.default: _mark, **TRANSLATIONS, **grouped_matmul_translations(program),
     }
     try:
         # it traces the program again to decompose it
@@ -218,6 +219,7 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     # onnxscript's folding fails at a split into chunks of a dynamic size; such a graph is not folded
     with contextlib.suppress(RuntimeError):
         optimizer.fold_constants(graph)
+    widen_indices(graph.graph)
     RewritePass(_MULTIPLIED_BY_ONE)(graph)
     IdentityEliminationPass()(graph)
     ClearMetadataAndDocStringPass()(graph)

@@ -170,5 +170,7 @@ def _compare_site(stored: StoredSite, simulated: SimulatedSite) -> None:
         value = stored.constant()
     except (RuntimeError, ValueError) as error:
         raise ExportError(f"{name}: the scales do not fit the stored integers: {error}") from error
+    if value is not None and value.numel() == 1:
+        value = value.reshape(expected.shape)  # a scalar has the rank of what it is added to (scalar_ranks)
     if value is None or not torch.equal(value.to(expected.dtype), expected):
         raise ExportError(f"{name}: the stored integers are not those of the simulation")

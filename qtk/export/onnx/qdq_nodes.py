@@ -40,6 +40,7 @@ from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, val
 from qtk.export.onnx.pooled_codes import pool_codes
 from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.right_weights import put_weights_right
+from qtk.export.onnx.scalar_ranks import rank_scalars
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
 from qtk.export.simulated_sites import SimulatedSite
@@ -87,6 +88,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     fuse_linear_layers(graph, names)
     fuse_activations(graph, names)
     keep_softmax_float(graph, names)
+    rank_scalars(graph, names)
     keep_float_weights(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)

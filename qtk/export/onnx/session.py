@@ -94,6 +94,13 @@ def bfloat16_remedy(model: nn.Module) -> str | None:
     return "ONNX Runtime (seen in 1.31) has no bfloat16 operators on the CPU: simulate and export model.float() instead"
 
 
+def other_float_remedy(model: nn.Module) -> str | None:
+    """What to do where ONNX Runtime refuses a file with bfloat16 or float64 parameters; ``None`` if there are none."""
+    if any(parameter.dtype is torch.float64 for parameter in model.parameters()):
+        return "ONNX Runtime has few float64 operators on the CPU: simulate and export model.float() instead"
+    return bfloat16_remedy(model)
+
+
 def create_session(
     file: Path | bytes, *, optimized: bool = True, threads: int = 0, optimized_file: Path | None = None
 ) -> tuple[onnxruntime.InferenceSession, str]:

@@ -46,3 +46,24 @@ def test_the_export_names_the_setting_that_keeps_the_numbers(tmp_path):
     (with_setting,), (by_default,) = run_onnx(path, x, optimized=True), run_with_defaults(path, input=x.numpy())
     assert abs(with_setting - expected).max() / abs(expected).max() < 2e-6
     assert abs(by_default - expected).max() / abs(expected).max() > 1e-4  # as long as this is so, the warning is needed
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, mask):
+        def heads(t):
+            return t.view(*x.shape[:2], 2, 8).transpose(1, 2)
+
+        y = nn.functional.scaled_dot_product_attention(
+            heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), attn_mask=mask[:, None, None, :].bool())
+        return self.o(y.transpose(1, 2).reshape(x.shape))
+
+
+def test_codes_of_an_attention_that_are_moved_are_no_floats():
+    inputs = torch.randn(2, 5, 16), torch.ones(2, 5)
+    sim = qtk.QuantSim(Attention().eval(), inputs, config="onnxruntime")
+    sim.compute_encodings([inputs], progress=False)
+    assert weights_of_floats(sim.model) == []

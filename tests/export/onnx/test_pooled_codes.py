@@ -69,7 +69,8 @@ def test_other_means_stay(mean, tmp_path):
 
 @pytest.mark.medium
 def test_sums_concatenations_and_pools_are_integer(tmp_path):
-    sim = exported(Residual(), X, tmp_path / "out")
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8}}
+    sim = exported(Residual(), X, tmp_path / "out", config={"version": 1, "extends": "onnxruntime", "rules": [rule]})
     kinds = optimized_kinds(tmp_path / "out")
     assert (kinds["QLinearConv"], kinds["QLinearAdd"], kinds["QLinearConcat"], kinds["QLinearAveragePool"]) == (
         2, 1, 1, 1

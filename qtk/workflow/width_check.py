@@ -1,0 +1,170 @@
+"""Names the activations that their width does not hold, at the end of a calibration, each with the rule to write.
+
+A sample of the values of every site is kept while the data run, of each member of a merged group on its own, and
+quantized with the encodings that the calibration found.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qtk.core.encoding import Encoding
+from qtk.core.granularity import PerTensor
+from qtk.core.plan import SitePlan
+from qtk.core.site import Site
+from qtk.core.transfer import HOST, moved
+from qtk.graph.simulation import Simulation
+from qtk.graph.site_calls import SiteCalls
+from qtk.numerics.affine import fake_quantize
+from qtk.numerics.error import decibels
+from qtk.quantizers.quantizer import Quantizer
+from qtk.quantizers.read_encodings import read_encodings
+from qtk.report.table import Column, Table
+
+SAMPLE = 1024
+"""Values of a site that are kept of a call."""
+
+CALLS = 32
+"""Calls of a site of which values are kept."""
+
+FEWEST_CODES = 8
+"""Codes that the values of a site must reach, of a width that has at least eight times as many."""
+
+BELOW_FULL_DB, HIGHEST_DB = 30.0, 20.0
+"""A site is named below 6 dB a bit less the first, and never above the second."""
+
+ZEROED, ZEROED_DB = 0.75, 30.0
+"""The share of values that become 0 without being it from which a site is named, unless its SQNR is higher."""
+
+SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class UnheldSite:
+    """An activation that its width does not hold.
+
+    Args:
+        name: name of the site.
+        sqnr_db: of its values, quantized with its encoding.
+        zeroed: share of the values other than 0 that become 0.
+        codes: how many codes its values reach.
+        reason: what is wrong, in words.
+        rule: the rule to write.
+    """
+
+    name: str
+    sqnr_db: float
+    zeroed: float
+    codes: int
+    reason: str
+    rule: str
+
+
+class SiteSamples:
+    """Keeps some values of every site that calls a quantizer, while ``listening``.
+
+    Args:
+        simulation: its graphs.
+        quantizers: leader → quantizer, of which values are kept.
+    """
+
+    def __init__(self, simulation: Simulation, quantizers: Mapping[Site, Quantizer]) -> None:
+        self._quantizers = quantizers
+        self._calls = SiteCalls(simulation, quantizers)
+        self._values: dict[Site, list[Tensor]] = defaultdict(list)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keeps values of calls in the body."""
+        handles = [quantizer.register_forward_pre_hook(self._keep) for quantizer in self._quantizers.values()]
+        try:
+            with self._calls.followed():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def unheld(self, simulation: Simulation) -> list[UnheldSite]:
+        """The sites that the encodings of ``simulation`` do not hold, worst first."""
+        found = []
+        sites = [site for site in self._values if site in simulation.plan]  # others carry a mask
+        encodings = read_encodings([simulation.quantizers[site] for site in sites])
+        values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
+        for site, encoding, kept in zip(sites, encodings, values, strict=True):
+            if isinstance(encoding, Encoding) and isinstance(encoding.spec.granularity, PerTensor):
+                one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding)
+                found += [] if one is None else [one]
+        return sorted(found, key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
+
+    def _keep(self, quantizer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(quantizer, Quantizer)
+        kept = self._values[self._calls.site_of_next(quantizer)]
+        if len(kept) < CALLS and inputs[0].numel():
+            kept.append(_some(inputs[0].detach()))
+
+
+def _some(x: Tensor) -> Tensor:
+    """About ``SAMPLE`` values, evenly spread in memory; a step that is odd meets all channels."""
+    step = max(x.numel() // SAMPLE, 1) | 1
+    return x.reshape(-1)[::step].clone() if x.is_contiguous() else x.flatten()[::step]
+
+
+def _judged(site: Site, plan: SitePlan, values: Tensor, encoding: Encoding) -> UnheldSite | None:
+    spec = encoding.spec
+    bits = spec.dtype.bits
+    if not values.numel() or not values.any():
+        return _constant(site, 0.0) if values.numel() > 1 and site.port == "input" else None
+    low, high = values.aminmax()
+    if low == high:
+        return _constant(site, float(low)) if site.port == "input" and values.numel() > 1 else None
+    rounded = fake_quantize(values, encoding.scale, encoding.zero_point, (), int(spec.qmin), int(spec.qmax))
+    noise = float((rounded - values).double().square().sum())
+    sqnr_db = decibels(float(values.double().square().sum()), noise)
+    zeroed = float(((rounded == 0) & (values != 0)).sum()) / max(int((values != 0).sum()), 1)
+    codes = len(set(rounded.tolist()))
+    shared = f", as it shares a range with {plan.leader.name}" if plan.leader is not None else ""
+    width = int(spec.qmax - spec.qmin) + 1
+    if codes < FEWEST_CODES and width >= 8 * FEWEST_CODES and sqnr_db < ZEROED_DB:
+        reason = f"reaches {codes} of {width} codes{shared}"
+    elif sqnr_db < min(6.02 * bits - BELOW_FULL_DB, HIGHEST_DB):
+        reason = f"{bits} bits leave {sqnr_db:.1f} dB{shared}"
+    elif zeroed > ZEROED and sqnr_db < ZEROED_DB:
+        reason = f"{zeroed:.0%} of its values become 0{shared}"
+    else:
+        return None
+    return UnheldSite(site.name, sqnr_db, zeroed, codes, reason, _rule(plan.leader or site, is_merged=bool(shared)))
+
+
+def _constant(site: Site, value: float) -> UnheldSite:
+    return UnheldSite(
+        site.name, float("-inf"), 0.0, 1, f"was {value:g} in all data, and is quantized as if it always were",
+        "calibrate with the values that it takes in use; of a state, along a sequence",
+    )
+
+
+def _rule(site: Site, *, is_merged: bool) -> str:
+    path = site.name.partition(":")[0]
+    return f"{{match: {{path: {path!r}}}, output: {'float' if is_merged else '{bits: 16}'}}}"
+
+
+def warn_of_unheld(samples: SiteSamples, simulation: Simulation) -> None:
+    """Warns of the sites that their width does not hold, in one table."""
+    found = samples.unheld(simulation)
+    if not found:
+        return
+    rows = tuple(
+        (each.name, f"{each.sqnr_db:.1f}", f"{each.zeroed:.0%}", str(each.codes), each.reason, each.rule)
+        for each in found[:SHOWN]
+    )
+    columns = (Column("site"), Column("own SQNR, dB", number=True), Column("become 0", number=True),
+               Column("codes", number=True), Column("what is wrong"), Column("rule"))
+    more = f"; {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    table = Table(f"{len(found)} activations are not held by their width{more}:", columns, rows)
+    warnings.warn(str(table), stacklevel=4)

@@ -1,0 +1,50 @@
+"""The float model of a simulation whose weights layer-wise methods have rewritten."""
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.layerwise.float_weights import FloatWeights
+
+
+@pytest.fixture
+def rewritten():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    data = [torch.randn(64, 16)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=2)
+    sim.compute_encodings(data, progress=False)
+    qtk.apply_gptq(sim, data, holdout=0, progress=False)
+    return model, sim, data
+
+
+def test_they_are_in_place_inside_and_the_rounded_ones_afterwards(rewritten):
+    model, sim, _ = rewritten
+    before = {name: value.clone() for name, value in sim.model.named_parameters()}
+    with FloatWeights(sim.simulation).in_place():
+        assert torch.equal(dict(sim.model.named_parameters())["0.weight"], model[0].weight)
+    assert all(torch.equal(value, before[name]) for name, value in sim.model.named_parameters())
+    assert not torch.equal(before["0.weight"], model[0].weight)
+
+
+def test_compare_measures_against_the_float_model(rewritten):
+    model, sim, data = rewritten
+    errors = {row.site: row for row in sim.compare(data, progress=False)}
+    weight = model[0].weight.detach()
+    rounded = dict(sim.model.named_parameters())["0.weight"].detach()
+    expected = 10 * torch.log10(weight.square().sum() / (rounded - weight).square().sum())
+    assert errors["0.weight"].own_sqnr_db == pytest.approx(float(expected), abs=0.05)
+    with torch.no_grad():
+        simulated, in_float = sim.model(data[0]), model(data[0])
+    truth = float(10 * torch.log10(in_float.square().sum() / (simulated - in_float).square().sum()))
+    assert errors["2:out"].sqnr_db == pytest.approx(truth, abs=0.05)
+
+
+def test_a_simulation_without_them_says_so():
+    data = [torch.randn(64, 16)]
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval(), data[0], weight_bits=2)
+    sim.compute_encodings(data, progress=False)
+    qtk.apply_gptq(sim, data, holdout=0, keep_originals=False, progress=False)
+    with pytest.warns(match=r"the float weights of 1 layers \(0.weight\) are not kept .* taken for the float model"):
+        sim.compare(data, progress=False)

@@ -1,0 +1,86 @@
+"""What an export says of files that compute otherwise than the simulation."""
+
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+import qtk
+from qtk.capture.calls import Call
+from qtk.workflow import export as module
+from qtk.workflow.export_run import departures
+
+
+def simulation(model, x):
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(model.eval(), x)
+    sim.compute_encodings([x], progress=False)
+    return sim
+
+
+def said(sim, folder, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim.export(folder, formats=("onnx",), **options)
+    return [str(each.message) for each in caught if "was written, but" in str(each.message)]
+
+
+@pytest.fixture
+def linear():
+    return simulation(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(32, 16))
+
+
+def test_of_a_file_that_computes_the_simulation_nothing_is_said(linear, tmp_path):
+    assert said(linear, tmp_path / "out") == []
+
+
+def test_a_file_that_departs_is_named_with_the_output_and_the_way_on(linear, tmp_path):
+    said(linear, tmp_path / "out")
+    file = tmp_path / "out" / "model.onnx"
+    spoilt = onnx.load(file)
+    for tensor in spoilt.graph.initializer:
+        if tensor.name == "2.weight.code" or (tensor.name.startswith("2.weight") and len(tensor.dims) == 2):
+            array = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(-array), tensor.name))
+    onnx.save(spoilt, file)
+    (line,) = departures(file, linear.model, Call((torch.randn(32, 16),), {}, None))
+    assert line.startswith("ONNX Runtime, optimizations off: output ")
+    assert "dB from the simulation; sim.verify_export(directory, data)" in line
+
+
+def test_a_file_that_no_runtime_opens_is_named_with_the_way_out(tmp_path):
+    x = torch.randn(2, 3, 8, 8).double()
+    (line,) = said(simulation(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), x), tmp_path / "out")
+    assert "model.onnx was written, but ONNX Runtime, optimizations off, does not run it" in line
+    assert "simulate and export model.float() instead" in line
+
+
+def test_the_run_can_be_left_out(linear, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("runs"))
+    assert said(linear, tmp_path / "out", check=False) == []
+
+
+class Stream(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("past", torch.zeros(1, 8, 2))
+        self.conv = nn.Conv1d(8, 8, 3)
+
+    def forward(self, x):
+        y = torch.cat([self.past, x], 2)
+        self.past.copy_(y[:, :, -2:])
+        return torch.relu(self.conv(y))
+
+
+@pytest.mark.medium
+def test_buffers_that_forward_writes_are_named_and_stay_as_they_were(tmp_path):
+    sim = simulation(Stream(), torch.randn(1, 8, 4))
+    assert (sim.model.past == 0).all()
+    with pytest.warns(match=r"forward writes past: the files hold the present values .* as an input of forward"):
+        sim.export(tmp_path / "out", formats=("onnx", "pt2e"))
+    sim.compare([torch.randn(1, 8, 4)] * 3, progress=False)
+    assert (sim.model.past == 0).all()
