@@ -3,6 +3,7 @@
 ``QTK_EMULATE_GPU=90``: compiled for compute capability 9.0 and run by the emulator of ``tests/ptx`` instead.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -52,3 +53,12 @@ def pytest_generate_tests(metafunc):
         rows = (full if metafunc.config.getoption("door") == "all" else pairwise)(marker.kwargs.values())
         ids = ["-".join(str(value) for value in row) for row in rows]
         metafunc.parametrize(list(marker.kwargs), rows, ids=ids)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_are_not_run(pytestconfig):
+    """But behind the door ``all``, and in the tests of that run."""
+    from tests.exported_files import not_run  # Triton's interpreter is switched on above
+
+    with contextlib.nullcontext() if pytestconfig.getoption("door") == "all" else not_run():
+        yield

@@ -13,6 +13,12 @@ import qtk
 from qtk.capture.calls import Call
 from qtk.workflow import export as module
 from qtk.workflow.export_run import departures
+from tests.exported_files import RUN
+
+
+@pytest.fixture(autouse=True)
+def files_are_run(monkeypatch):
+    monkeypatch.setattr(module, "_run", RUN)
 
 
 def simulation(model, x):
