@@ -42,6 +42,7 @@ def entries() -> dict[str, Callable[..., Any]]:
     return found | {f"{command.__module__}.{command.__name__}": command for command in commands}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", entries())
 def test_every_entry_is_marked(name):
     assert getattr(entries()[name], MARK, False), f"{name} lacks @public"

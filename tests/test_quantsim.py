@@ -46,6 +46,7 @@ def sim(net, batches):
     return sim
 
 
+@pytest.mark.medium
 def test_weight_encodings_are_the_extremes_of_each_channel(net, sim):
     encoding = sim.encodings()["conv.weight"]
     flat = net.conv.weight.detach().double().flatten(1)

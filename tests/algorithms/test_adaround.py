@@ -75,6 +75,7 @@ def each_kind(test):
     return test
 
 
+@pytest.mark.medium
 @each_kind
 def test_no_output_is_worse_than_the_nearest_and_all_together_much_better(granularity, asymmetric, linear):
     layer = Layer((2, 5, 24), granularity, asymmetric=asymmetric, linear=linear)

@@ -95,6 +95,7 @@ def test_what_failed_is_named_and_the_rest_written(monkeypatch, tmp_path, capsys
     assert results.read_bytes() == before
 
 
+@pytest.mark.medium
 def test_figures_are_read_from_the_process(monkeypatch, tmp_path):
     def command(code):
         return lambda self, into, *, quick: [sys.executable, "-c", code.format(into=str(into))]

@@ -205,6 +205,7 @@ def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
+@pytest.mark.medium
 @every_case
 def test_at_16_bits_attention_is_near_float(name):
     assert_near_float_at_16_bits(*case(name))
@@ -317,6 +318,7 @@ def test_a_simulated_transformer_quantizes_weights_and_all_products(name):
     assert_quantized(*layer(name), blocks=blocks, linears=linears)
 
 
+@pytest.mark.medium
 @every_layer
 def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))

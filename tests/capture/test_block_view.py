@@ -55,6 +55,7 @@ class Creates(nn.Module):
         return x @ torch.ones(4, 4, dtype=x.dtype, device=x.device)
 
 
+@pytest.mark.medium
 def test_what_a_block_creates_follows_a_move_of_either():
     for which in ("view", "prepared"):
         prepared = qtk.prepare_model(nn.Sequential(nn.Linear(4, 4), Creates()).eval(), torch.randn(3, 4))

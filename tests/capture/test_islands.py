@@ -47,6 +47,7 @@ def test_the_islands_are_the_largest_that_can_be_captured(name):
     assert rungs[""] == prepared.report.rung == "python"
 
 
+@pytest.mark.medium
 @every_model
 def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
     model, prepared = pair(name)
@@ -177,6 +178,7 @@ def test_train_mode_is_the_originals_with_its_own_dropout_and_statistics():
     assert models[1].training is False
 
 
+@pytest.mark.medium
 def test_the_code_of_the_model_itself_sees_its_mode():
     class Switches(type(pair("branch")[0])):
         def forward(self, x):

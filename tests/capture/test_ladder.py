@@ -108,6 +108,7 @@ def test_calls_of_several_structures_are_no_one_graph():
         capture_graph(nn.Linear(8, 4), [*ONE, Call((X[0],), {}, None)], "batch", verify=True)
 
 
+@pytest.mark.medium
 def test_a_leaf_that_nothing_captures_is_opaque_with_a_reason():
     model = Parent(SignAlone())
     prepared = tree(model)
@@ -219,6 +220,7 @@ def test_a_child_called_through_python_and_directly_is_one_graph_for_both():
     assert prepared.report.dynamic
 
 
+@pytest.mark.medium
 def test_a_model_that_does_not_repeat_itself_is_told_so():
     class Noise(nn.Module):
         def forward(self, x):

@@ -87,6 +87,7 @@ class Half(prune.BasePruningMethod):
         super().__call__(module, args)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("registered", [
     lambda hook: hook, lambda hook: hook.__call__, functools.partial,
     lambda hook: functools.partial(functools.partial(hook.__call__)),

@@ -91,6 +91,7 @@ def test_gradients_of_the_prepared_net_are_torchs(kind, option):
     assert same(*gradients)
 
 
+@pytest.mark.medium
 @every_case
 def test_every_weight_is_quantized_per_channel_and_every_step_hands_out_codes(kind, option):
     model, prepared, x = case(kind, option)

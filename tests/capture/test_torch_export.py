@@ -41,6 +41,7 @@ def _placeholders(found):
             yield node.name, node.meta["val"]
 
 
+@pytest.mark.medium
 def test_export_is_the_first_rung_and_the_batch_is_free():
     found = capture(nn.Linear(4, 2).eval(), (torch.ones(3, 4),), {}, "batch")
     assert (found.rung, found.dynamic, found.reasons) == ("export", True, ())

@@ -88,6 +88,7 @@ def test_quiet_leaves_progress_out_and_keeps_results(project):
     assert invoke("quantize", project.recipe(), "-q").stderr.startswith("error: ")
 
 
+@pytest.mark.medium
 def test_bars_stay_out_of_a_pipe(project):
     settings = [{"name": "a", "weight_bits": 4, "transforms": ["smooth_quant"], "layerwise": ["seq_mse"]}]
     run = fresh.run_module("qtk.cli.app", "quantize", project.recipe(settings=settings))

@@ -275,6 +275,7 @@ def test_the_end_of_a_calibration_is_looked_for_once_for_all_models(project, tmp
     assert done == ["end", "model", "model"]
 
 
+@pytest.mark.medium
 def test_endless_data_is_cut_at_the_number_of_batches(project, tmp_path):
     data = {"calibration": f"{project.module}:endless", "evaluation": f"{project.module}:endless",
             "num_batches": 2, "num_evaluation_batches": 3}

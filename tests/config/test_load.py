@@ -16,6 +16,7 @@ from qtk.errors import ConfigError
 AIMET = Path(__file__).parent / "data" / "aimet_npu.json"
 
 
+@pytest.mark.medium
 def test_yaml_json_mapping_and_config_give_the_same(tmp_path):
     value = {"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bits": 4}}]}
     (tmp_path / "a.yaml").write_text("version: 1\nrules:\n  - {match: {op: conv}, weight: {bits: 4}}\n")

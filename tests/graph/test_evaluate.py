@@ -36,6 +36,7 @@ def inputs(graph, x):
     return dict.fromkeys(graph.find_nodes(op="placeholder"), x)
 
 
+@pytest.mark.medium
 def test_a_graph_is_evaluated_as_the_model_computes_it(sim):
     x = torch.randn(8, 4)
     graph, values = sim.model.graph, inputs(sim.model.graph, x)

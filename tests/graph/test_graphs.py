@@ -12,6 +12,7 @@ def prepared(entry):
     return qtk.prepare_model(entry.model(), entry.inputs(), verify=False)
 
 
+@pytest.mark.medium
 def test_a_model_that_is_one_graph_is_its_own_root():
     model = prepared(ZOO["residual"])
     assert graphs(model) == roots(model) == {"": model}

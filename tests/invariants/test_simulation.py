@@ -72,6 +72,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
     assert [graph.code for graph in graphs(prepared).values()] == code
 
 
+@pytest.mark.medium
 @pytest.mark.sample(26)
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
     entry = ZOO[name]

@@ -136,6 +136,7 @@ def test_gradients_twice_and_of_gradients():
     assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
 
 
+@pytest.mark.medium
 def test_where_autograd_cannot_it_is_a_plain_call():
     module, x = Wave().eval(), inputs()
     expected, = torch.autograd.grad(module(x).sum(), x)

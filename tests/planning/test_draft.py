@@ -247,6 +247,7 @@ def test_a_request_is_recorded_if_a_rule_makes_it():
     assert request.decision.rules == {1}
 
 
+@pytest.mark.medium
 def test_readers_of_one_value_on_edges_of_one_spec_share_the_first_encoding():
     draft, _ = draft_of(Net(lambda net, y: (net.left(y), net.right(y), net.third(y))), X)
     left, right, third = (Site(name, "", "in[0]") for name in ("left", "right", "third"))

@@ -97,6 +97,7 @@ def test_sums_of_a_vit_and_the_constants_in_them_get_the_setting_of_the_rule():
     assert decided["blocks.1.add_1:out"].spec.dtype.bits == 8  # read by the head, no norm behind it
 
 
+@pytest.mark.medium
 def test_a_layer_that_reads_the_stream_keeps_8_bits():
     class PostNorm(nn.Module):
         def __init__(self):

@@ -81,6 +81,7 @@ MERGES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["concat", "stack", "where", "slice_scatter", "index_add"])
 def test_what_is_merged_for_outputs_alone_keeps_its_own_ranges(name):
     quant_plan = plan_of(Beside(MERGES[name]), torch.randn(3, 4))

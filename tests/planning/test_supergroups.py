@@ -17,6 +17,7 @@ def matches(model, inputs, *patterns):
     return [[value_site(node).name for node in group.nodes] for group in found]
 
 
+@pytest.mark.medium
 def test_the_longest_chain_is_taken_and_chains_are_disjoint():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Sigmoid())
     found = matches(net, torch.randn(2, 3, 4, 4), ("conv", "relu"), ("conv", "relu", "sigmoid"), ("relu", "sigmoid"))

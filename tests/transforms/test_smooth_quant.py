@@ -261,6 +261,7 @@ def test_a_tied_layer_has_one_scale_for_all_its_inputs():
     assert all(f"{norm}.{part}" in group.detail for norm in ("first", "second") for part in ("weight", "bias"))
 
 
+@pytest.mark.medium
 def test_only_one_factor_of_a_product_carries_the_scale():
     _, result = applied("gated")
     assert "up.weight" in result.applied[0].detail

@@ -304,6 +304,7 @@ def test_sparse_inputs_and_buffers_are_taken():
     assert [site.name for site in qtk.QuantSim(prepared, inputs).plan] == ["fc.input:input", "fc.weight", "fc:out"]
 
 
+@pytest.mark.medium
 def test_scripted_models_run_and_are_listed_as_opaque():
     model = torch.jit.script(nn.Linear(8, 8))
     prepared = qtk.prepare_model(model, X)

@@ -40,10 +40,12 @@ def linear():
     return simulation(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(32, 16))
 
 
+@pytest.mark.medium
 def test_of_a_file_that_computes_the_simulation_nothing_is_said(linear, tmp_path):
     assert said(linear, tmp_path / "out") == []
 
 
+@pytest.mark.medium
 def test_a_file_that_departs_is_named_with_the_output_and_the_way_on(linear, tmp_path):
     said(linear, tmp_path / "out")
     file = tmp_path / "out" / "model.onnx"
@@ -58,6 +60,7 @@ def test_a_file_that_departs_is_named_with_the_output_and_the_way_on(linear, tmp
     assert "dB from the simulation; sim.verify_export(directory, data)" in line
 
 
+@pytest.mark.medium
 def test_a_file_that_no_runtime_opens_is_named_with_the_way_out(tmp_path):
     x = torch.randn(2, 3, 8, 8).double()
     (line,) = said(simulation(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double(), x), tmp_path / "out")
@@ -65,6 +68,7 @@ def test_a_file_that_no_runtime_opens_is_named_with_the_way_out(tmp_path):
     assert "simulate and export model.float() instead" in line
 
 
+@pytest.mark.medium
 def test_the_run_can_be_left_out(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("runs"))
     assert said(linear, tmp_path / "out", check=False) == []

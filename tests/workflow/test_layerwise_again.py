@@ -265,6 +265,7 @@ def test_files_and_state_dicts_do_not_have_them(tmp_path):
     run(sim, data, "seq_mse", start="float")  # while the saved one has its own
 
 
+@pytest.mark.medium
 def test_a_float_checkpoint_makes_them_void(tmp_path):
     model, sim, data = problem()
     run(sim, data, "gptq")

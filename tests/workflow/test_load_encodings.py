@@ -135,6 +135,7 @@ def test_a_learned_range_goes_on_from_what_was_loaded_or_is_fixed(sim):
         assert_equal(other.encodings(), sim.encodings())
 
 
+@pytest.mark.medium
 def test_a_mapping_and_the_content_of_a_file_are_files_too(sim, tmp_path):
     data = json.loads(exported(sim, tmp_path / "out", "encodings_aimet_2.0.0").read_text())
     for source in (sim.encodings(), data):
@@ -300,6 +301,7 @@ def weight_record(name, count):
             "scale": [0.5] * count, "offset": [-128] * count}
 
 
+@pytest.mark.medium
 def test_a_file_of_aimet_itself(tmp_path):
     """With names as AIMET 2.42 wrote them for such a model, and an ONNX file beside that names input and output."""
     x = torch.randn(2, 3, 4, 4)

@@ -38,6 +38,7 @@ def elements_of(model, x, site, *, run=None, valid=None):
     return seen
 
 
+@pytest.mark.medium
 def test_weights_are_those_of_the_linear_layer_that_reads_the_value():
     """Of one output exactly, of many as an expectation."""
     torch.manual_seed(0)

@@ -74,6 +74,7 @@ def test_outputs_are_equal_and_the_file_holds_codes_side_by_side(weight, tmp_pat
     assert torch.equal(tensors["0.bias"], sim.model.get_parameter("0.bias"))
 
 
+@pytest.mark.medium
 def test_saving_what_was_loaded_gives_the_same_file(tmp_path):
     again, _ = round_trip(calibrated(weight_bits=4), layers(), tmp_path)
     again.save(tmp_path / "second", weights="integer")
@@ -203,6 +204,7 @@ def test_a_weight_that_is_not_quantized_now_stays_in_float(mode, tmp_path):
     assert torch.equal(again.model.get_parameter("0.weight"), sim.model.get_parameter("0.weight"))
 
 
+@pytest.mark.medium
 def test_what_has_no_encoding_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ExportError, match=r"no effect.*\n  0.weight: it has no encoding; run sim.compute_encodings"):
         qtk.QuantSim(layers(), X).save(tmp_path / "packed", weights="integer")
@@ -255,6 +257,7 @@ def test_a_weight_that_python_code_reads_too_is_refused(reads, tmp_path):
     assert all(torch.equal(tensor, sim.model.state_dict()[name]) for name, tensor in before.items())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", [
     {"spec": 3}, {"quantizer": "elsewhere"}, {"spec": {"dtype": "int4"}}, {"quantizer": None},
 ])

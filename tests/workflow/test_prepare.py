@@ -52,6 +52,7 @@ def test_keeps_names_tensors_and_flags(name):
     assert all(buffers[key] is buffer for key, buffer in model.named_buffers())
 
 
+@pytest.mark.medium
 @every_model
 def test_trains_the_same(name):
     """Gradients in eval mode, bit for bit; the report on train mode is what the zoo says."""

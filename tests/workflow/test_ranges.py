@@ -27,6 +27,7 @@ def changed(before, after):
     return {name for name in before if before[name] != after.get(name)}
 
 
+@pytest.mark.medium
 def test_a_range_set_by_hand_holds_and_stays(sim):
     before = numbers(sim)
     sim.set_range("2:out", -3.0, 5.0)

@@ -22,6 +22,7 @@ def simulation(weight_bits=2):
     return sim
 
 
+@pytest.mark.medium
 def test_statistics_are_the_averages_of_the_quantized_input():
     sim = simulation()
     q = sim.quantizers
@@ -42,6 +43,7 @@ def test_statistics_are_the_averages_of_the_quantized_input():
     assert "mean moved by" in str(result)
 
 
+@pytest.mark.medium
 def test_what_is_behind_is_forgotten_and_what_is_before_is_kept():
     sim = simulation()
     sim.freeze("5.weight")
@@ -51,6 +53,7 @@ def test_what_is_behind_is_forgotten_and_what_is_before_is_kept():
     sim.check()
 
 
+@pytest.mark.medium
 def test_the_error_of_low_bits_falls():
     """Weights of 2 bits move the statistics away from those of the float model."""
     torch.manual_seed(0)
@@ -65,6 +68,7 @@ def test_the_error_of_low_bits_falls():
     assert after < 0.8 * before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bad", [torch.full((8, 3, 6, 6), torch.nan), torch.randn(8, 5, 6, 6)])
 def test_an_error_changes_nothing(bad):
     sim = simulation()
@@ -87,6 +91,7 @@ def test_uncalibrated_and_folded_simulations_say_so():
     assert "fold_batch_norms: at_export" in str(qtk.reestimate_batch_norms(folded, BATCHES, progress=False))
 
 
+@pytest.mark.medium
 def test_channels_at_another_axis_are_averaged_like_any():
     model, batches = randomized(Transposed()).float(), [torch.randn(6, 7, 5) for _ in range(3)]
     sim = qtk.QuantSim(model, batches[0], config={"version": 1, "fold_batch_norms": "at_export"})

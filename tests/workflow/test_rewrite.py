@@ -26,6 +26,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_rounded_weights_are_refused_also_once_they_are_not_frozen(transform) -> None:  # type: ignore[no-untyped-def]
     sim = qtk.QuantSim(unequal(), BATCHES[0])

@@ -192,6 +192,7 @@ def test_bad_input_changes_nothing(error, message, data, settings):
     assert same(before, fingerprint(sim))
 
 
+@pytest.mark.medium
 def test_an_interruption_changes_nothing():
     model, batches = small()
     sim = qtk.QuantSim(model, batches[0])

@@ -29,6 +29,7 @@ def of(model, x, **settings):
     return sim.model, call, tensor_outputs(sim.model, call)
 
 
+@pytest.mark.medium
 def test_the_quantization_error_bounds_it():
     x = torch.randn(256, 16)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))

@@ -32,6 +32,7 @@ class Joined(nn.Module):
         return self.head(torch.cat([self.boxes(x) * 2000, self.scores(x).sigmoid()], 1))
 
 
+@pytest.mark.medium
 def test_a_member_that_reaches_few_codes_is_named_with_the_rule():
     x = torch.randn(64, 8)
     sim = qtk.QuantSim(Joined().eval(), x, config="onnxruntime")
@@ -56,6 +57,7 @@ class Stream(nn.Module):
         return self.out(h), h
 
 
+@pytest.mark.medium
 def test_a_state_that_was_only_ever_zero_is_named():
     x, zero = torch.randn(16, 4), torch.zeros(16, 8)
     ((site, *_, reason, rule),) = said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, zero)] * 2)
@@ -77,6 +79,7 @@ def test_a_softmax_over_many_values_is_named():
     assert float(rows[0][2].rstrip("%")) > 75
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bits", [4, 8])
 def test_of_ordinary_values_nothing_is_said(bits):
     x = torch.randn(64, 16)

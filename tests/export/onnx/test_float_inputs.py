@@ -62,6 +62,7 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(x.shape))
 
 
+@pytest.mark.medium
 def test_codes_of_an_attention_that_are_moved_are_no_floats():
     inputs = torch.randn(2, 5, 16), torch.ones(2, 5)
     sim = qtk.QuantSim(Attention().eval(), inputs, config="onnxruntime")
