@@ -26,6 +26,7 @@ def write_half(target: Path, error: type[BaseException]) -> None:
         raise error
 
 
+@pytest.mark.medium
 def test_directory_appears_only_at_the_end(tmp_path):
     with staged_directory(tmp_path / "a" / "out") as folder:
         (folder / "file").write_text("new")

@@ -90,6 +90,7 @@ def test_a_recurrent_net_finds_its_ranges_step_by_step():
     assert 0 < float(error) < 0.02
 
 
+@pytest.mark.medium
 def test_it_trains(net, x):
     sim = qtk.QuantSim(net, x, config=config(INT8_TOKEN), weight_bits=4)
     sim.compute_encodings(None)
@@ -275,6 +276,7 @@ def test_later_rules_win(net, x, later, spec, how):
     assert line.split("  ")[1:3] == [spec, how]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("later", [{"granularity": "per_channel"}, {"granularity": "per_block", "block_size": 4}],
                          ids=str)
 def test_rules_that_add_up_to_nonsense_are_refused(net, x, later):

@@ -81,6 +81,7 @@ def sim() -> QuantSim:
     return QuantSim(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), X)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(18)
 @pytest.mark.parametrize(("call", "said"), [
     (lambda: sim().compute_encodings([X], sites=3), "compute_encodings: sites must be .*, got 3"),

@@ -333,6 +333,7 @@ def test_a_changed_weight_is_quantized_anew_in_eval(sim, batches):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.medium
 def test_numbers_of_numpy_are_numbers(tmp_path):
     sim = qtk.QuantSim(nn.Linear(4, 2), torch.randn(3, 4), weight_bits=np.int64(4))
     assert str(sim.quantizers["weight"].spec.dtype) == "int4"

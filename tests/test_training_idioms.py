@@ -185,6 +185,7 @@ def test_a_head_is_swapped_before_and_refused_after():
         sim.model.head = nn.Linear(12, 3)
 
 
+@pytest.mark.medium
 def test_features_are_distilled_through_hooks():
     sim, (x, _) = simulation(), data()
     teacher = Net().eval()

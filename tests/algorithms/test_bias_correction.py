@@ -27,6 +27,7 @@ def mean_of(outputs, axis):
     return outputs.movedim(axis, 0).flatten(1).mean(1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("name", LAYERS)

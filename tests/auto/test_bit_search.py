@@ -185,6 +185,7 @@ def test_a_budget_with_room_for_float_has_nothing_to_quantize():
         assigned({"bytes": 1e9}, choices=(8, "float"), activation_bits=None)
 
 
+@pytest.mark.medium
 def test_too_small_a_budget_says_the_least():
     with pytest.raises(CalibrationError, match=r"below the least that \[4, 8, 16\] can reach, 4"):
         assigned({"weight_bits": 3.9})

@@ -28,6 +28,7 @@ def flops(run):
     return counter.get_total_flops()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(["residual", "inverted_residual", "vit", "fused_attention", "tied"], "vit",
                                           "residual"))
 @pytest.mark.parametrize("batch", [1, 3])

@@ -45,6 +45,7 @@ def test_a_step_is_kept_only_if_the_error_on_held_out_data_falls():
     assert "not reached, nothing else is left to try" in str(account)
 
 
+@pytest.mark.medium
 def test_nothing_is_tried_beyond_what_is_needed():
     _, account = qtk.quantize(model(), BATCHES, progress=False)
     assert [trial.step for trial in account.trials] == ["plain calibration"]
@@ -105,6 +106,7 @@ def test_an_evaluation_that_fails_costs_its_trial_alone(kind):
     assert any(trial.kept for trial in account.trials[account.trials.index(failed[0]):])
 
 
+@pytest.mark.medium
 def test_an_evaluation_that_fails_in_float_is_an_error():
     with pytest.raises(CalibrationError, match="evaluate gives nan for the float model"):
         qtk.quantize(model(), BATCHES, evaluate=lambda net: float("nan"), progress=False)
@@ -185,6 +187,7 @@ def test_nothing_is_ranked_when_the_time_is_over(monkeypatch):
     assert len(account.trials) == 1
 
 
+@pytest.mark.medium
 def test_time_is_limited():
     _, account = qtk.quantize(model(50.0), BATCHES, weight_bits=4, activation_bits=4, max_drop=0.0, time_limit=0.0,
                               progress=False)
@@ -201,6 +204,7 @@ def test_pairs_go_through_forward_everywhere():
     assert torch.equal(sim.model(BATCHES[0]), expected.model(BATCHES[0]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("settings", "match"), [
     ({"data": []}, "at least 2 batches are needed, got 0"),
     ({"data": BATCHES[:1]}, "at least 2 batches are needed, got 1"),

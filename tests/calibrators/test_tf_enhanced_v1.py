@@ -82,6 +82,7 @@ def test_dropped_values_are_warned_of():
         scheme.encodings([observer], [spec])
 
 
+@pytest.mark.medium
 @pytest.mark.sample(17)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", [name for name in DATA if name not in ("zero", "constant", "tiny", "huge")])
@@ -98,6 +99,7 @@ def test_as_published(name, spec):
         assert int(encoding.zero_point) == spec.qmin - start
 
 
+@pytest.mark.medium
 def test_channels_are_searched_each_for_itself():
     x = torch.stack([data(name)[:300] for name in ("random", "skewed", "one_sided")])
     scheme = TfEnhanced(variant="v1")

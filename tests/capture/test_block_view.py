@@ -25,6 +25,7 @@ class Named(nn.Module):
         return self.meta["named_blocks"](self.meta["code"](self.graph(x)))
 
 
+@pytest.mark.medium
 def test_names_of_members_are_the_users():
     x = torch.randn(3, 4)
     prepared = qtk.prepare_model(Named().eval(), x)
@@ -35,6 +36,7 @@ def test_names_of_members_are_the_users():
     assert torch.equal(copy.deepcopy(view)(x), prepared(x))
 
 
+@pytest.mark.medium
 def test_what_capture_has_decided_cannot_be_set_on_a_block():
     view = qtk.block_view(qtk.prepare_model(Named().eval(), torch.randn(3, 4)), "meta.code")
     with pytest.raises(CaptureError, match=r"setting 'meta.code.in_features' would have no effect"):
@@ -76,6 +78,7 @@ class Normed(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_batch_counts_once_however_often_it_is_computed(momentum):
     torch.manual_seed(0)
@@ -101,6 +104,7 @@ def test_a_batch_counts_once_however_often_it_is_computed(momentum):
     assert int(state["body.1.num_batches_tracked"]) == 4
 
 
+@pytest.mark.medium
 def test_a_graph_that_is_retained_is_computed_a_third_time():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Sigmoid()))
     prepared = qtk.prepare_model(model.eval(), torch.randn(16, 4))

@@ -45,6 +45,7 @@ def test_a_branch_left_out_leaves_the_others():
     assert pairs((X,), {"x": X, "skip": True}) == {"linear": "linear_1", "add": "add_1", "cat": "cat"}
 
 
+@pytest.mark.medium
 def test_equal_graphs_correspond_op_by_op():
     found = pairs((X, MASK), (X, MASK))
     assert found == {name: name for name in found}

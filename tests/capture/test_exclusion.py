@@ -83,6 +83,7 @@ def test_the_modules_excluded_from_a_tree_are_known():
     assert sorted(excluded_modules(prepared)) == ["head", "stages.one.first"]
 
 
+@pytest.mark.medium
 def test_modules_to_exclude_is_the_same():
     net, inputs = branching_net.Net(lambda net, y: (net.left(y), net.right(y))).eval(), X
     by_config = qtk.QuantSim(net, inputs, config={**BARE, "exclude": ["left"]})

@@ -139,6 +139,7 @@ def test_nested_arguments_are_flat():
     assert leaves[-2:] == [3, True]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [1, 3])
 def test_other_arguments_are_refused_with_the_names(count):
     model = prepared("two_inputs")

@@ -256,6 +256,7 @@ def test_excluded_modules_stay_in_float_inside_a_tree(name, excluded):
         assert prepared.report.notes == () or excluded == "also"
 
 
+@pytest.mark.medium
 def test_an_excluded_module_with_two_names_leaves_no_note():
     model, entry = PYTHON["many_sizes"].model(), PYTHON["many_sizes"]
     assert qtk.prepare_model(model, entry.inputs(), modules_to_exclude=["also"]).report.notes == ()

@@ -54,6 +54,7 @@ def test_many_are_counted():
         qtk.prepare_model(model, torch.randn(2, 2))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", [
     weight_norm, parametrizations.weight_norm, spectral_norm, parametrizations.spectral_norm,
     functools.partial(prune.l1_unstructured, name="weight", amount=0.5),

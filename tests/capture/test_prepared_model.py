@@ -116,6 +116,7 @@ def test_tied_parameters_stay_tied_in_a_copy():
     assert block.first is block.second
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", slow_but(ZOO, "tied", "reused_block", "nested_input", "gru", "in_place"))
 def test_a_pickled_simulation_is_the_same(name):
     sim, entry = simulated(name), ZOO[name]
@@ -285,6 +286,7 @@ def test_submodules_are_found_by_the_users_names(branches):
         prepare_model(Named(*HIDDEN).eval(), torch.randn(4, 3, 8, 8)).graph = nn.Linear(2, 2)
 
 
+@pytest.mark.medium
 def test_the_class_of_a_model_with_islands_is_its_own():
     """``fully_shard`` gives what it shards a new class."""
 

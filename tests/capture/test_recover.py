@@ -99,6 +99,7 @@ def test_batch_norm_keeps_momentum_eps_and_the_cumulative_average():
     assert prepared.get_submodule("vector") is not ZOO["batch_norms"].model().vector
 
 
+@pytest.mark.medium
 def test_every_call_of_a_reused_batch_norm_counts():
     prepared = prepare_model(ZOO["reused_block"].model(), ZOO["reused_block"].inputs())
     norms = [norm for node in prepared.graph.nodes if (norm := batch_norm_called(node)) is not None]

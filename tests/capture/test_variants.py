@@ -54,6 +54,7 @@ def test_they_have_one_set_of_members_and_the_keys_of_the_module():
     assert with_nested(main) == [main]
 
 
+@pytest.mark.medium
 def test_a_copy_has_members_of_its_own_shared_again():
     _, main, _ = pair()
     twin = copy.deepcopy(main)

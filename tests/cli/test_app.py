@@ -42,6 +42,7 @@ def test_modules_beside_the_recipe_are_found_from_anywhere(project, tmp_path):
     assert (tmp_path / "results" / "net" / "w8a8" / "encodings.json").is_file()
 
 
+@pytest.mark.medium
 def test_an_existing_directory_is_one_clean_message(project, tmp_path):
     (tmp_path / "results").mkdir()
     result = invoke("quantize", project.recipe())
@@ -80,6 +81,7 @@ def test_the_version_is_that_of_the_package():
     assert result.stdout == f"qtk {version('qtk')}, torch {version('torch')}\n"
 
 
+@pytest.mark.medium
 def test_quiet_leaves_progress_out_and_keeps_results(project):
     result = invoke("quantize", project.recipe(), "--quiet")
     assert result.exit_code == 0, result.output

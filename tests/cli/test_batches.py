@@ -83,6 +83,7 @@ def test_a_length_below_the_number_wanted_is_the_number(project):
     assert Batches(f"{project.module}:calibration", "data.calibration", 2).open()[1] == 2
 
 
+@pytest.mark.medium
 def test_a_source_that_may_be_endless_is_warned_of_with_its_key(project, monkeypatch):
     monkeypatch.setattr("qtk.cli.batches.MANY_BATCHES", 20)
     pairs, count = Batches(f"{project.module}:endless", "data.calibration").open()

@@ -321,6 +321,7 @@ def record(tmp_path):
     return json.loads((tmp_path / "results" / "summary.json").read_text())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("metric", ["nan", "infinite"])
 def test_a_metric_that_is_not_finite_is_null(project, tmp_path, metric):
     run(project, tmp_path, evaluation=f"{project.module}:{metric}")
@@ -357,6 +358,7 @@ def test_a_failed_setting_does_not_take_the_others_with_it(project, tmp_path):
     assert "net bad failed: " in (tmp_path / "results" / "summary.txt").read_text()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_finished_is_there_when_the_run_is_stopped(project, tmp_path, force, monkeypatch):
     if force:

@@ -4,6 +4,7 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import SpecError
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("granularity", "shape", "block_size", "qparams"),
     [

@@ -175,6 +175,7 @@ def test_what_the_format_cannot_hold_is_named_and_nothing_is_written(model, x, w
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.medium
 def test_quantized_activations_are_named(tmp_path):
     sim = qtk.QuantSim(Two().eval(), X)
     sim.compute_encodings([X], progress=False)
@@ -188,6 +189,7 @@ def test_a_model_whose_ops_were_changed_is_refused(tmp_path):
         simulated(model, {"dtype": "int8"}).export(tmp_path / "out", formats=("compressed_tensors",))
 
 
+@pytest.mark.medium
 def test_a_file_that_differs_is_an_error(tmp_path):
     from qtk.export import compressed_tensors
 

@@ -56,6 +56,7 @@ def net() -> nn.Module:
 PREPARED = qtk.prepare_model(net(), X)
 
 
+@pytest.mark.medium
 @given(mutated(CONFIG) | mutated(AIMET) | st.dictionaries(st.text(max_size=8), JUNK, max_size=4))
 def test_configs_are_read_or_refused(data):
     config = judged("configs", lambda: load_config(data))

@@ -51,6 +51,7 @@ class Around(nn.Module):
         return self.head(y) * gate, rest
 
 
+@pytest.mark.medium
 def test_what_enters_and_leaves_is_in_the_order_of_its_use():
     x, mask = torch.randn(3, 4), torch.rand(3, 4) > 0.5
     sim = qtk.QuantSim(Around().eval(), (x, mask))
@@ -169,6 +170,7 @@ class Braided(nn.Module):
         return self.one["b"](self.two["a"](x)) + self.two["b"](self.one["a"](x))
 
 
+@pytest.mark.medium
 def test_two_blocks_that_each_wait_for_the_other():
     sim = qtk.QuantSim(Braided().eval(), torch.randn(3, 4))
     for paths in (("one",), ("two",)):

@@ -56,6 +56,7 @@ def test_integer_inputs_and_rounded_data_may_be_either(function):
     assert nature_of_output(function, X, IDS, dynamic_shapes=None) is Nature.INTEGER
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "function",
     [

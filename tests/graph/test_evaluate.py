@@ -70,6 +70,7 @@ def test_known_values_are_not_computed_again(sim):
     assert not values[relu].any()
 
 
+@pytest.mark.medium
 def test_a_deep_graph_is_no_deep_recursion():
     class Deep(nn.Module):
         def forward(self, x):

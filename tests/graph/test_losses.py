@@ -34,6 +34,7 @@ def squared(y, target):
     return ((y - target) ** 2).sum(-1).sqrt().mean() * 0.5
 
 
+@pytest.mark.medium
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("returns", [True, False])
 @pytest.mark.parametrize(("loss", "target"), [

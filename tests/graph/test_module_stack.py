@@ -14,6 +14,7 @@ class Twice(nn.Module):
         return self.block(self.block(x)) + 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strict", [False, True])
 def test_modules_that_are_called_twice(strict):
     graph = torch.export.export(Twice(), (torch.zeros(2, 4),), strict=strict).graph

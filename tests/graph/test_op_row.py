@@ -50,6 +50,7 @@ def rows(monkeypatch):
     monkeypatch.setitem(ROWS, "special_i0", I0)
 
 
+@pytest.mark.medium
 def test_without_its_row_an_operator_is_named_and_left_in_float(batches):
     prepared = qtk.prepare_model(Projects().eval(), batches[0])
     assert unknown_ops(prepared) == ("aten.special_i0.default", "qtk_tests.project.default")

@@ -43,6 +43,7 @@ def stand_ins():
     return [prepared, copy.deepcopy(prepared), qtk.QuantSim(Net(), X).model]
 
 
+@pytest.mark.medium
 def test_data_can_be_read():
     for model in stand_ins():
         assert model.config == Config()
@@ -50,6 +51,7 @@ def test_data_can_be_read():
         assert (model.fc.in_features, model.fc.out_features) == (8, 3)
 
 
+@pytest.mark.medium
 def test_a_class_made_at_run_time_is_pickled_as_its_base():
     class Local(nn.Linear):
         pass
@@ -63,6 +65,7 @@ def test_a_class_made_at_run_time_is_pickled_as_its_base():
             getattr(twin, "0").reset_parameters  # noqa: B018
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "match"), [
     ("encode", "has no 'encode', which is code of Net; use it on the original model"),
     ("hidden", "has no 'hidden', which holds modules, tensors, code or what cannot be pickled in the original Net; "

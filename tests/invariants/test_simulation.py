@@ -85,6 +85,7 @@ def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
             entry.run(sim.model)
 
 
+@pytest.mark.medium
 def test_every_float_value_has_a_site_or_a_reason(name):
     prepared = prepared_once(name)
     assert prepared.report.unknown_ops == ()

@@ -100,6 +100,7 @@ def test_where_the_chain_does_harm_a_method_alone_is_taken():
     assert layer.lost(winner.state, slice(KEPT, None)) < layer.lost(layer.start, slice(KEPT, None))
 
 
+@pytest.mark.medium
 def test_the_prior_grows_as_long_as_the_held_out_error_falls():
     like, layer, unjudged = Layer(), Layer(unlike=True), Layer(unlike=True)
     assert choose(like.start, [CoordinateDescent()]).name == "CoordinateDescent, prior least"
@@ -111,6 +112,7 @@ def test_the_prior_grows_as_long_as_the_held_out_error_falls():
     assert layer.lost(judged.state, rest) < min(layer.lost(layer.start, rest), unjudged.lost(least.state, rest))
 
 
+@pytest.mark.medium
 def test_held_out_rows_change_only_the_choice():
     layer, other = Layer(), Layer()
     scaled = other.start.moments.held_out

@@ -18,6 +18,7 @@ def without_shift(problem):
     return problem.from_gemm(gptq(problem.to_gemm(problem.float_weight), problem.error.gram[:, 0], problem.grid()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_make_up_for_the_difference_of_the_inputs(name, setting):

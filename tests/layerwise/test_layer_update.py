@@ -69,6 +69,7 @@ def values(layer):
     return layer.weight.detach().clone(), None if layer.bias is None else layer.bias.detach().clone()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shift", [
     Shift(), Shift(weight=0.5), Shift(bias=-2.0), Shift(scale=2.0), Shift(0.25, 1.0, 0.5),
 ])

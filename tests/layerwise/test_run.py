@@ -32,6 +32,7 @@ def test_groups_without_a_judge_are_warned_of():
         qtk.correct_bias(sim, data, groups=["a", "a", "b", "b"], progress=False)
 
 
+@pytest.mark.medium
 def test_a_layer_that_fails_undoes_those_before(monkeypatch):
     _, sim, data = problem()
     before, real, calls = state(sim), run.compute_update, []

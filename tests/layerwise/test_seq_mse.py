@@ -106,6 +106,7 @@ def mixed_linear(weight, columns=16, rows=100, seed=0, **settings):
     return case(layer_of(module, x, weight), module, x, **settings)
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_blocks_that_make_up_for_each_other_are_never_worse_for_the_whole_output(seed):
@@ -183,6 +184,7 @@ def test_scales_stay_such_as_their_format_stores(name, joint):
         assert not torch.equal(found.encoding.scale, present)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", STORED)
 def test_no_stored_scale_is_worse_than_the_present(name):
     length = {"nvfp4": 16, "lpbq_int4": 64}.get(name, 32)

@@ -87,6 +87,7 @@ def test_frozen_batch_norms_do_not_move(reentrant):
     assert same(*found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ranges_that_follow_batches_refuse_it(reentrant):
     sim = simulation(FOLDED)

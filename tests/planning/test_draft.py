@@ -153,6 +153,7 @@ def test_counts_and_offsets_have_no_site_and_stay_exact():
     assert sim.model(x, expert)[1].tolist() == [582, 1158, 1618, 2048]
 
 
+@pytest.mark.medium
 def test_images_of_integers_are_quantized_where_a_convolution_reads_them_and_positions_are_not():
     class Both(nn.Module):
         def __init__(self):

@@ -57,6 +57,7 @@ def test_values_feed_a_norm_through_sums_merges_and_movement(code, feeds):
     assert ("layer_norm" in fed(Net(code), torch.randn(2, 4, 8))["linear"]) is feeds
 
 
+@pytest.mark.medium
 def test_a_norm_that_is_spelled_out_is_fed_by_what_it_reads():
     class Written(nn.Module):
         def __init__(self):
@@ -144,6 +145,7 @@ def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(con
     assert {"relu:out", "add_1:out"} <= {str(site) for site in sim.plan}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "feeds"),
     [

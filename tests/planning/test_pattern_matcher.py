@@ -39,6 +39,7 @@ def matcher(code=lambda x: x * torch.tanh(x + 0.5)):
     return PatternMatcher(NormalForm(prepare_model(Pattern(code), X, verify=False).graph))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("code", [
     lambda x: x * torch.tanh(x + 0.5),
     lambda x: torch.tanh(0.5 + x) * x,

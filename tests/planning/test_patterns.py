@@ -33,6 +33,7 @@ def test_a_near_miss_is_none(function):
     assert matches(function)[0] == []
 
 
+@pytest.mark.medium
 def test_parameters_are_told_from_data():
     (norm,), _ = matches(moments_twice)
     assert (norm.weight.target, norm.bias.target) == ("0.w", "0.b")
@@ -52,6 +53,7 @@ def test_a_constant_may_be_shared_between_formulas():
     assert set(found[0].nodes).isdisjoint(found[1].nodes)
 
 
+@pytest.mark.medium
 def test_formulas_in_a_row_do_not_overlap():
     found, _ = matches(llama, bert_gelu, moments_twice)
     assert [match.kind for match in found] == ["rms_norm", "gelu", "layer_norm"]

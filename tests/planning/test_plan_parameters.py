@@ -251,6 +251,7 @@ def test_direct_and_transposed_readers_of_a_square_weight_share_no_scales():
     assert first.spec == turned.spec
 
 
+@pytest.mark.medium
 def test_readers_with_other_axes_have_the_spec_in_the_axes_that_they_read():
     made = tied(two_axes, exclude=(), granularity="per_channel")
     decided = by_name(made.plan)
@@ -316,6 +317,7 @@ def test_a_weight_in_several_formats_leaves_the_edges_of_another_weight_their_le
     assert made.quantizers["c:in[1]"] is made.quantizers["b:in[1]"]
 
 
+@pytest.mark.medium
 def test_what_a_batch_selects_from_a_weight_that_an_excluded_module_reads_stays_in_float():
     def selected(weight, x):
         return (F.linear(x, weight[(x[0, :4] > 0).long()]),)

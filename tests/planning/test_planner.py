@@ -17,6 +17,7 @@ from tests.planning.plans import BARE, PER_CHANNEL, ConvReluConv, by_name, leade
 from tests.zoo.prepared import slow_but
 
 
+@pytest.mark.medium
 def test_every_produced_value_and_weight_has_one_site():
     names = list(by_name(plan_of(ConvReluConv(), torch.randn(2, 3, 9, 9))))
     assert names == ["x:input", "conv1.weight", "conv1:out", "relu:out", "conv2.weight", "conv2:out"]
@@ -64,6 +65,7 @@ def test_an_encoding_does_not_leak_through_an_integer():
     assert leaders(quant_plan) == {}
 
 
+@pytest.mark.medium
 def test_widths_of_none_leave_weights_or_activations_in_float():
     inputs = torch.randn(2, 3, 9, 9)
     assert list(by_name(plan_of(ConvReluConv(), inputs, activation_bits=None))) == ["conv1.weight", "conv2.weight"]
@@ -138,6 +140,7 @@ def test_planning_is_pure():
     assert str(prepared.graph) == before
 
 
+@pytest.mark.medium
 def test_multi_output_models_reach_every_layer():
     class Net(nn.Module):
         def __init__(self):
@@ -174,6 +177,7 @@ class Complex(nn.Module):
         return self.head(torch.fft.ifft(self.mixer(torch.fft.fft(x))).real)
 
 
+@pytest.mark.medium
 def test_an_op_with_weights_on_complex_numbers_is_named_and_may_be_excluded():
     x = torch.randn(3, 4)
     with pytest.raises(CaptureError, match=r"mixer.linear:out: aten.linear.* reads complex64 .*'mixer'\]"):
@@ -200,6 +204,7 @@ def test_an_op_with_weights_on_a_sparse_input_is_named():
         qtk.QuantSim(Sparse(4, 4), torch.randn(3, 4).to_sparse_csr())
 
 
+@pytest.mark.medium
 def test_a_weight_that_blocks_do_not_divide_stays_in_float_where_the_config_says_so():
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
     blocks = {"granularity": "per_block", "block_size": 32, "remainder": "float"}

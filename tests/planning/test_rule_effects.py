@@ -132,6 +132,7 @@ def test_every_rule_without_effect_is_listed():
         sim(*rules)
 
 
+@pytest.mark.medium
 def test_the_path_of_a_module_around_others_says_which_glob_is_meant():
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     config = {**BARE, "rules": [{"match": {"path": "0"}, "weight": {"bits": 4}}]}

@@ -505,6 +505,7 @@ def test_a_range_does_not_follow_an_empty_tensor(shape):
     assert quantizer.encoding.equals(before)
 
 
+@pytest.mark.medium
 def test_a_range_that_follows_slowly_keeps_fractions_of_a_zero_point():
     quantizer, x = calibrated(OUTPUT), torch.linspace(-3, 9, 50)
     quantizer.momentum = 0.01

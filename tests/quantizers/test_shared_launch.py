@@ -237,6 +237,7 @@ def test_checkpoints_inside_of_the_model(use_reentrant, launches, fetched, monke
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(sim.model)))
 
 
+@pytest.mark.medium
 def test_each_result_keeps_a_graph_of_its_own(launches):
     """So that a part of a model can be trained, and gradients arrive as soon as they can."""
     sim = simulation()
@@ -270,6 +271,7 @@ def test_disjoint_graphs_are_freed_one_after_the_other(launches):
     assert sim.model.right.weight.grad is not None
 
 
+@pytest.mark.medium
 def test_gradients_of_gradients(launches, monkeypatch):
     sim = simulation()
 
@@ -329,6 +331,7 @@ def test_threads_do_not_take_each_others_results(launches):
     assert wrong == []
 
 
+@pytest.mark.medium
 def test_what_is_large_is_launched_alone(launches, monkeypatch):
     sim = simulation()
     monkeypatch.setattr(shared_launch, "LARGEST", 64)
@@ -337,6 +340,7 @@ def test_what_is_large_is_launched_alone(launches, monkeypatch):
     assert launches == [3]  # conv has 216 elements
 
 
+@pytest.mark.medium
 def test_a_pre_hook_of_the_model_may_change_weights_so_that_they_are_quantized_in_their_calls(launches):
     sim = simulation()
     sim.model.register_forward_pre_hook(lambda *_: None)
@@ -345,6 +349,7 @@ def test_a_pre_hook_of_the_model_may_change_weights_so_that_they_are_quantized_i
     assert launches == []
 
 
+@pytest.mark.medium
 def test_data_parallel_training_finds_every_gradient(launches, monkeypatch, tmp_path):
     sim = simulation()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

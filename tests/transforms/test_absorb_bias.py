@@ -37,6 +37,7 @@ def statistics(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {"a.weight": (y.mean(1), y.std(1))}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("second", ["1 x 1", "3 x 3", "grouped", "linear"])
 def test_what_a_rectifier_lets_pass_moves_behind_it(second: str) -> None:
     layers = {"1 x 1": conv(6, 3), "3 x 3": conv(6, 3, 3, stride=2), "grouped": conv(6, 4, 3, groups=2)}
@@ -101,6 +102,7 @@ def test_others_are_left_with_the_reason(build, reason: str) -> None:  # type: i
     assert reason in group.detail
 
 
+@pytest.mark.medium
 def test_folded_batch_norms_tell_the_statistics_and_nothing_is_absorbed_twice() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1))

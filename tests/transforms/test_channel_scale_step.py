@@ -57,6 +57,7 @@ def test_the_function_stays():
     assert torch.equal(model.get_buffer("fc2.smooth_scale"), NUMBERS.float())
 
 
+@pytest.mark.medium
 def test_the_buffer_is_in_the_state_dict_and_follows_the_dtype():
     model = prepared_mlp()
     make(model, steps_for("fc2"))

@@ -70,6 +70,7 @@ def test_dead_channels_stay() -> None:
     assert not torch.equal(old["a.bias"][0], new["a.bias"][0])
 
 
+@pytest.mark.medium
 def test_channels_that_a_norm_makes_are_left_with_the_reason() -> None:
     model = net(lambda m, x: m.b(F.relu(m.norm(x) + m.a(x))), norm=norm(4), a=nn.Linear(4, 4), b=nn.Linear(4, 2))
     _, _, result = equalized(model, images(4))

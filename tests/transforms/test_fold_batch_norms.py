@@ -31,6 +31,7 @@ def test_the_original_keeps_its_tensors():
     assert "1.running_mean" in model.state_dict()
 
 
+@pytest.mark.medium
 def test_a_fold_that_changes_the_outputs_is_undone_and_the_rest_goes_on(monkeypatch):
     model = randomized(nn.Sequential(
         nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))

@@ -14,6 +14,7 @@ from tests.transforms.folding import count, folded, inputs, norms
 from tests.transforms.nets import IMAGE, INTO_SCALE_SHIFT, InFront, SharedNorm, SharedPair, randomized
 
 
+@pytest.mark.medium
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", INTO_SCALE_SHIFT)
 def test_into_a_scale_and_a_shift_with_the_reason(name):

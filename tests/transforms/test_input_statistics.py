@@ -114,6 +114,7 @@ def test_the_number_of_rows_is_bounded_and_they_are_evenly_spread():
     assert rows[:, 0].diff().unique().numel() == 1
 
 
+@pytest.mark.medium
 def test_a_value_that_no_data_reach_is_incomplete():
     model, values = model_and_values()
     assert not gathered(model, values, [])[0].is_complete
@@ -134,6 +135,7 @@ def test_empty_batches_are_passed_over():
     assert not statistics.is_complete
 
 
+@pytest.mark.medium
 def test_graphs_inside_a_model_that_stays_python():
     torch.manual_seed(0)
     model = qtk.prepare_model(Branching().eval(), torch.randn(4, 8))

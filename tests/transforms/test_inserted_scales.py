@@ -36,6 +36,7 @@ def gelu(m, x):
     return torch.nn.functional.gelu(m.first(x))
 
 
+@pytest.mark.medium
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("how", "message"),

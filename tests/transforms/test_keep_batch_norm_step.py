@@ -67,6 +67,7 @@ def test_a_name_that_a_quantizer_reads_is_that_of_the_folded_layer():
     assert list(sim.encodings()) == ["input:input", "0.weight", "0:out"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("between", "expected"), [
     (nn.Identity(), []), (nn.Flatten(2), ["reshape"]),
     (nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (4, 4))), ["reshape"] * 2),
@@ -87,6 +88,7 @@ def test_a_layer_that_another_op_reads_or_no_norm_follows_has_no_norm_behind_it(
         assert movement_behind(layer) is None
 
 
+@pytest.mark.medium
 def test_a_kept_norm_knows_the_quantizer_of_the_weight_in_front_and_what_a_layer_that_is_never_folded_calls():
     model, x = randomized(INTO_LAYERS["conv2d"][0]()).float(), inputs((2, 4, 6, 6), dtype=torch.float32)
     live = qtk.QuantSim(model, x, config=AT_EXPORT)

@@ -17,6 +17,7 @@ LEFT = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LEFT)
 def test_others_stay_operators_and_the_reason_is_named(name):

@@ -32,6 +32,7 @@ def run(model, groups):
     return result
 
 
+@pytest.mark.medium
 def test_groups_that_keep_the_function_are_kept():
     model = prepared()
     result = run(model, [scaled(0, 2, 2.0, "a"), scaled(2, 4, 3.0, "b"), Group("c", (), "for a reason")])

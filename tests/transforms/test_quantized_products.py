@@ -78,6 +78,7 @@ def test_scaling_input_and_weight_by_the_index_keeps_the_product(name):
     assert torch.allclose(changed, factor.exact(x, weight.detach()), atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("linear", 4), ("matmul", 4), ("left factor", 4), ("conv", 4 * 9 * 3 * 9 / (WIDTH * 25)), ("conv_transpose", 8)],

@@ -48,6 +48,7 @@ def test_another_function_is_none_where_rounding_is_as_large(factor):
     assert not same
 
 
+@pytest.mark.medium
 def test_factors_that_lose_the_numbers_are_found_in_the_dtype_of_the_model():
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     names = "0.weight", "0.bias", "2.weight"

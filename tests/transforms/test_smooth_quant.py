@@ -254,6 +254,7 @@ def test_layers_that_share_a_value_are_one_group():
     assert len(result.groups) == 2  # and the input of out
 
 
+@pytest.mark.medium
 def test_a_tied_layer_has_one_scale_for_all_its_inputs():
     _, result = applied("tied")
     (group,) = result.applied

@@ -345,6 +345,7 @@ def test_inductor_takes_inputs_in_seven_bits_of_uint8(tmp_path):
     assert "activations" in {name for name, _ in broken(paths[7], "xnnpack")}
 
 
+@pytest.mark.medium
 def test_exported_encodings_say_what_their_parameters_are(tmp_path):
     path = exported(tmp_path / "out", "qnn_htp", formats="encodings_json") / "encodings.json"
     assert json.loads(path.read_text())["parameters"] == {

@@ -103,6 +103,7 @@ def test_biases_far_above_zero_are_absorbed() -> None:
     assert largest[1] < 0.7 * largest[0]
 
 
+@pytest.mark.medium
 def test_a_channel_clamp_is_planned_like_a_clamp() -> None:
     sim = qtk.QuantSim(model(), BATCHES[0])
     before = list(sim.plan)
@@ -113,6 +114,7 @@ def test_a_channel_clamp_is_planned_like_a_clamp() -> None:
     sim.check()
 
 
+@pytest.mark.medium
 def test_only_what_changed_is_forgotten() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     with torch.no_grad():
@@ -128,6 +130,7 @@ def test_only_what_changed_is_forgotten() -> None:
     sim.check()
 
 
+@pytest.mark.medium
 def test_frozen_encodings_in_the_way_are_named_and_nothing_changes() -> None:
     sim = qtk.QuantSim(model(), BATCHES[0])
     sim.compute_encodings(BATCHES, progress=False)
@@ -172,6 +175,7 @@ def test_saved_and_loaded(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert torch.equal(outputs(loaded), outputs(sim))
 
 
+@pytest.mark.medium
 def test_a_float_checkpoint_is_equalized_again() -> None:
     sim = qtk.QuantSim(model(), BATCHES[0])
     qtk.equalize_model(sim)

@@ -46,6 +46,7 @@ def test_encodings_of_the_old_weights_are_forgotten():
     assert sim.encodings() == {}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("change", "message"), [
     (lambda state: state.pop("1.running_var"), "no tensor '1.running_var'"),
     (lambda state: state.pop("0.weight"), "no tensor '0.weight'"),
@@ -72,6 +73,7 @@ def test_frozen_encodings_are_in_the_way():
         sim.load_float_state_dict(net().state_dict())
 
 
+@pytest.mark.medium
 def test_a_loaded_checkpoint_counts_as_unrounded():
     net, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(16, 8)
     with torch.no_grad():

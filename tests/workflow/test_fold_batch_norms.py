@@ -33,6 +33,7 @@ def test_shipped_targets_fold_before_planning(target):
     assert "1.running_mean" in model.state_dict()
 
 
+@pytest.mark.medium
 def test_scales_belong_to_the_folded_weight():
     model = net()
     sim = qtk.QuantSim(model, BATCHES[0])
@@ -69,6 +70,7 @@ def test_a_folded_simulation_is_the_one_that_was_planned_folded():
     assert torch.equal(later.model(BATCHES[0]), first.model(BATCHES[0]))
 
 
+@pytest.mark.medium
 def test_only_touched_encodings_are_forgotten():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).eval()
@@ -82,6 +84,7 @@ def test_only_touched_encodings_are_forgotten():
     assert "2.weight" in sim.encodings()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("site", ["0.weight"])
 def test_frozen_encodings_in_the_way_are_named_and_nothing_changes(site):
     sim = qtk.QuantSim(net(), BATCHES[0], config=LIVE)
@@ -96,6 +99,7 @@ def test_frozen_encodings_in_the_way_are_named_and_nothing_changes(site):
     assert len(qtk.fold_batch_norms(sim).applied) == 2
 
 
+@pytest.mark.medium
 def test_after_gptq_it_is_refused():
     sim = qtk.QuantSim(net(), BATCHES[0], config=LIVE)
     qtk.apply_gptq(sim, BATCHES, progress=False)

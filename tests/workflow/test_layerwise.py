@@ -32,6 +32,7 @@ def test_a_fresh_sim_gets_its_ranges_first():
     sim.check()
 
 
+@pytest.mark.medium
 def test_the_float_model_is_not_touched_and_rounded_weights_lie_on_their_grid():
     model, sim, data = problem()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -69,6 +70,7 @@ def test_only_the_named_sites_change():
     assert not sim.quantizers["conv.weight"].frozen
 
 
+@pytest.mark.medium
 def test_frozen_encodings_are_left():
     _, sim, data = problem()
     sim.freeze("fc1.weight")
@@ -97,6 +99,7 @@ def test_loaders_of_pairs_and_functions_that_run_the_model():
     assert not few.encodings()["fc1.weight"].equals(sims[0].encodings()["fc1.weight"])
 
 
+@pytest.mark.medium
 def test_bad_input_is_refused_and_changes_nothing():
     _, sim, data = problem()
     before = {name: value.clone() for name, value in sim.model.state_dict().items()}

@@ -293,6 +293,7 @@ def test_on_disk_they_are_files_that_go_with_the_simulation(tmp_path, monkeypatc
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("start", ["float", "present"])
 def test_a_second_call_that_fails_leaves_the_first_as_it_was(start):
     _, sim, data = problem()

@@ -385,6 +385,7 @@ def test_a_meta_model_cannot_be_calibrated_or_saved(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("of", [
     lambda net: (module for module in (net[1],)), lambda net: net[1:], lambda net: nn.ModuleList(net)[1:],
     lambda net: "1", lambda net: {net[1]: None}.keys(),

@@ -98,6 +98,7 @@ def test_what_was_forgotten_is_found_again(sim):
     assert numbers(sim)["2.weight"] == pytest.approx([2 * scale for scale in before["2.weight"]])
 
 
+@pytest.mark.medium
 def test_frozen_ranges_are_neither_computed_nor_forgotten(sim):
     before = numbers(sim)
     sim.freeze(["2:out", "*weight"])
@@ -161,6 +162,7 @@ def test_numbers_in_brackets_are_part_of_a_name():
         sim.freeze("*[0-9]")
 
 
+@pytest.mark.medium
 def test_an_optimizer_no_longer_moves_a_learned_range_that_is_frozen_or_set(sim):
     sim.learn_ranges()
     frozen, *_, by_hand = (name for name, quantizer in sim.quantizers.items() if quantizer.learns_range)

@@ -27,6 +27,7 @@ def test_its_numbers_are_those_measured(tmp_path):
     assert f"of {4 * (weights + biases) / 1e3:.1f} kB in float" in text
 
 
+@pytest.mark.medium
 def test_values_that_are_clipped_are_marked(tmp_path):
     sim, data = simulation()
     sim.set_range("1:out", 0.0, 0.5)
@@ -78,6 +79,7 @@ def test_what_cannot_be_measured_is_said(tmp_path):
     assert "<h3>second.weight</h3><svg" not in text
 
 
+@pytest.mark.medium
 def test_mistakes_leave_what_was_there(tmp_path):
     sim, data = simulation()
     path = tmp_path / "report.html"

@@ -40,6 +40,7 @@ def test_rounded_weights_are_refused_also_once_they_are_not_frozen(transform) ->
     assert len(sim.encodings()) == len(sim.quantizers)
 
 
+@pytest.mark.medium
 def test_a_converted_model_is_proved_in_its_own_dtype() -> None:
     sim = qtk.QuantSim(unequal(), BATCHES[0])
     sim.model.double()

@@ -84,6 +84,7 @@ def test_frozen_scales_stay():
     assert sim.encodings()["0.weight"].equals(before)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("apply", [qtk.apply_seq_mse, qtk.apply_gptq])
 def test_layer_wise_methods_keep_the_bias_within_its_codes(apply):
     model, sim, x = simulated("linear")

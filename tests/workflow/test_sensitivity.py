@@ -52,6 +52,7 @@ def test_the_order_is_that_of_measurement_on_every_digits_model(name, bits):
     assert float(torch.corrcoef(torch.stack([ranks(estimated), ranks(measured)]))[0, 1]) > 0.9
 
 
+@pytest.mark.medium
 def test_what_is_measured_is_the_error_of_two_separate_runs(digits):
     sim, batches = digits
     row = sim.sensitivity(batches, top=1, progress=False)[0]
@@ -82,6 +83,7 @@ def test_a_planted_fault_is_first(digits):
     assert math.isnan(rows[0].recovery)
 
 
+@pytest.mark.medium
 def test_groups_are_switched_together(digits):
     sim, batches = digits
     rows = {row.name: row for row in sim.sensitivity(batches, groups="blocks.*", top=0, progress=False)}
@@ -191,6 +193,7 @@ class Overwrites(nn.Module):
         return self.second(hidden)
 
 
+@pytest.mark.medium
 def test_values_that_are_overwritten_are_not_known():
     batches = [torch.randn(32, 8)]
     sim = calibrated(Overwrites(), batches)

@@ -220,6 +220,7 @@ def test_what_is_in_the_way_is_named():
         assert same(before, fingerprint(sim))
 
 
+@pytest.mark.medium
 def test_rounded_weights_are_in_the_way_even_when_unfrozen():
     model, batches = small()
     sim = qtk.QuantSim(model, batches[0], weight_bits=4)
@@ -249,6 +250,7 @@ def test_a_model_without_layers():
     assert str(result) == "smooth_quant: the model has no layer with a weight"
 
 
+@pytest.mark.medium
 def test_encodings_that_still_fit_are_kept():
     model, batches = small()
     sim = qtk.QuantSim(model, batches[0])
@@ -278,6 +280,7 @@ def test_data_as_a_function_pairs_and_dicts():
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.medium
 def test_a_single_sample_says_that_nothing_was_held_out():
     model, batches = small()
     sim = qtk.QuantSim(model, batches[0][:1])

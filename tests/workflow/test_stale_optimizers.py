@@ -26,6 +26,7 @@ def test_an_optimizer_made_before_is_refused_at_its_next_step_and_named():
     step(sim, optimizer)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ["add_param_group", "second optimizer"])
 def test_ranges_that_are_added_or_have_their_own_optimizer_are_fine(way):
     sim = simulated()

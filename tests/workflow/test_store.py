@@ -95,6 +95,7 @@ def test_a_fresh_simulation_becomes_the_stored_one(saved):
     assert dict(stored.plan.sites) == dict(simulation.plan.sites)
 
 
+@pytest.mark.medium
 def test_layout_of_the_loading_model_is_kept(saved):
     other, _ = fresh(Tied(seed=1))
     strides = other.model.get_parameter("conv.weight").stride()
@@ -102,6 +103,7 @@ def test_layout_of_the_loading_model_is_kept(saved):
     assert other.model.get_parameter("conv.weight").stride() == strides
 
 
+@pytest.mark.medium
 def test_a_tied_tensor_is_written_once_and_stays_tied(saved):
     directory, _ = saved
     tensors = load_file(directory / "model.safetensors")
@@ -163,6 +165,7 @@ def test_another_model_is_refused_and_left_as_it_was(saved):
     assert torch.equal(other.model.get_parameter("conv.weight"), before)
 
 
+@pytest.mark.medium
 def test_missing_extra_and_different_sites_are_named(saved):
     stored = load(saved[0])
     other, _ = fresh(Tied(seed=1))
@@ -189,6 +192,7 @@ def test_missing_and_extra_tensors_are_named(saved):
     assert "tensor conv.weight of the model is not stored; did you mean 'conv.weights'?" in str(caught.value)
 
 
+@pytest.mark.medium
 def test_another_float_type_is_named(saved):
     other, _ = fresh(Tied(seed=1))
     other.model.half()
@@ -313,6 +317,7 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path):
         qtk.QuantSim.load(tmp_path / "sim", models[1], x)
 
 
+@pytest.mark.medium
 def test_flags_are_stored(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(32, 8)
     sim = qtk.QuantSim(model, x)
@@ -362,6 +367,7 @@ def test_an_edited_file_with_a_right_digest_is_refused_in_words(change, tmp_path
     assert not isinstance(caught.value, InternalError)
 
 
+@pytest.mark.medium
 def test_modes_are_stored(tmp_path):
     x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
     sim = qtk.QuantSim(model, x)
@@ -374,6 +380,7 @@ def test_modes_are_stored(tmp_path):
     assert torch.equal(again.model(x), sim.model(x))
 
 
+@pytest.mark.medium
 def test_the_mode_of_an_observer_is_not_stored_with_it(tmp_path):
     x, model = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 2), nn.ReLU()).eval()
     sim = qtk.QuantSim(model, x)

@@ -41,6 +41,7 @@ def test_the_quantization_error_bounds_it():
     assert found[4] < found[8]
 
 
+@pytest.mark.medium
 def test_noise_that_a_model_amplifies_lowers_it():
     x = torch.randn(64, 4)
     calm, wild = (tolerance_db(*of(Amplifier(factor), x, weight_bits=8, activation_bits=16))

@@ -99,6 +99,7 @@ def test_it_prints_what_it_found(written):
     assert "integer nodes: 1 QLinearAdd, 1 QGemm" in text
 
 
+@pytest.mark.medium
 def test_each_site_is_compared_in_steps_and_the_first_to_depart_is_named(written, tmp_path):
     sim, directory = written
     clean = verify_export(sim, directory, batches(), turns=0).exact
@@ -133,6 +134,7 @@ def test_a_file_of_other_numbers_is_red_with_the_tensor(written, tmp_path):
     assert "even with the optimizations off; the first tensor off by more than one step is fc:out" in str(result)
 
 
+@pytest.mark.medium
 def test_saturating_sums_are_red_with_the_remedy(written, monkeypatch):
     """The optimized run spoilt as saturation would, on a CPU that claims to saturate."""
     sim, directory = written

@@ -80,6 +80,7 @@ def open_disk():
     raise OSError("disk")
 
 
+@pytest.mark.medium
 def test_bad_input(written, tmp_path):
     with pytest.raises(ExportError, match=r"holds no \.onnx file"):
         verify_files(tmp_path)

@@ -67,6 +67,7 @@ def test_a_state_that_was_only_ever_zero_is_named():
     assert said(qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime"), [(x, torch.randn(16, 8))]) == []
 
 
+@pytest.mark.medium
 def test_a_softmax_over_many_values_is_named():
     class Attention(nn.Module):
         def forward(self, q, k):
