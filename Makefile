@@ -1,9 +1,9 @@
 # make demo    install into .venv, quantize the embedded digits models, print the table
-# make quick   before each commit: ruff, mypy and the tests that take little time: 3 minutes
-# make test    what CI runs: install into .venv, run ruff, mypy and the tests but the slow ones: 10 to 11 minutes
+# make quick   before each commit: ruff, mypy and the tests that take little time: 2 minutes
+# make test    what CI runs: install into .venv, run ruff, mypy and the tests but the slow ones: 9 to 11 minutes
 # make test ROOM=planning   the tests of one room, qtk/planning, and its doctests; ROOM=qtk: the files beside the rooms
 # make test-all     before a release: the slow tests too, matrices in full: hours
-# make test-kernels after a change of kernels/, ops/, numerics/ or csrc/: all of their tests, and the record that they passed: 20 minutes
+# make test-kernels after a change of kernels/, ops/, numerics/ or csrc/: all of their tests, and the record that they passed: 13 to 15 minutes
 # make planted      after a change of the suite: plants faults and counts which are found: an hour
 # make test-oldest  the tests with the oldest torch that is promised, in .venv-oldest
 # make lint    ruff and mypy alone

@@ -106,7 +106,7 @@ class BruteForce:
         return self.quantized(self.layer(x, "6", "7", train), "6:out")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("training", [False, True])
@@ -310,7 +310,7 @@ def test_a_float_checkpoint_loads_live_and_folded():
     assert torch.equal(live.model(BATCHES[0]), after.model(BATCHES[0]))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("blocks", [["0", "3"], ["6"]])
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -440,6 +440,7 @@ def test_methods_that_set_weights_ask_for_folded_ones():
     qtk.apply_gptq(sim, BATCHES, progress=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("transform", [qtk.equalize_model, lambda sim: qtk.apply_smooth_quant(sim, BATCHES)])
 def test_transforms_of_weights_ask_for_folded_ones(transform):

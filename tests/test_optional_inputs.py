@@ -143,7 +143,7 @@ def test_the_plan_is_that_of_the_example_inputs(all_kinds):
     assert {site.name for site in all_kinds.plan} == set(alone.quantizers)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("first", "other"), [("labels", PLAIN), ("mask and labels", PLAIN), ("mask", KINDS["labels"])])
 def test_either_may_come_first(first, other):
@@ -197,6 +197,7 @@ def test_compare_and_block_view(all_kinds):
         assert equal(view(**inputs), all_kinds.model(**inputs))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
                          ids=["deepcopy", "pickle"])

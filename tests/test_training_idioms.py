@@ -74,6 +74,7 @@ def test_gradients_are_clipped():
     torch.testing.assert_close(after, torch.tensor(0.5), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_and_a_gradient_scaler_train(dtype):

@@ -41,6 +41,7 @@ def kept_bytes(model):
     return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_vit"])
 def test_gradients_are_those_of_a_graph_that_keeps_every_float(monkeypatch, name):
@@ -56,6 +57,7 @@ def test_gradients_are_those_of_a_graph_that_keeps_every_float(monkeypatch, name
     assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("learned", "limit"), [(False, 1.5), (True, 1.8)])
 def test_a_transformer_keeps_little_more_than_in_float(learned, limit):

@@ -144,7 +144,7 @@ def pair(request):
     return copy.deepcopy(prepared_once(request.param))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_train_and_eval_are_the_original_s_bit_for_bit(pair):
     model, prepared, x = pair
@@ -167,7 +167,7 @@ def called(model, x):
     return {path: module for path, module in model.named_modules() if module in seen}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 def test_every_type_stands_at_its_path(pair):
     model, prepared, x = pair
@@ -178,6 +178,7 @@ def test_every_type_stands_at_its_path(pair):
             assert prepared.get_submodule(path) is not module
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 def test_settings_act(pair):
     model, prepared, x = pair
@@ -196,7 +197,7 @@ def test_settings_act(pair):
     assert changed or isinstance(model, (OwnAttention, TorchAttention, Recurrent))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("build", "path", "name"), [
     (lambda: OwnAttention(0.3, True), "attention", "p"), (lambda: OwnAttention(0.3, False), "dropout", "p"),
@@ -409,7 +410,7 @@ def test_what_trains_alike_warns_of_nothing(pair):
         pair[1].train()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["noise", "dropouts", "norms", "weights"])
 def test_saved_exported_and_stepped(name, tmp_path):

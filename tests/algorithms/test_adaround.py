@@ -107,7 +107,7 @@ def test_no_single_other_choice_is_better(granularity, asymmetric, linear):
         assert bool((layer.lost(other) >= before * (1 - 1e-6)).all()), column
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("mild", [False, True])
 @pytest.mark.parametrize("linear", [False, True])

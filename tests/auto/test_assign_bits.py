@@ -12,7 +12,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", {"version": 1, "rules": [
     {"match": {"path": "0"}, "weight": {"bits": 6}}]}])

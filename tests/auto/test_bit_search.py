@@ -16,7 +16,7 @@ from qtk.graph.footprint import footprint
 from tests.auto.three_layers import BATCHES, assigned, error, mlp, widths
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("budget", [4.0, 5.0, 6.0, 7.0, 8.0, 16.0])
 def test_mean_width_stays_within_the_budget_and_beats_equal_widths(budget):
@@ -39,7 +39,7 @@ def test_the_site_that_loses_most_gets_the_bits():
     assert widths(sim)["0.weight"] == 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [1_500, 2_500, 4_000])
 @pytest.mark.parametrize("choices", [(4, 8, 16), (3, 8, "float")])
@@ -48,6 +48,7 @@ def test_bytes_are_those_of_the_model(limit, choices):
     assert footprint(sim.model).quantized_bytes == found.cost <= limit
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.2])
 def test_bit_operations_are_those_of_the_plan(share):
@@ -141,6 +142,7 @@ def measure_by(milliseconds, monkeypatch):
     monkeypatch.setattr(WholeLatency, "ratio", ratio)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [60.0, 120.0, 150.0])
 def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
@@ -152,7 +154,7 @@ def test_milliseconds_are_those_that_were_measured(limit, monkeypatch):
     assert "4:out" not in {row.name for row in found.rows}  # which no product reads
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [70.0, 100.0, 130.0, 180.0])
 @pytest.mark.parametrize("mixed_ms", [20.0, 60.0])
@@ -191,6 +193,7 @@ def test_too_small_a_budget_says_the_least():
         assigned({"weight_bits": 3.9})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("budget", [4.0, 5.9, 11.3])
 def test_the_assigned_widths_have_the_least_sum_of_estimates_of_all(budget):

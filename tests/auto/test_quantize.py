@@ -85,7 +85,7 @@ def test_sites_that_lose_most_are_left_precise_at_last():
     assert "3.weight" not in sim.quantizers
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [ValueError("no luck"), float("nan"), "a word"])
 def test_an_evaluation_that_fails_costs_its_trial_alone(kind):
@@ -140,6 +140,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
         qtk.quantize(nn.Sequential(*model()[:2]), BATCHES, directory=tmp_path, **settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("other", [{"evaluate": lambda net: 0.5}, {"scheme": "mse"}, {"data": BATCHES[::-1]}])
 def test_results_of_another_run_are_not_taken_for_this_one(other, tmp_path):

@@ -20,6 +20,7 @@ def outputs(model):
         return torch.cat([model(batch) for batch in BATCHES]).double()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("choices", "steps"), [
     (Choices("mse"), lambda sim: None),
@@ -49,6 +50,7 @@ def test_the_prepared_model_stays_as_it_is():
     assert torch.equal(outputs(trials.model), outputs(mlp()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("target", "precise"), [("default", 16), ("onnxruntime", None)])
 def test_precise_sites_have_the_width_of_the_target_and_others_keep_theirs(target, precise):

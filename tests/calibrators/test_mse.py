@@ -46,6 +46,7 @@ def test_activations(name, spec, norm):
     assert found(scheme.encodings([observer], [spec])[0]) == expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_weights(spec):

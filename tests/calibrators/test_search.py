@@ -34,6 +34,7 @@ def sites(scheme):
     return observers, specs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_portions_make_no_difference(scheme, monkeypatch):

@@ -191,20 +191,21 @@ def assert_near_float_at_16_bits(model, prepared, inputs):
             assert noise < 1e-5 * signal  # 50 dB
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @every_case
 def test_a_prepared_attention_is_the_original(name):
     assert_prepared_alike(*case(name))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_case
 def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @every_case
 def test_at_16_bits_attention_is_near_float(name):
@@ -318,6 +319,7 @@ def test_a_simulated_transformer_quantizes_weights_and_all_products(name):
     assert_quantized(*layer(name), blocks=blocks, linears=linears)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_layer
 def test_at_16_bits_a_transformer_is_near_float(name):

@@ -128,6 +128,7 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("exclude", [["experts", "branch"], ["expert*", "branc?"]])
 def test_excluding_a_module_excludes_the_modules_in_it_that_the_example_inputs_do_not_reach(exclude):

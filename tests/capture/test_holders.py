@@ -64,7 +64,7 @@ class Outer(nn.Module):
         return self.lstm(self.drop(self.fc(x)) * self.gain)[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("path", "name", "way"), [
     ("lstm", "dropout", "at capture; set 'lstm.recurrence.dropout', or set it on the original"),
@@ -99,7 +99,7 @@ REGISTERS = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("register", REGISTERS)
 @pytest.mark.parametrize("made", [lambda prepared: prepared, copy.deepcopy])
@@ -110,6 +110,7 @@ def test_a_hook_on_what_is_never_called_is_a_warning(made, register):
     assert seen[0].filename == __file__
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("path", ["", "drop"])
 def test_a_hook_on_what_is_called_fires_without_a_warning(path, recwarn):

@@ -27,7 +27,7 @@ def loss(outputs: object) -> Tensor:
     return sum((out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in leaves)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_inputs_and_batches(name):
@@ -36,7 +36,7 @@ def test_computes_the_same_for_other_inputs_and_batches(name):
         assert equal(entry.run(prepared, batch), entry.run(model, batch))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_model
 def test_the_islands_are_the_largest_that_can_be_captured(name):
@@ -47,6 +47,7 @@ def test_the_islands_are_the_largest_that_can_be_captured(name):
     assert rungs[""] == prepared.report.rung == "python"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.medium
 @every_model
 def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
@@ -69,6 +70,7 @@ def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
         assert any(line.startswith(share) for line in lines)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("excluded", [[], ["minus"]])
 def test_what_is_not_called_is_listed_and_runs_in_float_when_it_is(excluded):

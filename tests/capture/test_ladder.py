@@ -137,6 +137,7 @@ class AsksForItem(Parent):
         return self.head(self.child(x * sign(x)) + self.child[0](x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("parent", [AsksForType, AsksForItem])
 def test_an_island_that_its_parent_does_not_take_gives_way_to_those_inside(parent):

@@ -212,7 +212,7 @@ class OneOfEach(nn.Module):
         return x
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "constant"])
 def test_a_member_may_have_any_name_that_a_prepared_model_uses_itself(kind):
@@ -273,6 +273,7 @@ def test_hidden_names_in_training_and_in_new_state():
     assert torch.equal(hidden.double()(x.double()), fresh.double()(x.double()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("branches", [False, True])
 def test_submodules_are_found_by_the_users_names(branches):

@@ -49,7 +49,7 @@ def assert_trains_alike(model, x, **options):
     return prepared
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["residual", "batch_norms", "reused_block", "functional_dropout", "reused_module",
                                   "depthwise_separable", "vit", "norms"])

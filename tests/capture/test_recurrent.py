@@ -62,7 +62,7 @@ def fused_calls(model):
     return counts
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @every_case
 def test_bypassed_is_torchs_net_bit_for_bit_and_16_bits_are_near_it(kind, option):
@@ -91,6 +91,7 @@ def test_gradients_of_the_prepared_net_are_torchs(kind, option):
     assert same(*gradients)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_case
 def test_every_weight_is_quantized_per_channel_and_every_step_hands_out_codes(kind, option):
@@ -139,7 +140,7 @@ SITES = {  # what is computed in a step, without the gates that are inside a pro
 GATES = {nn.LSTM: ("forget_gate", "output_gate"), nn.GRU: ("reset_gate",)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", SITES)
 def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
@@ -182,7 +183,7 @@ def test_a_start_state_is_quantized_where_it_comes_in():
     assert_near_float(run(model, inputs), run(sim.model, inputs))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("stated", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -243,6 +244,7 @@ def test_a_float_inside_leaves_the_net_fused_and_quantizes_what_it_hands_out(tag
     assert outputs[1].unique().numel() <= 256
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("grad", [False, True])
 def test_quantized_weights_alone_leave_the_net_fused(tagger, grad):
@@ -320,6 +322,7 @@ def test_gradients_reach_every_parameter_through_the_simulated_steps():
         assert bool(gradient.any())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_copy_and_a_file_are_the_simulation_and_apart_from_it(kind, tmp_path):

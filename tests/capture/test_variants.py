@@ -149,7 +149,7 @@ class Heads(nn.Module):
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
@@ -180,6 +180,7 @@ def test_names_are_of_one_op_each():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("variant", "equal"), [((MATRIX,), True), ((CUBE, MASK), False)])
 def test_equal_composites_are_one_and_others_share_their_sites(variant, equal):

@@ -69,6 +69,7 @@ def test_wrong_shapes(text):
         parse_shape(text)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("model", [
     pytest.param("timm:mobilenetv3_small_050", marks=pytest.mark.slow), "demo:digits_vit", "module",

@@ -264,6 +264,7 @@ def test_a_calibration_without_an_end_is_refused_before_a_model_runs(project, tm
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("verb", [quantize, export])
 def test_the_end_of_a_calibration_is_looked_for_once_for_all_models(project, tmp_path, monkeypatch, verb):
@@ -329,7 +330,7 @@ def test_a_metric_that_is_not_finite_is_null(project, tmp_path, metric):
     assert record(tmp_path)["models"]["net"]["w8a8"]["sqnr_db"] > 25
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("net", "sqnr"), [("class_net", False), ("partial_net", True)])
 @pytest.mark.parametrize("exports", [["encodings_json"], ["onnx"]])

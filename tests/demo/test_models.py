@@ -40,7 +40,7 @@ def test_accuracy(name: str, floor: float) -> None:
     assert float((scores.argmax(1) == split.test_labels).double().mean()) >= floor
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", DEMO_MODELS)
 def test_eight_bits_keep_the_accuracy(name: str) -> None:

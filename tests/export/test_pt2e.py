@@ -131,7 +131,7 @@ class Small(nn.Module):
         return self.second(nn.functional.gelu(self.norm(self.first(x)))) + x
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
 def test_formats(config, tmp_path):
@@ -175,6 +175,7 @@ def test_integers_are_stored_and_the_floats_they_stand_for_are_not(tmp_path):
     assert not set(weights) & set(state)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["reused_module", "reused_block", "gated"])
 def test_each_layer_has_a_bias_of_its_own(name, tmp_path):

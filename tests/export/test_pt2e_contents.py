@@ -36,7 +36,7 @@ def weights_of(bits):
     return {"version": 1, "extends": "xnnpack", "rules": [rule]}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["xnnpack", "x86_inductor", "onnxruntime", "weight_only_int4",
                                     *map(weights_of, (2, 3, 4, 5, 7))])

@@ -66,7 +66,7 @@ MODELS = {"reshaped": (Moved, (3, 5, 8)), "unbound": (Unbound, (3, 2, 8)), "in a
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_ops_stand_right_before_what_computes_with_moved_elements(name, tmp_path):
     build, shape = MODELS[name]

@@ -32,7 +32,7 @@ def test_weights_biases_and_constants(tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["residual", "tied", "language_model"])
 def test_they_are_those_of_the_onnx_file(name, tmp_path):
     sim = simulated(name, config="qnn_htp")

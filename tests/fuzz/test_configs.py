@@ -92,6 +92,7 @@ SCALAR_TEXTS = st.builds(
 """Texts of one config with a number, date or tag of any form in it."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 @given(data=mutated(CONFIG) | mutated(AIMET), text=st.none() | st.text(max_size=60) | SCALAR_TEXTS,

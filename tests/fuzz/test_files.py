@@ -61,7 +61,7 @@ def written(path: Path, data: object) -> bool:
     return True
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", FILES)
 @given(draws=st.data())

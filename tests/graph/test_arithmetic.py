@@ -20,7 +20,7 @@ class Scaled(nn.Module):
         return functional.relu(self.fc(x)) * self.factor
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("one", "other"), [
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())),
@@ -39,7 +39,7 @@ def test_other_arithmetic_under_equal_names(one, other):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["residual", "gru", "fused_attention", "recurrent_cells", "branch"])
 def test_quantizers_copies_and_devices_do_not_count(name):
     entry = {**ZOO, **PYTHON}[name]

@@ -92,6 +92,7 @@ def test_a_calibration_waits_a_few_times_at_its_end_and_never_in_a_batch(make, s
         torch.testing.assert_close(found[name][0], encoding.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
 def test_a_batch_is_observed_in_one_launch(granularity, monkeypatch):

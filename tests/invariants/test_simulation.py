@@ -179,7 +179,7 @@ def test_copies_states_and_files_carry_the_whole_simulation(name, tmp_path):
         assert equal(entry.run(loaded.model), expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_the_simulation_exports_and_gives_gradients_to_every_weight(name):
     entry = ZOO[name]

@@ -73,6 +73,7 @@ def test_no_output_ends_above_coordinate_descent_or_gptq(name, noise):
     assert all(own <= other * (1 + 1e-9) for other in others)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("conv", [False, True])
 def test_what_follows_the_layer_comes_closer(conv):

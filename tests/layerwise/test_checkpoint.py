@@ -127,7 +127,7 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tmp_path, monkeypatch)
     assert all(torch.equal(value, other[name]) for name, value in state(again).items())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "named"),

@@ -50,7 +50,7 @@ def expected_calls(float_model, x):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_every_call_of_a_weighted_op_is_seen_and_no_result_changes(rows):
     float_model, model, x = prepared(rows)
@@ -70,6 +70,7 @@ def test_every_call_of_a_weighted_op_is_seen_and_no_result_changes(rows):
             torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_graphs_are_as_they_were(fails):

@@ -23,6 +23,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp"])
 def test_layers_inside_a_loop_over_time_see_all_their_calls(inputs):
@@ -94,7 +95,7 @@ def inputs_by_hand(sim, model, batches, *, quantized):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_statistics_are_of_the_path_that_is_asked_for(rows, quantized):

@@ -54,7 +54,7 @@ def damage(layer):
             layer.bias.add_(0.1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("offload", ["none", "cpu", "disk"])
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
@@ -120,6 +120,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("inputs", "passes"), [("asym", 2), ("symfp", 1), ("symqt", 1)])
 def test_the_cost_is_two_forward_passes(inputs, passes):

@@ -31,7 +31,7 @@ def same(some, others):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("bits", [None, 4])
@@ -53,7 +53,7 @@ def test_a_compiled_step_refuses_it_too(reentrant):
 
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "setting"), [
@@ -71,6 +71,7 @@ def test_what_does_not_move_is_computed_again_bit_for_bit(reentrant, config, set
     assert same(*found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_frozen_batch_norms_do_not_move(reentrant):

@@ -114,7 +114,7 @@ def found(tmp_path_factory):
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_ranks_get_the_encodings_of_one_process_bit_for_bit(found, scheme):
@@ -143,6 +143,7 @@ def test_layer_wise_methods_find_on_all_ranks_what_one_process_finds(found):
     assert expected != improved(batches()[::2])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("how", HOLDOUTS)
 def test_held_out_data_are_the_same_on_all_ranks_and_in_one_process(found, how):

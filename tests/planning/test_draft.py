@@ -97,6 +97,7 @@ def test_a_weight_that_an_excluded_module_reads_too_is_quantized_on_the_edge_of_
     assert not [name for name in sites(made) if name.startswith("embedding")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("name", "module"), [("vit", "blocks.0.attn.proj"), ("lstm", "sentence")])
 def test_the_output_of_a_composite_that_an_excluded_module_reads_stays_in_float(name, module):
@@ -115,7 +116,7 @@ def quantizers_read_inside(model):
             yield from (call for port in flow.readers(call) if exclusion(port.user))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["residual", "vit", "lstm", "gru", "tied"])
 @pytest.mark.parametrize("target", ["default", "dynamic"])

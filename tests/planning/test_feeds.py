@@ -118,6 +118,7 @@ def test_a_layer_that_reads_the_stream_keeps_8_bits():
     assert decided["k:in[0]"].leader.name == "q:in[0]"  # one value, one encoding
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_shipped_targets_keep_the_stream_of_a_transformer_out_of_8_bits(config):
@@ -127,6 +128,7 @@ def test_shipped_targets_keep_the_stream_of_a_transformer_out_of_8_bits(config):
     assert {"0.mlp.0.weight", "0.norm1:out", "0.mlp.1:out", "0.attn.softmax:out"} <= set(eights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_shipped_targets_leave_the_residuals_of_convolutional_nets_in_8_bits(config):
@@ -162,6 +164,7 @@ def test_softmax_and_sigmoid_hand_on_that_the_largest_are_looked_for(code, feeds
     assert "layer_norm" not in names
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("config", "bits"), [("default", 16), ("onnxruntime", None), ("openvino", None)])
 def test_shipped_targets_keep_routers_out_of_8_bits(config, bits):

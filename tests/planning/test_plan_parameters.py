@@ -152,6 +152,7 @@ def test_experts_have_scales_of_their_own():
 EXPERTS = [name for name in ZOO if name.endswith("_experts")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
@@ -160,6 +161,7 @@ def test_experts_have_a_scale_for_every_channel_of_every_expert(name):
     assert [decided[site].spec.granularity.sizes for site in ("up", "down")] == [(1, 1, -1), (1, 1, -1)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", EXPERTS)
 def test_simulated_experts_multiply_with_the_rounded_weights_exactly(name):

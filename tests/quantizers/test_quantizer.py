@@ -554,7 +554,7 @@ def test_a_copy_is_the_same_and_independent(mode, copied):
     assert net.of_output.encoding.equals(encoding_of(OUTPUT))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)

@@ -90,7 +90,7 @@ def one_by_one(monkeypatch, run):
         return run()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"weight_bits": 4}, {"activation_bits": None}], ids=str)
 @pytest.mark.parametrize("train", [False, True])
@@ -148,6 +148,7 @@ def swap_data(weight):
     weight.data = weight.data * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("change", [write, swap_data])
 def test_a_weight_that_a_hook_changes_in_the_call_is_quantized_as_it_is_then(change, launches, fetched, monkeypatch):
@@ -219,6 +220,7 @@ def test_checkpoints_around_the_model(use_reentrant, launches, monkeypatch):
     assert same(found, one_by_one(monkeypatch, lambda: outputs_and_gradients(sim.model, call)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_inside_of_the_model(use_reentrant, launches, fetched, monkeypatch):

@@ -74,6 +74,7 @@ class OwnPython(nn.Module):
         return y + self.first.get_parameter("2.weight").sum() if self.reads else y
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_parameter_that_the_models_own_python_reads_stays(reads: bool) -> None:
@@ -98,6 +99,7 @@ class Branches(nn.Module):
         return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_the_example_inputs_do_not_reach_stays(shared: bool) -> None:

@@ -14,7 +14,7 @@ from tests.transforms.folding import count, folded, inputs, norms
 from tests.transforms.nets import INTO_LAYERS, randomized
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", INTO_LAYERS)
 def test_into_layers(name):

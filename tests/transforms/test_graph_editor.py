@@ -28,6 +28,7 @@ def nodes_of(model: PreparedModel) -> dict[str, fx.Node]:
     return {node.target if node.op == "get_attr" else node.name: node for node in model.graph.nodes}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("build", "layers", "calls"), [(SharedPair, 2, 1), (InPython, 1, 1)])
 def test_layers_are_found_by_their_weight_and_values_by_their_site(

@@ -17,7 +17,7 @@ from tests.transforms.keeping import AT_EXPORT, KEPT, calls, kept
 from tests.transforms.nets import INTO_LAYERS, ReadTwice, randomized
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", KEPT)
 def test_the_function_is_kept_in_both_modes(name):

@@ -30,7 +30,7 @@ def test_others_stay_operators_and_the_reason_is_named(name):
     assert torch.equal(prepared(x), model(x))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime"])
 @pytest.mark.parametrize("name", KEPT)

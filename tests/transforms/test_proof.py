@@ -43,7 +43,7 @@ def test_groups_that_keep_the_function_are_kept():
 
 
 @pytest.mark.medium
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", [{"b"}, {"a"}, {"d"}, {"a", "c"}, {"a", "b", "c", "d"}])
 def test_groups_that_change_it_are_undone_one_by_one(wrong):
     model = prepared()

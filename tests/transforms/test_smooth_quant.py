@@ -203,7 +203,7 @@ def changed_modules(before, model):
     return {key.rpartition(".")[0] for key, value in before.items() if not torch.equal(now[key], value)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("alpha", ["auto", 0.5])
 @pytest.mark.parametrize("name", NETS)
@@ -222,7 +222,7 @@ def test_the_function_stays_and_factors_go_where_they_may(name, alpha):
         assert float((sim.model(x).detach() - before).abs().max()) <= 1e-10 * float(before.abs().max())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name, (_, layers) in NETS.items() if layers])
 def test_the_simulation_comes_closer_to_float(name):
@@ -320,6 +320,7 @@ def test_the_residual_reads_the_norm_itself():
     assert "multiplication" in result.applied[0].detail
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("path", "place"), [("norm", 0), ("v", 1)])
 def test_a_fixed_range_is_respected(path, place):
@@ -362,7 +363,7 @@ def test_the_error_of_values_that_no_layer_reads_counts():
     assert with_sites.before != without.before
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "mse", "tf_enhanced", "moving_average"])
 def test_every_scheme(scheme):
@@ -378,7 +379,7 @@ def test_every_scheme(scheme):
     assert decibels[1] > decibels[0] + 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime", "dynamic", "dynamic_per_token"])
 @pytest.mark.parametrize("name", ["shared norm", "gelu"])

@@ -36,7 +36,7 @@ def test_what_is_read_is_what_was_written():
 
 
 @pytest.mark.medium
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spoil", [
     lambda records, tensors: records.append({"step": "unknown"}),
     lambda records, tensors: records.append(5),

@@ -123,7 +123,7 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("make", [lambda: Mutates(8, 8), lambda: hooked(nn.Linear(8, 8))])
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.ReLU())])
@@ -136,6 +136,7 @@ def test_a_model_that_changes_its_input_by_code_or_by_a_hook_works_on_a_copy(mak
     assert f"forward of {type(model).__name__} changes its input 0 in place" in str(prepared.report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("make", "rung"), [(lambda: Mutates(8, 8), "export"), (lambda: hooked(nn.Linear(8, 8)), "opaque")]
@@ -188,6 +189,7 @@ class Log(nn.Module):
         return torch.log(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("around", [lambda child: child, Parent])
 def test_not_a_number_prepares_and_is_named_in_calibration(around):
@@ -235,7 +237,7 @@ class Members(nn.Module):
 KINDS = {"module": lambda: nn.Linear(8, 8), "parameter": lambda: nn.Parameter(torch.rand(8)), "number": lambda: 3.0}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("around", [lambda child: child, Parent])

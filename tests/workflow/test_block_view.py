@@ -53,7 +53,7 @@ def same(some, others):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("train", [False, True])
@@ -231,7 +231,7 @@ class Twice(nn.Module):
         return self.block(torch.sigmoid(self.block(x)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])

@@ -48,7 +48,7 @@ def broken(path, target=None):
     return {(each.rule.name, each.place) for each in check.violations}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", sorted(runtimes()))
 def test_what_a_target_exports_keeps_its_rules(target, tmp_path):
@@ -117,7 +117,7 @@ def _an_operator_of_its_own(model):
     next(node for node in model.graph.node if node.op_type == "Conv").op_type = "QLinearConv"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("plant", "rule", "place"), [
     (_zero_point_of_an_activation, "symmetric", "relu:out"),
@@ -142,7 +142,7 @@ BLOCKS_OF_16 = {"version": 1, "extends": "weight_only_int4",
                 "rules": [{"match": {"op": "linear"}, "weight": {"granularity": "per_block", "block_size": 16}}]}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("config", "formats", "target", "rule", "place"), [
     (BLOCKS_OF_16, "onnx", None, "block_size", "fc.weight"),
@@ -318,7 +318,7 @@ def test_a_rule_of_which_encodings_say_a_part_is_named_with_what_is_left(tmp_pat
     assert ", 3 rules: " in str(check)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("bits", "found"), [(2, "int2"), (3, "int3"), (4, None), (5, "int5"), (8, None)])
 def test_weights_of_any_width_are_judged_by_it_in_programs_as_in_encodings(bits, found, tmp_path):

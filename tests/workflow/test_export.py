@@ -36,7 +36,7 @@ def sim():
     return simulated()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("config", "warns"), [
     ("default", True),
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_read_back_is_an_error(sim, tmp_path, monkeypatch)
         export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings_json")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("initializer", "change", "said"),
@@ -259,7 +259,7 @@ def test_a_wrong_initializer_in_the_onnx_file_is_found(initializer, change, said
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["axis", "site", "spec"])
 def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_wrong_node_in_the_onnx_file_is_found(name, sim, tmp_path, monkeypatch
         export(sim, torch.randn(2, 8), tmp_path / "out", check=fit, formats="onnx")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "target",

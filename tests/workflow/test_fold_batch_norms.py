@@ -134,7 +134,7 @@ def test_what_is_neither_prepared_nor_a_simulation():
         qtk.fold_batch_norms(qtk.prepare_model(net()))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("build", [
     INTO_LAYERS["islands"], INTO_LAYERS["before_linear"], INTO_LAYERS["shared_norm"],

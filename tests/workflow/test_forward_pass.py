@@ -58,7 +58,7 @@ def endless():
         yield torch.ones(2, 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("verb", ["compute_encodings", "apply_gptq", "reestimate_batch_norms"])
 def test_a_calibration_without_an_end_is_refused(verb):
@@ -292,7 +292,7 @@ def test_a_mistake_of_qtk_is_not_blamed_on_the_data(monkeypatch):
             sim.compute_encodings(data, progress=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("data", "forward"), [
     ([torch.ones(2, 5)], lambda model, batch: model.linear_(batch)), ([torch.ones(2, 4)], lambda model: model),

@@ -128,7 +128,7 @@ def test_it_says_so_unless_it_was_asked():
     assert_same(sim, fresh)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
@@ -148,6 +148,7 @@ def test_layers_that_a_later_call_leaves_are_float_in_its_float_model(name):
     assert torch.equal(sim.model.get_parameter(last), fresh.model.get_parameter(last))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("call", [
     qtk.correct_bias, lambda *args, **options: qtk.apply_layerwise(*args, "bias_correction", **options),
@@ -191,6 +192,7 @@ def gone(sim, data, methods="seq_mse", **options):
         return qtk.apply_layerwise(sim, data, methods, progress=False, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("change", ["trained weight", "trained bias", "not kept", "range learned"])
 def test_changed_layers_and_those_not_kept_count_as_they_are(change):
@@ -229,7 +231,7 @@ def test_an_encoding_that_the_user_set_since_stays():
     assert sim.quantizers["0.weight"].encoding.equals(wider)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("travels", [copy.deepcopy, lambda sim: pickle.loads(pickle.dumps(sim))])
 @pytest.mark.parametrize("offload", ["none", "disk"])
@@ -308,6 +310,7 @@ def test_a_second_call_that_fails_leaves_the_first_as_it_was(start):
     assert originals == {name: quantizer.original for name, quantizer in sim.quantizers.items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("start", ["float", "present"])
 def test_a_second_call_resumes_from_its_checkpoint_only_on_the_same_first_result(tmp_path, start):

@@ -18,7 +18,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("inputs", ["asym", "symfp", "symqt"])
 @pytest.mark.parametrize("method", METHODS)
@@ -47,6 +47,7 @@ def test_settings_reach_the_method(monkeypatch):
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_found_stays_when_ranges_are_computed_again(method):
@@ -86,7 +87,7 @@ def test_options_reach_the_run(method, monkeypatch):
     assert given.keys() == set(list(inspect.signature(qtk.apply_layerwise).parameters)[3:])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "bias_correction"])
 def test_every_method_holds_out_groups(method):

@@ -125,7 +125,7 @@ def test_a_scale_that_is_lost_names_its_site_where_it_is_used():
     assert sim.quantizers["0.weight"].learns_range
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("way", ["state_dict", "assign", "save", "deepcopy"])
 def test_learned_ranges_travel(way, tmp_path):

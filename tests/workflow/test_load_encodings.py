@@ -74,7 +74,7 @@ def test_a_file_loaded_and_exported_again_is_equal_byte_for_byte(name, tmp_path)
         assert set(result.loaded) == {site.name for site, decided in sim.plan.items() if decided.leader is None}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "forms"),

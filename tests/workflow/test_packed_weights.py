@@ -50,7 +50,7 @@ def round_trip(sim, model, folder, x=X):
     return again, packed
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("weight", [
     {"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "uint4", "symmetric": False}, {"dtype": "uint8", "symmetric": True},
@@ -82,7 +82,7 @@ def test_saving_what_was_loaded_gives_the_same_file(tmp_path):
     assert first == second
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -193,6 +193,7 @@ def test_rounded_weights_of_gptq_come_back(tmp_path):
     assert again.quantizers["0.weight"].rewrote_weight
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("mode", [Mode.BYPASS, Mode.OBSERVE])
 def test_a_weight_that_is_not_quantized_now_stays_in_float(mode, tmp_path):
@@ -238,6 +239,7 @@ class PythonHead(nn.Module):
         return x @ self.embed.weight.t() if self.reads else x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_weight_that_python_code_reads_too_is_refused(reads, tmp_path):

@@ -25,7 +25,7 @@ def tensors(tree):
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @every_model
 def test_computes_the_same_for_other_batches_too(name):
@@ -39,7 +39,7 @@ def test_computes_the_same_for_other_batches_too(name):
     assert prepared.report.rung == "export"
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(7)
 @pytest.mark.medium
 @every_model
 def test_keeps_names_tensors_and_flags(name):
@@ -52,6 +52,7 @@ def test_keeps_names_tensors_and_flags(name):
     assert all(buffers[key] is buffer for key, buffer in model.named_buffers())
 
 
+@pytest.mark.sample(22)
 @pytest.mark.medium
 @every_model
 def test_trains_the_same(name):
@@ -221,7 +222,7 @@ class Mutating(nn.Module):
         return self.fc(x) + x[:, 4:]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("model", [
     Mutating(branches=False), Mutating(branches=True), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 4)),

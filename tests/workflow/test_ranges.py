@@ -113,7 +113,7 @@ def test_frozen_ranges_are_neither_computed_nor_forgotten(sim):
     assert all(quantizer.frozen for quantizer in sim.quantizers.values())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("bounds", "low", "high"), [([0.0, None], 0.0, None), ([None, 0.25], None, 0.25), ([-0.5, 0.5], -0.5, 0.5)]

@@ -30,7 +30,7 @@ def test_calls_hold_the_tokens_that_count():
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_padding_leaves_no_trace_in_rounded_weights(layer):
     padded, alone, all_rows = simulation(layer), simulation(layer), simulation(layer)

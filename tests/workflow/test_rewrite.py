@@ -26,6 +26,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_rounded_weights_are_refused_also_once_they_are_not_frozen(transform) -> None:  # type: ignore[no-untyped-def]
@@ -55,6 +56,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("match", [{"path": "1"}, {"op": "batch_norm"}])
 def test_a_rule_whose_op_a_transform_removes_has_had_its_effect(match, tmp_path) -> None:  # type: ignore[no-untyped-def]

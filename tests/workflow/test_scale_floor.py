@@ -42,7 +42,7 @@ def difference_in_steps(sim, x, folder, *, optimized):
     return np.abs(got - sim.model(x).detach().numpy()).max() / step
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.pairwise(name=MODELS, config=("onnxruntime", "onnxruntime_vnni"), optimized=(False, True))
 def test_dead_channels_are_exact(name, config, optimized, tmp_path):

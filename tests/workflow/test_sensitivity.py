@@ -23,6 +23,7 @@ def ranks(values):
     return torch.tensor(values).argsort().argsort().double()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_the_order_by_gradients_is_that_of_measurement(digits, with_loss):

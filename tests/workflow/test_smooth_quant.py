@@ -67,6 +67,7 @@ def simulation_db(sim, data, reference):
         return sqnr_db(reference, sim.model(data[0]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("how", ["as written", "decomposed"])
 def test_a_gelu_of_small_ops_with_one_shared_constant(how):
@@ -164,7 +165,7 @@ def same(before, after):
 NAN = torch.full((16, WIDTH), torch.nan)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("error", "message", "data", "settings"),

@@ -7,6 +7,7 @@ from qtk.errors import ConfigError
 from qtk.workflow.transforms import TRANSFORMS, transform
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_registered_transform_rewrites_a_simulation(name):

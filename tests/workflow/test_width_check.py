@@ -80,6 +80,7 @@ def test_a_softmax_over_many_values_is_named():
     assert float(rows[0][2].rstrip("%")) > 75
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("bits", [4, 8])
 def test_of_ordinary_values_nothing_is_said(bits):

@@ -23,6 +23,7 @@ class Patches(nn.Module):
         return self.norm(torch.cat([self.token.expand(len(x), 1, 16), x], 1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime"])
 def test_a_file_with_a_float_convolution_runs_in_the_exact_mode(config, tmp_path):

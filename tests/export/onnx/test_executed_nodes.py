@@ -45,6 +45,7 @@ def test_nodes_are_those_of_the_optimized_graph(tmp_path):
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "kind", "x"), [
     (lambda: nn.LSTM(6, 5), "LSTM", torch.randn(4, 2, 6)),
@@ -61,7 +62,7 @@ def test_what_has_no_integer_kernel_says_so(make, kind, x, tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("choices", "reason"), [
     ({"activation": nothing}, "input in float (because)"),
     ({"weight": nothing, "activation": lambda site, value: activations()(site, value) if site == "x:input" else None},

@@ -80,7 +80,7 @@ class Net(nn.Module):
         return self.fc(torch.relu(self.table(x)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("config", "weight"), [
     ("onnxruntime", ("int8", "per_channel", None, False)), ("dynamic", ("int8", "per_channel", None, False)),

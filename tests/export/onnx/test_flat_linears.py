@@ -58,6 +58,7 @@ def test_every_linear_layer_becomes_one_qgemm(activation, shape, tmp_path):
         assert (difference > 0.01).mean() < 0.02
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("dynamic_shapes", "shape"), [("batch", (7, 5, 16)), ("all", (3, 9, 16))])
 def test_lengths_stay_dynamic(dynamic_shapes, shape, tmp_path):
@@ -67,6 +68,7 @@ def test_lengths_stay_dynamic(dynamic_shapes, shape, tmp_path):
     assert optimized_kinds(folder)["QGemm"] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("config", "bias"), [("default", True), ("onnxruntime", False)])
 def test_without_an_int32_bias_it_stays_a_matmul(config, bias, tmp_path):

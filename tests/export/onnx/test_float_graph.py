@@ -117,6 +117,7 @@ class OneReaderInFewBits(nn.Module):
         return self.a(x), self.b(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("before", [nn.Identity(), nn.Tanh()])
 def test_a_value_that_is_quantized_for_one_reader_alone_is_a_tensor_of_its_own(before, tmp_path):

@@ -36,7 +36,7 @@ def differing_codes(sim, x, folder, *, optimized):
 MODELS = {"last axis": lambda: nn.Softmax(-1), "first axis": lambda: nn.Softmax(0), "moved": Moved, "pooled": Pooled}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.pairwise(experts=(2, 4, 8), spread=(0.01, 0.1, 1.0), name=MODELS)
 def test_codes_are_those_of_the_simulation(experts, spread, name, tmp_path):

@@ -34,7 +34,7 @@ FLOAT_WEIGHTS = {"version": 1, "extends": "onnxruntime", "defaults": {"weight": 
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
     make, shape = MODELS[name]
@@ -49,6 +49,7 @@ def test_float_weights_are_multiplied_as_they_are(name, tmp_path):
     assert (difference > 0.01).mean() < 0.005
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_without_it_onnx_runtime_rounds_them(name, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ NETS = {
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(NETS))
 def test_a_recurrent_net_is_its_operator_with_constant_weights(name, tmp_path):
     sim = exported(First(NETS[name]()), X, tmp_path / "out")

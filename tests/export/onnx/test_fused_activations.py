@@ -35,7 +35,7 @@ FUSED = {"gelu": (nn.GELU, "Gelu"), "silu": (nn.SiLU, "QuickGelu")}
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(FUSED))
 @pytest.mark.parametrize("net", [Convolutions, Moved, Pooled])
 def test_an_activation_of_codes_is_one_operator(net, name, tmp_path):
@@ -56,6 +56,7 @@ def test_gelu_of_floats_is_one_operator(tmp_path):
     assert steps(sim, x, tmp_path / "out", optimized=False).max() < 1.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", list(FUSED))
 def test_without_it_the_activation_is_several_operators(name, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ class SqueezeExcite(nn.Module):
         return y * self.gate(self.reduce(y.mean((2, 3), keepdim=True)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("activation", [nn.Hardswish, nn.Hardsigmoid])
 def test_the_codes_of_all_inputs_are_those_of_the_simulation(activation, tmp_path):
@@ -41,6 +42,7 @@ def test_the_codes_of_all_inputs_are_those_of_the_simulation(activation, tmp_pat
     assert np.abs(got - sim.model(X).detach().numpy()).max() / scale < 1.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("gate", "kind"), [(nn.Hardsigmoid, "QLinearAdd"), (nn.Sigmoid, "QLinearSigmoid")])
 def test_squeeze_and_excite_runs_in_integers(gate, kind, tmp_path):

@@ -27,7 +27,7 @@ def config(granularity):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("opset", [19, 20, 21, 23])
 def test_symmetric_int8_loads_and_runs(opset, granularity, tmp_path):
@@ -49,7 +49,7 @@ def test_symmetric_int8_loads_and_runs(opset, granularity, tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("given", "opset", "pairs_again"), [
     (config("per_channel"), 19, False), ("default", 21, False), (config("per_channel"), 21, True),
 ])

@@ -94,7 +94,7 @@ SCORES = {
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(SCORES))
 def test_scores_with_bias_and_mask_reach_softmax_in_float(name, tmp_path):
     torch.manual_seed(0)

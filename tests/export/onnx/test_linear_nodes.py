@@ -62,7 +62,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_the_target_dynamic_runs_in_integers(name, tmp_path):
@@ -106,7 +106,7 @@ def in_blocks(block, **weight):
     return {"version": 1, "defaults": {"weight": given}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("shape", [(4, 256), (2, 5, 256)], ids=["rows", "tokens"])

@@ -11,6 +11,7 @@ from tests.export.onnx.simulated import run_onnx, simulate
 INPUTS = torch.randn(3, 64)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["second file", "one file"])
 def test_weights_lie_where_those_of_the_original_do(limit, tmp_path):

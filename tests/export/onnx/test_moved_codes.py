@@ -41,7 +41,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_product_behind_runs_in_integers(name, tmp_path):
@@ -53,7 +53,7 @@ def test_the_product_behind_runs_in_integers(name, tmp_path):
         assert steps(sim, x, folder, optimized=optimized).max() < 1.01
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["Split", "Pad", "class token", "MaxPool"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ POOLS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("length", [12, 13])
 @pytest.mark.parametrize("name", POOLS)
@@ -63,6 +64,7 @@ def test_average_pools_are_those_of_torch_in_integers_too(name, length, tmp_path
         assert steps(sim, x, tmp_path / "out", optimized=optimized).max() < 1.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("pool", "shape"), [
     (nn.AvgPool1d(3, 2, 1, ceil_mode=True), (2, 3, 12)), (nn.AvgPool3d(2, divisor_override=5), (1, 3, 6, 6, 6)),

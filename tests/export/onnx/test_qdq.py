@@ -207,7 +207,7 @@ def test_blocks_of_activations(tmp_path):
     assert nodes(tmp_path / "model.onnx", "QuantizeLinear")[0].attribute[0].name in ("axis", "block_size")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("sizes", [(2, 4), (-1, 2), (2, -1), (-1, -1), (1, -1)])
 @pytest.mark.parametrize("is_symmetric", [True, False])
@@ -220,6 +220,7 @@ def test_blocks_along_two_axes_are_stored_along_one(sizes, is_symmetric, tmp_pat
     assert scale.shape == PerBlock(sizes).qparam_shape((4, 8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_other_float_types_are_quantized_in_float32(kind, tmp_path):
@@ -346,7 +347,7 @@ def test_codes_are_packed(tmp_path):
         assert np.array_equal(onnx.numpy_helper.to_array(stored).astype(np.int64), codes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("activation", "opset", "expected"),
@@ -399,7 +400,7 @@ class ManyOutputs(nn.Module):
         }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("inputs", "names"),
@@ -615,7 +616,7 @@ def test_opsets_out_of_range(opset, linear, tmp_path):
         export(linear, torch.randn(2, 8), tmp_path / "model.onnx", opset=opset)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("weight", "activation", "reason"),
@@ -655,7 +656,7 @@ class Reshaped(nn.Module):
         return self.fc(self.conv(image).relu().reshape(-1, 4 * 36))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("opset", [19, 20, 21])
 def test_symmetric_int8_activations_load_and_run_in_every_opset(opset, tmp_path):
@@ -680,6 +681,7 @@ def test_an_op_that_onnx_lacks_is_an_export_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("limit", [0, 2**20], ids=["with data beside", "one file"])
 def test_a_graph_that_the_checker_rejects_is_not_left_behind(limit, linear, tmp_path, monkeypatch):
@@ -745,6 +747,7 @@ def test_chunks_of_a_dynamic_batch_are_exported(tmp_path):
     assert sim.verify_export(tmp_path / "out", [more], turns=0).exact.differing == 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_float8_weights_and_activations_run_as_simulated(tmp_path, name):
@@ -770,7 +773,7 @@ def test_a_float_that_onnx_does_not_know_is_refused_before_anything_is_written(t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("setting", "zero", "codes"),
@@ -837,7 +840,7 @@ def test_blocks_of_a_convolution_run_as_simulated(tmp_path):
     assert verdict.exact.differing == 0.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("target", ["default", "onnxruntime", "dynamic"])
 def test_what_is_quantized_on_edges_is_exported_as_it_is_simulated(target, tmp_path):

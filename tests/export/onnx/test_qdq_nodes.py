@@ -72,7 +72,7 @@ def test_an_input_keeps_its_own_name_and_the_site_reads_it_through_identity():
 
 
 @pytest.mark.medium
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("choice", "clips"), [
     (activations("uint8"), []), (activations("uint6"), ["Clip"]),
     (activations("int6", PerChannel(1), symmetric=True), ["Max", "Min"]),

@@ -39,7 +39,7 @@ class Layers(nn.Module):
         return torch.matmul(self.linear(self.conv(x).flatten(2).transpose(1, 2)), self.right)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("config", "names"),
@@ -89,6 +89,7 @@ def test_pairs_run_along_the_channels_of_a_convolution(tmp_path):
         assert bool(saturating_weights(tmp_path / str(saturates) / "model.onnx")) is saturates
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("linear", "shape"), [("gemm", (4, 2)), ("matmul", (4, 3, 2))])
 def test_pairs_run_along_the_inputs_of_a_linear_layer(linear, shape, tmp_path):
@@ -122,7 +123,7 @@ def transposed_convolution():
     return nn.ConvTranspose2d(3, 4, 3), torch.randn(2, 3, 6, 6), []
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("make", [stack_of_matrices, plain_rnn, transposed_convolution])
 def test_other_products(make, tmp_path):

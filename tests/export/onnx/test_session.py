@@ -26,6 +26,7 @@ def integers(tmp_path_factory):
     return sim, path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("optimized", [True, False])
 def test_a_file_of_integers_runs_as_asked(integers, optimized):

@@ -22,6 +22,7 @@ def file(tmp_path_factory):
     return sim, path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("codes", [False, True])
 def test_values_are_those_of_the_simulation(file, codes, tmp_path):

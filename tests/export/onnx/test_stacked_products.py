@@ -76,7 +76,7 @@ def assert_as_simulated(sim, path, x, *, products):
     assert all(stored[name].equals(encoding) for name, encoding in sim.encodings().items())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_scale_for_each_matrix_and_column(config, tmp_path):
@@ -87,6 +87,7 @@ def test_a_scale_for_each_matrix_and_column(config, tmp_path):
     assert_as_simulated(sim, path, x, products=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("axes", [(0, 2, 1), (2, 0, 1)], ids=["out in", "experts last"])
 def test_weights_with_their_axes_in_another_order(axes, tmp_path):
@@ -102,6 +103,7 @@ def test_what_is_read_twice(tmp_path):
     assert_as_simulated(*exported(tmp_path, ReadTwice(), x), x, products=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "dequantized"])
 def test_their_inputs_can_be_returned(codes, tmp_path):
@@ -128,6 +130,7 @@ def test_the_reference_evaluator_agrees(tmp_path):
         assert float((torch.from_numpy(got) - sim.model(x)).abs().max()) <= step * 1.001
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [
     {"activation_bits": None},

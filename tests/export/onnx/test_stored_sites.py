@@ -15,7 +15,7 @@ EXAMPLE = torch.randn(2, 8)
 
 
 @pytest.mark.medium
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "granularity", "options"),
     [
