@@ -94,13 +94,16 @@ def compare(
     modes = {quantizer: quantizer.mode for quantizer in quantizers.values()}
     simulating = False
     tokens, float_weights = ValidTokens(simulation.model, valid), FloatWeights(simulation)
+    held = {  # by the model, which has other numbers in them when the simulation runs
+        tensor.untyped_storage().data_ptr() for tensor in (*simulation.model.parameters(), *simulation.model.buffers())
+    }
 
     def record(quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(quantizer, Quantizer)
         site, rows = calls.site_of_next(quantizer), tokens.selector(quantizer)
         value = rows(output if simulating else inputs[0]).detach()
         if not simulating:
-            references[site].append(value)
+            references[site].append(value.clone() if value.untyped_storage().data_ptr() in held else value)
             if modes[quantizer] is Mode.SIMULATE:
                 with in_mode([quantizer], Mode.SIMULATE):
                     own = quantizer.forward(float_weights.rounded.get(quantizer, inputs[0]))

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -98,19 +98,17 @@ def export(
     if not names:
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
-    if opset is not None:
-        if "onnx" not in exporters:
-            raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "
-                              "opset out")
-        exporters["onnx"] = partial(_onnx, opset=opset)
+    if "onnx" in exporters:
+        exporters["onnx"] = partial(_onnx, opset=opset, run=run)
+    elif opset is not None:
+        raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "
+                          "opset out")
     check()
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
         if exporters.keys() & {"onnx", "pt2e"}:
             _warn_of_state(deployed)
-        if run and "onnx" in exporters:
-            _run(deployed, example_inputs, folder)
 
 
 def aimet_name(version: str) -> str:
@@ -217,7 +215,9 @@ def _read_back(path: Path) -> Iterator[None]:
         raise ExportError(f"{path.name} read back differs from the simulation: {error}; nothing was written") from error
 
 
-def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None) -> None:
+def _onnx(
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None, run: bool = True
+) -> None:
     try:
         # loaded here: onnx is an extra, and slow to import
         from qtk.export.onnx import float_inputs, qdq, saturation, session
@@ -249,6 +249,8 @@ def _onnx(simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *
             f"products of floats with {names[0]}{others}: ONNX Runtime by default rounds these to 8 bits in blocks; "
             f"for the numbers of the simulation open sessions with {session.FLOAT_PRODUCTS}=1", stacklevel=2,
         )
+    if run:
+        _run(calls, folder)
 
 
 def _warn_of_state(simulation: Simulation) -> None:
@@ -265,13 +267,13 @@ def _warn_of_state(simulation: Simulation) -> None:
         )
 
 
-def _run(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
+def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path) -> None:
     """Warns of what ONNX Runtime computes otherwise than the simulation, if it is installed."""
     if importlib.util.find_spec("onnxruntime") is None:
         return
     from qtk.workflow.export_run import departures  # loaded here: slow to import
 
-    for path, (graph, call) in _graph_calls(simulation.model, example_inputs).items():
+    for path, (graph, call) in calls.items():
         for line in departures(folder / onnx_name(path), graph, call):
             warnings.warn(f"{onnx_name(path)} was written, but {line}", stacklevel=2)
 

@@ -11,10 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from qtk.config.load import load_config
+from qtk.config.schema import QuantConfig
+from qtk.config.shipped import shipped_names
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import SitePlan
@@ -93,13 +97,14 @@ class SiteSamples:
 
     def unheld(self, simulation: Simulation) -> list[UnheldSite]:
         """The sites that the encodings of ``simulation`` do not hold, worst first."""
-        found = []
+        found, target = [], simulation.target
+        precise = load_config(target).precise if target in shipped_names("targets") else QuantConfig(version=1).precise
         sites = [site for site in self._values if site in simulation.plan]  # others carry a mask
         encodings = read_encodings([simulation.quantizers[site] for site in sites])
         values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
         for site, encoding, kept in zip(sites, encodings, values, strict=True):
             if isinstance(encoding, Encoding) and isinstance(encoding.spec.granularity, PerTensor):
-                one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding)
+                one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding, precise)
                 found += [] if one is None else [one]
         return sorted(found, key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
@@ -116,7 +121,9 @@ def _some(x: Tensor) -> Tensor:
     return x.reshape(-1)[::step].clone() if x.is_contiguous() else x.flatten()[::step]
 
 
-def _judged(site: Site, plan: SitePlan, values: Tensor, encoding: Encoding) -> UnheldSite | None:
+def _judged(
+    site: Site, plan: SitePlan, values: Tensor, encoding: Encoding, precise: Literal[16, "float"]
+) -> UnheldSite | None:
     spec = encoding.spec
     bits = spec.dtype.bits
     if not values.numel() or not values.any():
@@ -139,7 +146,9 @@ def _judged(site: Site, plan: SitePlan, values: Tensor, encoding: Encoding) -> U
         reason = f"{zeroed:.0%} of its values become 0{shared}"
     else:
         return None
-    return UnheldSite(site.name, sqnr_db, zeroed, codes, reason, _rule(plan.leader or site, is_merged=bool(shared)))
+    return UnheldSite(
+        site.name, sqnr_db, zeroed, codes, reason, _rule(plan.leader or site, "float" if shared else precise)
+    )
 
 
 def _constant(site: Site, value: float) -> UnheldSite:
@@ -149,9 +158,9 @@ def _constant(site: Site, value: float) -> UnheldSite:
     )
 
 
-def _rule(site: Site, *, is_merged: bool) -> str:
+def _rule(site: Site, output: Literal[16, "float"]) -> str:
     path = site.name.partition(":")[0]
-    return f"{{match: {{path: {path!r}}}, output: {'float' if is_merged else '{bits: 16}'}}}"
+    return f"{{match: {{path: {path!r}}}, output: {output if output == 'float' else f'{{bits: {output}}}'}}}"
 
 
 def warn_of_unheld(samples: SiteSamples, simulation: Simulation) -> None:

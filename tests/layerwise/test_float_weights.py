@@ -35,6 +35,7 @@ def test_compare_measures_against_the_float_model(rewritten):
     rounded = dict(sim.model.named_parameters())["0.weight"].detach()
     expected = 10 * torch.log10(weight.square().sum() / (rounded - weight).square().sum())
     assert errors["0.weight"].own_sqnr_db == pytest.approx(float(expected), abs=0.05)
+    assert errors["0.weight"].sqnr_db == pytest.approx(float(expected), abs=0.05)
     with torch.no_grad():
         simulated, in_float = sim.model(data[0]), model(data[0])
     truth = float(10 * torch.log10(in_float.square().sum() / (simulated - in_float).square().sum()))

@@ -1,6 +1,6 @@
 """Translations to ONNX in place of torch's own, which compute something else at zeros, far from them, or at borders.
 
-torch 2.15 maps ``atan2`` to −π instead of π on the negative real axis, which quantized values lie on; overflows in
+torch 2.14 maps ``atan2`` to −π instead of π on the negative real axis, which quantized values lie on; overflows in
 ``log_sigmoid`` below −88; and drops the divisor of an average pool. Windows of a pool in ceil mode that end behind the
 input are written so that ONNX Runtime's integer kernel (1.32), which divides by the whole kernel where padding counts,
 computes the same.
@@ -48,7 +48,7 @@ def _avg_pool(
     Padding that counts is written out where a window may end behind it: all elements of the padded input count then.
     """
     assert x.shape is not None
-    axes = len(kernel_size)
+    axes, rank = len(kernel_size), len(x.shape)
     steps, pads = list(stride) or list(kernel_size), list(padding) * (axes if len(padding) == 1 else 1)
     windows = [_Windows(*each) for each in zip(list(x.shape)[-axes:], kernel_size, steps, pads, strict=True)]
     is_cut = ceil_mode and any(axis.is_last_cut for axis in windows)
@@ -59,9 +59,9 @@ def _avg_pool(
             "behind the input (ceil_mode=True), and ONNX has no form of that; pad the input and leave ceil_mode out"
         )
     if is_cut and counts_padding and all(axis.may_be_written_out for axis in windows):
-        before = [0] * (len(x.shape) - axes) + pads
+        before = [0] * (rank - axes) + pads
         x, pads, counts_padding = op.Pad(x, op.Constant(value_ints=before * 2), _like(0.0, x)), [0] * axes, False
-    has_batch = len(x.shape or before) == axes + 2
+    has_batch = rank == axes + 2
     pooled = op.AveragePool(
         x if has_batch else op.Unsqueeze(x, _ints(0)), kernel_shape=list(kernel_size), strides=steps, pads=pads * 2,
         ceil_mode=int(is_cut), count_include_pad=int(counts_padding),
