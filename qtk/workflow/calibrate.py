@@ -100,10 +100,12 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
         masked |= _masked_in_example(simulation, sites, data.example)
     for site, encoding in encodings.items():
         bounds = simulation.plan[site].bounds
-        simulation.quantizers[site].load_encoding(encoding if bounds is None else bounded(encoding, bounds))
+        if bounds is not None:
+            encodings[site] = encoding = bounded(encoding, bounds)
+        simulation.quantizers[site].load_encoding(encoding)
     simulation = drop_sites(simulation, masked) if masked else simulation
     raise_scales(simulation)
-    warn_of_unheld(samples, simulation)
+    warn_of_unheld(samples, simulation, encodings)
     return simulation
 
 

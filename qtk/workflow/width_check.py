@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig
 from qtk.config.shipped import shipped_names
-from qtk.core.encoding import Encoding
+from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
@@ -29,14 +29,13 @@ from qtk.graph.site_calls import SiteCalls
 from qtk.numerics.affine import fake_quantize
 from qtk.numerics.error import decibels
 from qtk.quantizers.quantizer import Quantizer
-from qtk.quantizers.read_encodings import read_encodings
 from qtk.report.table import Column, Table
 
-SAMPLE = 1024
+SAMPLE = 256
 """Values of a site that are kept of a call."""
 
-CALLS = 32
-"""Calls of a site of which values are kept."""
+CALLS = 8
+"""First calls of a site of which values are kept; later ones if their number is a power of two."""
 
 FEWEST_CODES = 8
 """Codes that the values of a site must reach, of a width that has at least eight times as many."""
@@ -83,6 +82,7 @@ class SiteSamples:
         self._quantizers = quantizers
         self._calls = SiteCalls(simulation, quantizers)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
+        self._seen: dict[Site, int] = defaultdict(int)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -95,30 +95,35 @@ class SiteSamples:
             for handle in handles:
                 handle.remove()
 
-    def unheld(self, simulation: Simulation) -> list[UnheldSite]:
-        """The sites that the encodings of ``simulation`` do not hold, worst first."""
+    def unheld(self, simulation: Simulation, encodings: Mapping[Site, Encoding]) -> list[UnheldSite]:
+        """The sites that ``encodings``, each of a leader, do not hold, worst first."""
         found, target = [], simulation.target
         precise = load_config(target).precise if target in shipped_names("targets") else QuantConfig(version=1).precise
-        sites = [site for site in self._values if site in simulation.plan]  # others carry a mask
-        encodings = read_encodings([simulation.quantizers[site] for site in sites])
+        leaders = {site: simulation.plan[site].leader or site for site in self._values if site in simulation.plan}
+        sites = [
+            site for site, leader in leaders.items()  # others carry a mask, or have no range of their own
+            if leader in encodings and isinstance(encodings[leader].spec.granularity, PerTensor)
+        ]
+        ranges = encodings_to([encodings[leaders[site]] for site in sites], HOST)
         values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
-        for site, encoding, kept in zip(sites, encodings, values, strict=True):
-            if isinstance(encoding, Encoding) and isinstance(encoding.spec.granularity, PerTensor):
-                one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding, precise)
-                found += [] if one is None else [one]
+        for site, encoding, kept in zip(sites, ranges, values, strict=True):
+            one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding, precise)
+            found += [] if one is None else [one]
         return sorted(found, key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
     def _keep(self, quantizer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(quantizer, Quantizer)
-        kept = self._values[self._calls.site_of_next(quantizer)]
-        if len(kept) < CALLS and inputs[0].numel():
-            kept.append(_some(inputs[0].detach()))
+        site = self._calls.site_of_next(quantizer)
+        self._seen[site] += 1
+        seen = self._seen[site]
+        if inputs[0].numel() and (seen <= CALLS or seen & (seen - 1) == 0):
+            self._values[site].append(_some(inputs[0].detach()))
 
 
 def _some(x: Tensor) -> Tensor:
     """About ``SAMPLE`` values, evenly spread in memory; a step that is odd meets all channels."""
-    step = max(x.numel() // SAMPLE, 1) | 1
-    return x.reshape(-1)[::step].clone() if x.is_contiguous() else x.flatten()[::step]
+    in_memory = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))  # nothing is copied but the sample
+    return in_memory.reshape(-1)[:: max(x.numel() // SAMPLE, 1) | 1].clone()
 
 
 def _judged(
@@ -135,7 +140,7 @@ def _judged(
     noise = float((rounded - values).double().square().sum())
     sqnr_db = decibels(float(values.double().square().sum()), noise)
     zeroed = float(((rounded == 0) & (values != 0)).sum()) / max(int((values != 0).sum()), 1)
-    codes = len(set(rounded.tolist()))
+    codes = int(rounded.unique().numel())  # type: ignore[no-untyped-call]
     shared = f", as it shares a range with {plan.leader.name}" if plan.leader is not None else ""
     width = int(spec.qmax - spec.qmin) + 1
     if codes < FEWEST_CODES and width >= 8 * FEWEST_CODES and sqnr_db < ZEROED_DB:
@@ -163,9 +168,9 @@ def _rule(site: Site, output: Literal[16, "float"]) -> str:
     return f"{{match: {{path: {path!r}}}, output: {output if output == 'float' else f'{{bits: {output}}}'}}}"
 
 
-def warn_of_unheld(samples: SiteSamples, simulation: Simulation) -> None:
-    """Warns of the sites that their width does not hold, in one table."""
-    found = samples.unheld(simulation)
+def warn_of_unheld(samples: SiteSamples, simulation: Simulation, encodings: Mapping[Site, Encoding]) -> None:
+    """Warns of the sites that their width does not hold, in one table; arguments as ``SiteSamples.unheld``."""
+    found = samples.unheld(simulation, encodings)
     if not found:
         return
     rows = tuple(

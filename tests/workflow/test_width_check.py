@@ -68,6 +68,12 @@ def test_a_state_that_was_only_ever_zero_is_named():
 
 
 @pytest.mark.medium
+def test_a_state_that_is_zero_for_a_while_is_a_state_that_was_seen():
+    x, zero = torch.randn(16, 4), torch.zeros(16, 8)
+    sim = qtk.QuantSim(Stream().eval(), (x, zero), config="onnxruntime")
+    assert said(sim, [(x, zero)] * 12 + [(x, torch.randn(16, 8))] * 12) == []
+
+
 def test_a_softmax_over_many_values_is_named():
     class Attention(nn.Module):
         def forward(self, q, k):
@@ -99,8 +105,7 @@ def test_the_figures_are_those_of_the_values():
     values = torch.cat([torch.tensor([50.0]), torch.full((999,), 0.1)])
     site = next(each for each in sim.simulation.plan if each.name == "1:out")
     samples._values[site].append(values)
-    quantizer = sim.simulation.quantizers[site]
-    quantizer.load_encoding(Encoding(quantizer.spec, torch.tensor([0.5]), torch.tensor([0], dtype=torch.int32)))
-    (found,) = samples.unheld(sim.simulation)
+    encoding = Encoding(sim.plan[site].spec, torch.tensor([0.5]), torch.tensor([0], dtype=torch.int32))
+    (found,) = samples.unheld(sim.simulation, {site: encoding})
     assert (found.codes, found.zeroed) == (2, 0.999)
     assert found.sqnr_db == pytest.approx(10 * math.log10((2500 + 9.99) / 9.99), rel=1e-4)
