@@ -178,7 +178,7 @@ def test_every_type_stands_at_its_path(pair):
             assert prepared.get_submodule(path) is not module
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 def test_settings_act(pair):
     model, prepared, x = pair
@@ -404,6 +404,7 @@ def test_what_train_mode_does_otherwise_is_warned_of_once(model, match):
         sim.model.train()
 
 
+@pytest.mark.sample(3)
 def test_what_trains_alike_warns_of_nothing(pair):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -205,7 +205,7 @@ def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @every_case
 def test_at_16_bits_attention_is_near_float(name):

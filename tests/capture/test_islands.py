@@ -47,7 +47,7 @@ def test_the_islands_are_the_largest_that_can_be_captured(name):
     assert rungs[""] == prepared.report.rung == "python"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_model
 def test_the_report_gives_a_reason_and_a_share_for_every_part(name):
@@ -95,6 +95,7 @@ def test_what_the_inputs_do_not_reach_is_an_error_unless_it_is_excluded_by_name(
     assert reasons["minus.weight"] == "its module is excluded"
 
 
+@pytest.mark.sample(3)
 @every_model
 def test_keeps_names_and_tensors(name):
     model, prepared = pair(name)

@@ -39,7 +39,7 @@ def test_computes_the_same_for_other_batches_too(name):
     assert prepared.report.rung == "export"
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @every_model
 def test_keeps_names_tensors_and_flags(name):
@@ -52,7 +52,7 @@ def test_keeps_names_tensors_and_flags(name):
     assert all(buffers[key] is buffer for key, buffer in model.named_buffers())
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(6)
 @pytest.mark.medium
 @every_model
 def test_trains_the_same(name):
@@ -73,6 +73,7 @@ def test_trains_the_same(name):
     assert (difference or 0.0) < 1e-5
 
 
+@pytest.mark.sample(7)
 @every_model
 def test_modes_toggle_every_module(name):
     prepared = copy.deepcopy(pair(name)[1])

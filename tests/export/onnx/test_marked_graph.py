@@ -37,6 +37,7 @@ def markers(traced):
     return {node.attributes["site"].as_string() for node in nodes}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_a_marker_for_every_site_names_of_the_signature_and_a_batch_that_may_vary(sim):
     sites = simulated_sites(sim.model)

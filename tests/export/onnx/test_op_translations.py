@@ -53,7 +53,7 @@ POOLS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.medium
 @pytest.mark.parametrize("length", [12, 13])
 @pytest.mark.parametrize("name", POOLS)

@@ -97,6 +97,7 @@ def assert_near(found, expected, sim):
         assert difference.max() <= 1.001 * largest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_first_states_that_are_inputs(tmp_path):
     inputs = torch.randn(4, 3, I), torch.randn(2, 3, H), torch.randn(2, 3, H)
@@ -154,6 +155,7 @@ def packed():
     return sim
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 def test_packed_sequences_of_any_lengths(packed, tmp_path):
     packed.export(tmp_path / "out", formats=("onnx",))
