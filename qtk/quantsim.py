@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,13 +32,13 @@ from qtk.report.verdict import Verdict
 from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
 from qtk.workflow.analysis import Analysis
-from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.workflow.calibrate import CalibrationData
 from qtk.workflow.check import check
+from qtk.workflow.compute_encodings import compute_encodings
 from qtk.workflow.encoding_changes import EncodingChanges
 from qtk.workflow.export import export
 from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Data, Forward
-from qtk.workflow.masked_sites import masked_sites_back
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
 from qtk.workflow.store import StoredWeights, load, prepare_stored, restore, save
@@ -203,11 +202,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
         calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid)
-        with nullcontext() if only_missing or sites is not None else masked_sites_back(self):
-            to_calibrate = sites_to_calibrate(self._simulation, sites, only_missing=only_missing)
-            self._simulation = calibrate(self._simulation, to_calibrate, calibration_data)
-        if sites is None:
-            self.check()
+        compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 
     def check(self) -> None:
         """Checks that every planned quantizer is inserted, enabled, calibrated and finite.

@@ -167,7 +167,7 @@ class BitSearch:
         """Gives the simulation itself a plan, and the encodings that the copy has by it."""
         self._plan_by(config)
         replan_simulation(self._sim, config)
-        masked = self._trial.simulation.masked
+        masked = self._trial.simulation.dropped
         if found := {site: why for site, why in masked.items() if site in self._sim.plan}:
             self._sim.simulation = drop_sites(self._sim.simulation, found)
         for name, quantizer in self._sim.quantizers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from qtk.config.aimet import from_aimet, is_aimet
 from qtk.config.files import read_file
@@ -30,7 +31,7 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
     >>> load_config({"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bit": 4}}]})
     Traceback (most recent call last):
     qtk.errors.ConfigError: config: rules[0].weight.bit: unknown key; did you mean 'bits'? known: bits, block_size, \
-bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, remainder, scheme, symmetric
+bounds, dtype, dynamic, granularity, min_fill, narrow_range, range, reduced_range, remainder, scheme, symmetric
     """
     if isinstance(source, QuantConfig):
         return source
@@ -40,6 +41,15 @@ bounds, dtype, dynamic, granularity, narrow_range, range, reduced_range, remaind
         raise ConfigError(f"config must be a shipped name, a path or a mapping, got {shown(source)}; leave it out for "
                           "'default'")
     return _from_file(_path_of(Path(source)), ())
+
+
+def precise_in(target: str | None) -> Literal[16, "float"]:
+    """What a site that loses too much is left in on a target, of any name; without one, as ``QuantConfig.precise``.
+
+    >>> precise_in("onnxruntime"), precise_in(None)
+    ('float', 16)
+    """
+    return (load_config(target) if target in shipped_names("targets") else QuantConfig(version=1)).precise
 
 
 def _from_file(path: Path, above: tuple[Path, ...]) -> QuantConfig:

@@ -35,6 +35,8 @@ class TensorSetting(BaseModel):
         reduced_range: of int8 codes, use -64…64, whose products with uint8 are exact on x86 without VNNI; codes of
             other widths keep their range.
         range: fixed real range; not calibrated.
+        min_fill: the share of ``range`` that data must fill for it to be taken; where they fill less, the range is
+            calibrated within it. Left out, it is taken whatever the data.
         bounds: limits of the calibrated range, ``null`` for none: ``[0.0, null]`` keeps it at or above 0.
         scheme: how the range is found, a name or a name with settings: ``percentile(quantile=0.999)``.
     """
@@ -51,6 +53,7 @@ class TensorSetting(BaseModel):
     narrow_range: StrictBool | None = None
     reduced_range: StrictBool | None = None
     range: tuple[Real, Real] | None = None
+    min_fill: Annotated[float, Field(gt=0, le=1)] | None = None
     bounds: tuple[Real | None, Real | None] | None = None
     scheme: str | None = None
 
@@ -91,7 +94,7 @@ class TensorSetting(BaseModel):
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 changes["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
         if other.range is not None or other.bounds is not None or other.is_dynamic:
-            changes = {"range": None, "bounds": None} | changes
+            changes = {"range": None, "min_fill": None, "bounds": None} | changes
         if other.is_dynamic:
             changes = {"scheme": None} | changes | {"dynamic": True}
         elif other.dynamic is False or {"range", "bounds", "scheme"} & changes.keys():
@@ -152,6 +155,8 @@ def _check_limits(setting: TensorSetting) -> None:
     """Checks that range is ascending, bounds contain 0, and not both are set. Raises: ValueError."""
     if setting.range is not None and not setting.range[0] < setting.range[1]:
         raise ValueError(f"range {list(setting.range)} must be [low, high] with low < high")
+    if setting.min_fill is not None and setting.range is None:
+        raise ValueError(f"min_fill {setting.min_fill:g} is a share of a range; add range: [low, high]")
     if setting.bounds is None:
         return
     low, high = setting.bounds

@@ -20,6 +20,7 @@ class SitePlan:
         scheme: how the range is found; not used by dynamic quantization.
         static: the value depends on parameters alone and needs no calibration data.
         range: fixed real range (sigmoid: 0 to 1); not calibrated.
+        min_fill: the share of ``range`` that data must fill, or the range is calibrated within it; 0: always fixed.
         bounds: lower and upper limit of the calibrated range; ``None``: no limit.
         leader: the site whose quantizer, and so whose encoding, this one shares.
         factors: of an int32 bias, the sites of the input and the weight of its op: its scale is the product of theirs.
@@ -30,6 +31,7 @@ class SitePlan:
     scheme: str
     static: bool = False
     range: tuple[float, float] | None = None
+    min_fill: float = 0.0
     bounds: tuple[float | None, float | None] | None = None
     leader: Site | None = None
     factors: tuple[Site, Site] | None = None
@@ -49,7 +51,9 @@ class SitePlan:
             return f"as {self.leader}"
         if self.factors is not None:
             return " × ".join(map(str, self.factors))
-        return self.scheme if self.range is None else f"range {self.range}"
+        if self.range is None:
+            return self.scheme
+        return f"range {self.range}" + (f", {self.scheme} if filled below {self.min_fill:.0%}" if self.min_fill else "")
 
 
 @public

@@ -20,6 +20,7 @@ def plan_to_json(plan: QuantPlan) -> dict[str, object]:
                 "scheme": decided.scheme,
                 "static": decided.static,
                 "range": None if decided.range is None else list(decided.range),
+                **({} if not decided.min_fill else {"min_fill": decided.min_fill}),
                 "bounds": None if decided.bounds is None else list(decided.bounds),
                 "leader": None if decided.leader is None else _site_to_json(decided.leader),
                 **({} if decided.factors is None else {"factors": [_site_to_json(site) for site in decided.factors]}),
@@ -62,6 +63,7 @@ def _site_plan(record: object) -> tuple[Site, SitePlan]:
         return _site(site), SitePlan(
             QuantSpec.from_json(spec), scheme, static,
             range=None if known is None else (float(known[0]), float(known[1])),
+            min_fill=float(str(rest.get("min_fill", 0.0))),
             bounds=None if bounds is None else (_bound(bounds[0]), _bound(bounds[1])),
             leader=None if leader is None else _site(leader), factors=_factors(factors), reason=reason,
         )

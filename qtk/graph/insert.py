@@ -182,8 +182,8 @@ def drop_sites(simulation: Simulation, reasons: Mapping[Site, str]) -> Simulatio
     kept = {site: decided for site, decided in plan.items() if site not in dropped}
     smaller_plan = replace(plan, sites=kept, unquantized={**plan.unquantized, **dropped})
     quantizers = {site: simulation.quantizers[site] for site in kept}
-    masked = {**simulation.masked, **dropped}
-    return replace(simulation, model=model, plan=smaller_plan, quantizers=quantizers, masked=masked)
+    return replace(simulation, model=model, plan=smaller_plan, quantizers=quantizers,
+                   dropped={**simulation.dropped, **dropped})
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -21,14 +21,15 @@ class Simulation:
         model: a prepared model with its quantizers inserted.
         plan: what is quantized, and how.
         quantizers: site → its quantizer, in plan order; sites that share an encoding share the quantizer.
-        masked: the sites that calibration took out of the plan, as their values carry a mask, each with the reason.
+        dropped: the sites that calibration took out of the plan, each with the reason: values that carry a mask, and
+            large arguments of exponentials.
         target: the name of the target whose rules exported files are to keep.
     """
 
     model: nn.Module
     plan: QuantPlan
     quantizers: Mapping[Site, Quantizer]
-    masked: Mapping[Site, str] = field(default_factory=dict)
+    dropped: Mapping[Site, str] = field(default_factory=dict)
     target: str | None = None
 
 

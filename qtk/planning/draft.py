@@ -151,6 +151,7 @@ class Draft:
             decision.setting.scheme or self.scheme,
             static=static,
             range=None if known is None else (float(known[0]), float(known[1])),
+            min_fill=0.0 if known is None else decision.setting.min_fill or 0.0,
             bounds=decision.setting.bounds,
             reason=f"{why}; {decision.reason}",
         )
@@ -242,7 +243,7 @@ def is_empty(node: fx.Node) -> bool:
 
 def agrees(plan: SitePlan, wanted: SitePlan, decision: Decision) -> bool:
     """Whether a plan has what ``decision``, which makes it ``wanted``, says of it."""
-    said = [name for name in ("scheme", "range", "bounds") if name in decision.origins]
+    said = [name for name in ("scheme", "range", "min_fill", "bounds") if name in decision.origins]
     return plan.spec == wanted.spec and all(getattr(plan, name) == getattr(wanted, name) for name in said)
 
 

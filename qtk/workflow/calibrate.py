@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from qtk.calibrators.min_max import MinMax
 from qtk.calibrators.scheme import calibrator
+from qtk.config.load import precise_in
 from qtk.core.encoding import Encoding, encodings_to
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
@@ -33,12 +35,13 @@ from qtk.observers.together import Together
 from qtk.observers.weighted_histogram import WeightedHistogram
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
-from qtk.quantizers.quantizer import Mode
+from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
+from qtk.workflow.large_exponents import large_exponents
 from qtk.workflow.local_gradients import LocalGradients
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
-from qtk.workflow.width_check import SiteSamples, warn_of_unheld
+from qtk.workflow.width_check import SiteSamples
 
 AT_ONCE = 1 << 26
 """Elements of parameters on an accelerator whose ranges are searched together."""
@@ -65,12 +68,15 @@ class CalibrationData:
     valid: Valid | None = None
 
 
-def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData) -> Simulation:
+def calibrate(
+    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData
+) -> tuple[Simulation, SiteSamples]:
     """Computes the encodings of ``sites``, then loads them all at once.
 
     The model runs in float while activations are observed. A site that carried attention-mask sentinels (−inf and the
     like) cannot be quantized without unmasking: its quantizer is taken out of the model and of the plan. Where no mask
-    can be (``qtk.graph.masks``) a few such numbers are an error. Sites that are
+    can be (``qtk.graph.masks``) a few such numbers are an error. Large arguments of exponentials are taken out too,
+    where the target computes in float what loses too much. Sites that are
     quantized dynamically need no data; they are only watched for sentinels. Scales of weights are raised where an int32
     bias needs it, see ``raise_scales``. Where a process group is initialized, every
     rank observes its own data and all get the same encodings.
@@ -80,7 +86,7 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
         sites: as ``sites_to_calibrate`` selects them.
         data: what activations are observed on.
 
-    Returns: the simulation without the sites that carry a mask.
+    Returns: the simulation without the sites that are taken out; samples of what was observed.
 
     Raises: CalibrationError for NaN, infinity or sentinels that are no mask, naming the site and on the CPU the batch;
         if there is no data; or if no data reached a site. Nothing has changed then.
@@ -89,13 +95,18 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
     encodings = _on(device_of(simulation.model), encodings)
     static = {site: decided for site, decided in sites.items() if decided.static}
     encodings |= parameter_encodings(simulation.model, static, data.progress, maskable=_maskable_leaders(simulation))
-    sampled = [site for site in sites if not sites[site].static and data.valid is None]  # padding would count
-    samples = SiteSamples(simulation, {site: simulation.quantizers[site] for site in sampled})
-    with samples.listening():
-        observers = _observed_on_data(simulation, sites, data)
+    sampled = {site: simulation.quantizers[site] for site, decided in sites.items() if not decided.static}
+    samples = SiteSamples(simulation, sampled)
+    observers = _observed_on_data(simulation, sites, data, samples)
     settle(observers.values())
     masked = _masked(observers) | {site: "a constant that carries a mask" for site in static if site not in encodings}
-    encodings |= _activation_encodings({site: sites[site] for site in observers if site not in masked}, observers)
+    seen = {
+        site: sites[site] for site, observer in observers.items()
+        if site not in masked and not _is_unseen(sites[site], observer)
+    }
+    for site, encoding in _activation_encodings(seen, observers).items():
+        fixed = encodings.get(site)
+        encodings[site] = encoding if fixed is None else filled(encoding, fixed, sites[site])
     if data.batches is None and data.example is not None:
         masked |= _masked_in_example(simulation, sites, data.example)
     for site, encoding in encodings.items():
@@ -103,10 +114,10 @@ def calibrate(simulation: Simulation, sites: Mapping[Site, SitePlan], data: Cali
         if bounds is not None:
             encodings[site] = encoding = bounded(encoding, bounds)
         simulation.quantizers[site].load_encoding(encoding)
-    simulation = drop_sites(simulation, masked) if masked else simulation
+    dropped = masked | (large_exponents(simulation) if precise_in(simulation.target) == "float" else {})
+    simulation = drop_sites(simulation, dropped) if dropped else simulation
     raise_scales(simulation)
-    warn_of_unheld(samples, simulation, encodings)
-    return simulation
+    return simulation, samples
 
 
 def sites_to_calibrate(
@@ -143,6 +154,15 @@ def bounded(encoding: Encoding, bounds: tuple[float | None, float | None]) -> En
         return encoding
     low, high = low.clamp(min=lower), high.clamp(max=upper)
     return Encoding(encoding.spec, *choose_range(torch.minimum(low, high), torch.maximum(low, high), encoding.spec))
+
+
+def filled(calibrated: Encoding, fixed: Encoding, decided: SitePlan) -> Encoding:
+    """The encoding of a fixed range, or the calibrated one within it if that fills too small a share of it."""
+    assert decided.range is not None
+    low, high = decided.range
+    if bool((calibrated.maximum - calibrated.minimum >= decided.min_fill * (high - low)).any()):
+        return fixed
+    return bounded(calibrated, decided.range)
 
 
 def parameter_encodings(
@@ -210,12 +230,13 @@ def _named(site: Site) -> Iterator[None]:
 
 
 def _observed_on_data(
-    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData
+    simulation: Simulation, sites: Mapping[Site, SitePlan], data: CalibrationData, samples: SiteSamples
 ) -> Mapping[Site, Observer]:
     """The observers of the sites whose ranges depend on data, after all ranks have run their data."""
     observers = {
         site: _observer(decided) for site, decided in sites.items()
-        if not decided.static and decided.range is None and not (decided.spec.dynamic and data.batches is None)
+        if not decided.static and (decided.range is None or (decided.min_fill and data.batches is not None))
+        and not (decided.spec.dynamic and data.batches is None)
     }
     if not observers:
         return observers
@@ -231,7 +252,10 @@ def _observed_on_data(
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
         tokens = ValidTokens(simulation.model, data.valid)
-        with _observing(simulation, observers, tokens), tokens.listening(), buffers_kept(simulation.model):
+        with (
+            _observing(simulation, observers, tokens, samples), tokens.listening(), samples.followed(),
+            buffers_kept(simulation.model),
+        ):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
                     num_batches=data.num_batches, label="calibrating", progress=data.progress)
         tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})
@@ -244,6 +268,11 @@ def _maskable_leaders(simulation: Simulation) -> set[Site]:
     """The sites whose encoding serves a value that may carry a mask."""
     plan = simulation.plan
     return {plan[site].leader or site for site in maskable_sites(simulation.model) if site in plan}
+
+
+def _is_unseen(decided: SitePlan, observer: Observer) -> bool:
+    """Whether no data reached a site that has a range without them."""
+    return decided.range is not None and observer.count == 0
 
 
 def _masked_in_example(simulation: Simulation, sites: Mapping[Site, SitePlan], example: Batch) -> dict[Site, str]:
@@ -265,24 +294,25 @@ def _observer(decided: SitePlan) -> Observer:
 
 @contextmanager
 def _observing(
-    simulation: Simulation, observers: Mapping[Site, Observer], tokens: ValidTokens | None = None
+    simulation: Simulation, observers: Mapping[Site, Observer], tokens: ValidTokens | None = None,
+    samples: SiteSamples | None = None,
 ) -> Iterator[None]:
     """While the body runs, the model computes in float and ``observers`` see the values at their sites."""
     tokens = tokens or ValidTokens(simulation.model, None)
-    watched = {simulation.quantizers[site]: observer for site, observer in observers.items()}
-    gradients = LocalGradients(
-        {quantizer: each for quantizer, each in watched.items() if isinstance(each, WeightedHistogram)}, tokens
-    )
+    watched: dict[Quantizer, Any] = {simulation.quantizers[site]: observer for site, observer in observers.items()}
+    weighted = [quantizer for quantizer, each in watched.items() if isinstance(each, WeightedHistogram)]
+    seeing = watched if samples is None else samples.observers(watched)
+    gradients = LocalGradients({quantizer: seeing[quantizer] for quantizer in weighted}, tokens)
     try:
-        for quantizer, observer in watched.items():
+        for quantizer, observer in seeing.items():
             quantizer.observer = gradients.observers.get(quantizer) or tokens.observer(observer, quantizer)
         with (
-            in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(watched, Mode.OBSERVE),
+            in_mode(simulation.quantizers.values(), Mode.BYPASS), in_mode(seeing, Mode.OBSERVE),
             gradients.listening(simulation.model),
         ):
             yield
     finally:
-        for quantizer in watched:
+        for quantizer in seeing:
             quantizer.observer = None
 
 

@@ -135,7 +135,7 @@ def _encodings(simulation: Simulation, example_inputs: ExampleInputs, folder: Pa
 def _encodings_json(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:
     path, dynamic = folder / ENCODINGS_FILE, _dynamic(simulation)
     encodings = {site.name: encoding for site, encoding in _calibrated(simulation).items()}
-    masked = {site.name: reason for site, reason in simulation.masked.items()}
+    masked = {site.name: reason for site, reason in simulation.dropped.items()}
     parameters = parameter_roles(simulation)
     encodings_json.export(encodings, path, parameters=parameters, dynamic=dynamic, masked=masked,
                           target=simulation.target)

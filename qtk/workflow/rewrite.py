@@ -105,8 +105,8 @@ def _inserted(model: PreparedModel, plan: QuantPlan, before: Simulation, changed
     """
     kept = {site: before.quantizers[site] for site in _staying(before.plan, plan, changed)}
     refuse_fixed(before, [site for site in before.quantizers if site not in kept])
-    simulation = Simulation(model, plan, insert(model, plan, known=kept), before.masked, before.target)
-    if still_masked := {site: why for site, why in before.masked.items() if site in plan}:
+    simulation = Simulation(model, plan, insert(model, plan, known=kept), before.dropped, before.target)
+    if still_masked := {site: why for site, why in before.dropped.items() if site in plan}:
         simulation = drop_sites(simulation, still_masked)
     for site, quantizer in simulation.quantizers.items():
         if site not in kept:

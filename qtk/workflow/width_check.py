@@ -1,6 +1,6 @@
 """Names the activations that their width does not hold, at the end of a calibration, each with the rule to write.
 
-A sample of the values of every site is kept while the data run, of each member of a merged group on its own, and
+A sample of the values of every site is kept while they are observed, of each member of a merged group on its own, and
 quantized with the encodings that the calibration found.
 """
 
@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from qtk.config.load import load_config
-from qtk.config.schema import QuantConfig
-from qtk.config.shipped import shipped_names
-from qtk.core.encoding import Encoding, encodings_to
+from qtk.config.load import precise_in
+from qtk.core.dtypes import FloatDtype
+from qtk.core.encoding import Encoding
 from qtk.core.granularity import PerTensor
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
+from qtk.core.spec import QuantSpec
 from qtk.core.transfer import HOST, moved
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
 from qtk.numerics.affine import fake_quantize
 from qtk.numerics.error import decibels
+from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
+from qtk.quantizers.read_encodings import read_encodings
 from qtk.report.table import Column, Table
+from qtk.workflow.large_exponents import large_exponents
 
 SAMPLE = 256
 """Values of a site that are kept of a call."""
@@ -71,7 +77,7 @@ class UnheldSite:
 
 
 class SiteSamples:
-    """Keeps some values of every site that calls a quantizer, while ``listening``.
+    """Keeps some of the values that observers see, for every site that calls a quantizer.
 
     Args:
         simulation: its graphs.
@@ -79,45 +85,81 @@ class SiteSamples:
     """
 
     def __init__(self, simulation: Simulation, quantizers: Mapping[Site, Quantizer]) -> None:
-        self._quantizers = quantizers
+        self._quantizers = list(quantizers.values())
         self._calls = SiteCalls(simulation, quantizers)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Keeps values of calls in the body."""
-        handles = [quantizer.register_forward_pre_hook(self._keep) for quantizer in self._quantizers.values()]
-        try:
-            with self._calls.followed():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def followed(self) -> AbstractContextManager[None]:
+        """Calls in the body are told apart by their sites."""
+        return self._calls.followed()
 
-    def unheld(self, simulation: Simulation, encodings: Mapping[Site, Encoding]) -> list[UnheldSite]:
-        """The sites that ``encodings``, each of a leader, do not hold, worst first."""
-        found, target = [], simulation.target
-        precise = load_config(target).precise if target in shipped_names("targets") else QuantConfig(version=1).precise
-        leaders = {site: simulation.plan[site].leader or site for site in self._values if site in simulation.plan}
-        sites = [
-            site for site, leader in leaders.items()  # others carry a mask, or have no range of their own
-            if leader in encodings and isinstance(encodings[leader].spec.granularity, PerTensor)
+    def observers(self, observers: Mapping[Quantizer, Observer]) -> dict[Quantizer, Any]:
+        """The observers, which keep samples too; where a quantizer has none, one that does nothing else."""
+        others = [quantizer for quantizer in self._quantizers if quantizer not in observers]
+        return {
+            quantizer: _Sampled(partial(self._keep, quantizer), observers.get(quantizer))
+            for quantizer in (*observers, *others)
+        }
+
+    def __or__(self, later: SiteSamples) -> SiteSamples:
+        """These samples, those of ``later`` where both have some of a site."""
+        both = copy(self)
+        both._values = defaultdict(list, {**self._values, **later._values})
+        return both
+
+    def unheld(self, simulation: Simulation) -> list[UnheldSite]:
+        """The sites that their encodings do not hold, worst first."""
+        precise, samples = precise_in(simulation.target), self._by_spec(simulation)
+        exponents = large_exponents(simulation)
+        found = [
+            _judged(site, simulation.plan[site], values, encoding, precise, exponents.get(site))
+            for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
         ]
-        ranges = encodings_to([encodings[leaders[site]] for site in sites], HOST)
-        values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
-        for site, encoding, kept in zip(sites, ranges, values, strict=True):
-            one = _judged(site, simulation.plan[site], kept[kept.isfinite()], encoding, precise)
-            found += [] if one is None else [one]
-        return sorted(found, key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
+        return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
-    def _keep(self, quantizer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(quantizer, Quantizer)
+    def largest(self, site: Site) -> float:
+        """The largest absolute value that was kept of a site; 0 if none was."""
+        kept = self._values.get(site)
+        return float(torch.cat(kept).abs().nan_to_num(posinf=0.0).amax()) if kept else 0.0
+
+    def _by_spec(self, simulation: Simulation) -> dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]]:
+        """The sites whose range is known and of one tensor, with finite values of theirs, on the CPU."""
+        plan, quantizers = simulation.plan, simulation.quantizers
+        sites = [
+            site for site in self._values
+            if site in plan and isinstance(plan[site].spec.granularity, PerTensor)
+            and not isinstance(plan[site].spec.dtype, FloatDtype)
+        ]
+        encodings = read_encodings([quantizers[site] for site in sites])
+        values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
+        samples: dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]] = defaultdict(list)
+        for site, encoding, kept in zip(sites, encodings, values, strict=True):
+            if isinstance(encoding, Encoding):
+                samples[encoding.spec].append((site, kept[kept.isfinite()], encoding))
+        return samples
+
+    def _keep(self, quantizer: Quantizer, x: Tensor) -> None:
         site = self._calls.site_of_next(quantizer)
         self._seen[site] += 1
         seen = self._seen[site]
-        if inputs[0].numel() and (seen <= CALLS or seen & (seen - 1) == 0):
-            self._values[site].append(_some(inputs[0].detach()))
+        if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
+            self._values[site].append(_some(x.detach()))
+
+
+class _Sampled:
+    """What a quantizer calls in place of an observer."""
+
+    def __init__(self, keep: Callable[[Tensor], None], observer: Observer | None) -> None:
+        self._keep, self._observer = keep, observer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._observer, name)
+
+    def observe(self, x: Tensor) -> None:
+        self._keep(x)
+        if self._observer is not None:
+            self._observer.observe(x)
 
 
 def _some(x: Tensor) -> Tensor:
@@ -126,8 +168,24 @@ def _some(x: Tensor) -> Tensor:
     return in_memory.reshape(-1)[:: max(x.numel() // SAMPLE, 1) | 1].clone()
 
 
+def _in_question(
+    spec: QuantSpec, samples: Sequence[tuple[Site, Tensor, Encoding]], exponents: Container[Site]
+) -> Iterator[tuple[Site, Tensor, Encoding]]:
+    """The samples of exponents, of one value alone, or that lose enough to be named: all are rounded together."""
+    values = pad_sequence([kept for _, kept, _ in samples], batch_first=True)  # 0 is rounded to itself
+    scale = torch.stack([encoding.scale for *_, encoding in samples])
+    zeros = [encoding.zero_point for *_, encoding in samples if encoding.zero_point is not None]
+    zero_point = torch.stack(zeros) if zeros else None
+    rounded = fake_quantize(values, scale, zero_point, (1, values.shape[1]), int(spec.qmin), int(spec.qmax))
+    noise = (rounded - values).double().square().sum(1)
+    loses = noise * 10 ** (ZEROED_DB / 10) > values.double().square().sum(1)
+    for sample, is_lossy in zip(samples, loses.tolist(), strict=True):
+        if is_lossy or sample[0] in exponents or not sample[1].numel() or bool((sample[1] == sample[1][0]).all()):
+            yield sample
+
+
 def _judged(
-    site: Site, plan: SitePlan, values: Tensor, encoding: Encoding, precise: Literal[16, "float"]
+    site: Site, plan: SitePlan, values: Tensor, encoding: Encoding, precise: Literal[16, "float"], exponent: str | None,
 ) -> UnheldSite | None:
     spec = encoding.spec
     bits = spec.dtype.bits
@@ -149,6 +207,8 @@ def _judged(
         reason = f"{bits} bits leave {sqnr_db:.1f} dB{shared}"
     elif zeroed > ZEROED and sqnr_db < ZEROED_DB:
         reason = f"{zeroed:.0%} of its values become 0{shared}"
+    elif exponent is not None:
+        reason = exponent
     else:
         return None
     return UnheldSite(
@@ -168,9 +228,9 @@ def _rule(site: Site, output: Literal[16, "float"]) -> str:
     return f"{{match: {{path: {path!r}}}, output: {output if output == 'float' else f'{{bits: {output}}}'}}}"
 
 
-def warn_of_unheld(samples: SiteSamples, simulation: Simulation, encodings: Mapping[Site, Encoding]) -> None:
-    """Warns of the sites that their width does not hold, in one table; arguments as ``SiteSamples.unheld``."""
-    found = samples.unheld(simulation, encodings)
+def warn_of_unheld(samples: SiteSamples, simulation: Simulation) -> None:
+    """Warns of the sites that their width does not hold, in one table."""
+    found = samples.unheld(simulation)
     if not found:
         return
     rows = tuple(

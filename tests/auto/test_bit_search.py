@@ -115,7 +115,7 @@ def test_values_that_carry_a_mask_stay_in_float():
     data = [(batch, mask) for batch in BATCHES]
     sim = qtk.QuantSim(Scores().eval(), data[0], config={"version": 1})
     found = qtk.assign_bits(sim, data, budget={"bit_operations": 1e15}, choices=(4, 8), progress=False)
-    masked = {site.name for site in sim.simulation.masked}
+    masked = {site.name for site in sim.simulation.dropped}
     assert "mask:input" in masked
     assert not masked & {row.name for row in found.rows}
     sim.check()

@@ -25,6 +25,8 @@ def test_agreeing_bits_and_dtype_are_no_contradiction(bits):
         ({"granularity": "per_block", "block_size": 32}, {"bits": 4},
          {"granularity": "per_block", "block_size": 32, "bits": 4}),
         ({"range": (0.0, 1.0)}, {"range": (-1.0, 1.0)}, {"range": (-1.0, 1.0)}),
+        ({"range": (0.0, 1.0), "min_fill": 0.25}, {"range": (0.0, 1.0)}, {"range": (0.0, 1.0)}),
+        ({"range": (0.0, 1.0), "min_fill": 0.25}, {"bounds": (0.0, None)}, {"bounds": (0.0, None)}),
         ({"scheme": "mse"}, {}, {"scheme": "mse"}),
     ],
 )
@@ -57,6 +59,7 @@ def test_overlaying_formats_in_blocks():
         ({"granularity": "per_token", "scheme": "mse"}, "needs no scheme"),
         ({"range": (1.0, 0.0)}, "low < high"),
         ({"range": (0.0, 1.0), "bounds": (0.0, None)}, "leave one out"),
+        ({"min_fill": 0.25}, "min_fill 0.25 is a share of a range"),
     ],
 )
 def test_each_contradiction_is_refused(setting, rule):

@@ -95,7 +95,7 @@ FAULTS = (
           "if label(node, OWNER) != owner}\n    name, ordinal"),
     Fault("qtk/transforms/weight_rules.py", "added.view(shape) if per_channel else added)", "added.view(shape))"),
     Fault("qtk/workflow/calibrate.py", "slack = encoding.scale / 2", "slack = encoding.scale"),
-    Fault("qtk/workflow/masked_sites.py", "except BaseException:", "except Exception:"),
+    Fault("qtk/workflow/dropped_sites.py", "except BaseException:", "except Exception:"),
     Fault("qtk/atomic.py", "if target.is_symlink() or (target.exists() and not target.is_dir()):",
           "if target.exists() and not target.is_dir():"),
 )

@@ -41,6 +41,34 @@ def test_fixed_ranges_need_no_data_and_ignore_it():
     assert float(sim.encodings()["1:out"].maximum) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.parametrize(("peak", "expected"), [(0.6, 1.0), (0.4, 0.4)])  # shares 0.3 and 0.2 of [-1, 1]
+def test_a_fixed_range_is_calibrated_where_data_fill_less_than_a_quarter_of_it(peak, expected):
+    sim = qtk.QuantSim(nn.Tanh(), torch.zeros(2, 2))
+    sim.compute_encodings([torch.tensor([[0.0, peak]]).atanh()], progress=False)
+    assert float(sim.encodings()["tanh:out"].maximum) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_soft_cap_that_is_never_near_its_limit_keeps_its_bits():
+    class Cap(nn.Module):
+        def forward(self, x):
+            return 50 * torch.tanh(x / 50)
+
+    x = torch.linspace(-1.5, 1.5, 1001)[None]  # 3 % of [-1, 1]
+    sim = qtk.QuantSim(Cap(), x)
+    sim.compute_encodings([x], progress=False)
+    expected = 50 * torch.tanh(x.double() / 50)
+    error = (sim.model(x) - expected).square().sum() / expected.square().sum()
+    assert -10 * error.log10() > 40  # 14 dB with codes of [-1, 1]
+
+
+def test_without_data_a_fixed_range_is_taken_whatever_data_would_fill():
+    rule = {"match": {"op": "tanh"}, "output": {"bits": 8, "range": [-1.0, 1.0], "min_fill": 0.25}}
+    config = {"version": 1, "defaults": {"activation": "float"}, "rules": [rule]}
+    sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.zeros(2, 4), config=config)
+    sim.compute_encodings(None)
+    assert float(sim.encodings()["1:out"].maximum) == pytest.approx(1.0, rel=0.01)
+
+
 def test_shared_sites_observe_everything_they_share():
     class Net(nn.Module):
         def forward(self, x, y):

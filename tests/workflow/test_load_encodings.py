@@ -178,7 +178,7 @@ def test_sites_that_carried_a_mask_are_taken_out_as_they_were(tmp_path):
     mask = torch.full((4, 4), float("-inf")).triu(1)
     sim = qtk.QuantSim(Masked(), (q, q, mask))
     sim.compute_encodings([(q, q, mask)], progress=False)
-    assert sim.simulation.masked
+    assert sim.simulation.dropped
     file = exported(sim, tmp_path / "out", "encodings_json")
     again = qtk.QuantSim(Masked(), (q, q, mask))
     again.load_encodings(file)

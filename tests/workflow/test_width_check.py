@@ -106,6 +106,39 @@ def test_the_figures_are_those_of_the_values():
     site = next(each for each in sim.simulation.plan if each.name == "1:out")
     samples._values[site].append(values)
     encoding = Encoding(sim.plan[site].spec, torch.tensor([0.5]), torch.tensor([0], dtype=torch.int32))
-    (found,) = samples.unheld(sim.simulation, {site: encoding})
+    sim.simulation.quantizers[site].load_encoding(encoding)
+    (found,) = samples.unheld(sim.simulation)
     assert (found.codes, found.zeroed) == (2, 0.999)
     assert found.sqnr_db == pytest.approx(10 * math.log10((2500 + 9.99) / 9.99), rel=1e-4)
+
+
+class Decay(nn.Module):
+    def forward(self, t, x):
+        return (t[:, None] * torch.tensor([-1.0, -40.0])).exp() * x
+
+
+def test_large_arguments_of_an_exponential_are_named_where_the_target_has_no_floats():
+    t, x = torch.linspace(0, 1, 64), torch.ones(64, 2)
+    rows = said(qtk.QuantSim(Decay(), (t, x), config="qnn_htp"), [(t, x)])
+    assert {row[0]: ("only an exponential reads it" in row[4], row[5]) for row in rows if row[0] != "x:input"} == {
+        "t:input": (True, "{match: {path: 't'}, output: {bits: 16}}"),
+        "mul:out": (True, "{match: {path: 'mul'}, output: {bits: 16}}"),
+    }
+
+
+@pytest.mark.medium
+def test_padding_is_no_value_of_a_site():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.linear(x).relu()
+
+    x, mask = torch.randn(8, 16, 4), torch.ones(8, 16, dtype=torch.bool)
+    mask[:, 4:] = False
+    x[mask] = 0.0
+    sim = qtk.QuantSim(Net().eval(), (x, mask))
+    assert [row[0] for row in said(sim, [(x, mask)], valid="mask")] == ["x:input"]
+    assert said(sim, [(x, mask)]) == []

@@ -12,10 +12,10 @@ from qtk.workflow.rewrite import Rewritable
 
 
 @contextmanager
-def masked_sites_back(sim: Rewritable) -> Iterator[None]:
-    """Plans the sites again that carried a mask in an earlier calibration; an exception takes them out again."""
+def dropped_sites_back(sim: Rewritable) -> Iterator[None]:
+    """Plans the sites again that an earlier calibration dropped; an exception takes them out again."""
     before = sim.simulation
-    if not before.masked:
+    if not before.dropped:
         yield
         return
     model = sim.model
@@ -28,5 +28,5 @@ def masked_sites_back(sim: Rewritable) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        sim.simulation = drop_sites(sim.simulation, before.masked)
+        sim.simulation = drop_sites(sim.simulation, before.dropped)
         raise

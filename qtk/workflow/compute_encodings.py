@@ -1,0 +1,52 @@
+"""Computes the encodings of a simulation, plans merges of uneven operands apart, and warns of what is not held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+from qtk.config.load import precise_in
+from qtk.config.schema import Match, Rule
+from qtk.config.tensor_setting import TensorSetting
+from qtk.graph.simulation import Simulation
+from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
+from qtk.workflow.check import check
+from qtk.workflow.dropped_sites import dropped_sites_back
+from qtk.workflow.rewrite import Configurable, replan_simulation
+from qtk.workflow.uneven_merges import UnevenValues, uneven_values
+from qtk.workflow.width_check import warn_of_unheld
+
+
+def compute_encodings(
+    sim: Configurable, data: CalibrationData, *, sites: Iterable[str] | str | None, only_missing: bool
+) -> None:
+    """Computes every encoding that is not frozen, or those of ``sites``, or missing ones, as ``QuantSim`` says.
+
+    Where all are computed, from data that can be run again, merges whose operands differ too much in range get rules
+    of their own (``uneven_values``), in front of all rules, and what these change is calibrated again.
+    """
+    computes_all = sites is None and not only_missing
+    with dropped_sites_back(sim) if computes_all else nullcontext():
+        selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
+        sim.simulation, samples = calibrate(sim.simulation, selected, data)
+    rules = _rules_apart(uneven_values(samples, sim.simulation), sim.simulation) if computes_all else []
+    if (new := [rule for rule in rules if rule not in sim.config.rules]) and not isinstance(data.batches, Iterator):
+        replan_simulation(sim, sim.config.model_copy(update={"rules": (*new, *sim.config.rules)}))
+        missing = sites_to_calibrate(sim.simulation, only_missing=True)
+        sim.simulation, later = calibrate(sim.simulation, missing, data)
+        samples |= later
+    warn_of_unheld(samples, sim.simulation)
+    if sites is None:
+        check(sim.simulation)
+
+
+def _rules_apart(uneven: UnevenValues, simulation: Simulation) -> list[Rule]:
+    """The rules that give uneven values the width for what loses too much, and slices of them ranges of their own."""
+    precise = precise_in(simulation.target)
+    output = TensorSetting(bits=16) if precise == 16 else precise
+    bits = {site.name: decided.spec.dtype.bits for site, decided in simulation.plan.items()}
+    paths = [name.partition(":")[0] for name in uneven.outputs if precise == "float" or bits[name] < precise]
+    rules = [Rule(match=Match(path=(path,)), output=output, optional=True) for path in paths]
+    if precise == "float":
+        rules += [Rule(match=Match(path=(path,)), input="quantized", optional=True) for path in uneven.readers]
+    return rules

@@ -1,0 +1,118 @@
+"""Merges of uneven operands are planned apart while encodings are computed."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import qtk
+
+
+class Beside(nn.Module):
+    """Boxes of hundreds and scores of at most 1 side by side, which an integer op reads."""
+
+    def __init__(self, factor=400.0):
+        super().__init__()
+        self.boxes, self.scores, self.factor = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1), factor
+
+    def forward(self, x):
+        return torch.cat([self.boxes(x).sigmoid() * self.factor, self.scores(x).sigmoid()], 1) * 0.5
+
+
+class Parted(nn.Module):
+    """The same, parted again in front of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.boxes, self.scores = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
+        self.of_boxes, self.of_scores = nn.Conv2d(4, 4, 1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        both = torch.cat([self.boxes(x).sigmoid() * 400, self.scores(x).sigmoid()], 1).transpose(1, 2).transpose(1, 2)
+        boxes, scores = both.split([4, 6], 1)
+        return torch.cat([self.of_boxes(boxes), self.of_scores(scores)], 1)
+
+
+def computed(model, batches, **options):
+    """The simulation, and the texts of its warnings."""
+    sim = qtk.QuantSim(model, batches[0], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim.compute_encodings(batches, progress=False)
+    return sim, [str(each.message) for each in caught]
+
+
+def scores_db(sim, model, x):
+    """SQNR of the scores."""
+    expected, got = (each(x)[:, 4:].double() for each in (model.eval(), sim.model))
+    return float(10 * (expected.square().sum() / (expected - got).square().sum()).log10())
+
+
+BATCHES = list(torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "default", "qnn_htp"])
+@pytest.mark.parametrize("kind", [Beside, Parted])
+def test_operands_of_uneven_ranges_do_not_share_one(kind, target):
+    torch.manual_seed(0)
+    model = kind().eval()
+    sim, said = computed(model, BATCHES, config=target)
+    assert scores_db(sim, model, torch.randn(2, 3, 8, 8)) > 28  # 0 to 4 dB with the range of the boxes
+    assert not [text for text in said if "concat" in text]
+    plan = sim.plan
+    sim.compute_encodings(BATCHES, progress=False)
+    assert sim.plan == plan
+
+
+@pytest.mark.medium
+def test_a_convolution_of_one_part_computes_in_integers_with_the_range_of_the_part():
+    sim, _ = computed(Parted().eval(), BATCHES, config="onnxruntime")
+    assert float(sim.encodings()["of_boxes:in[0]"].maximum) > 300
+    assert float(sim.encodings()["of_scores:in[0]"].maximum) < 1.1
+
+
+def test_operands_of_about_the_same_range_share_it():
+    sim, said = computed(Beside(factor=8.0).eval(), BATCHES, config="onnxruntime")
+    assert sim.quantizers["concat:out"] is sim.quantizers["mul:out"]
+    assert said == []
+
+
+@pytest.mark.medium
+def test_what_the_config_says_of_a_merge_holds():
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8}}
+    config = {"version": 1, "extends": "onnxruntime", "rules": [rule]}
+    sim, said = computed(Beside().eval(), BATCHES, config=config)
+    assert "concat:out" in sim.quantizers
+    assert "shares a range with concat:out" in "".join(said)
+
+
+@pytest.mark.medium
+def test_data_that_can_be_run_once_are_run_once_and_the_loss_is_named():
+    sim = qtk.QuantSim(Beside().eval(), BATCHES[0], config="onnxruntime")
+    with pytest.warns(UserWarning, match="shares a range with concat:out"):
+        sim.compute_encodings(iter(BATCHES), progress=False)
+    assert "concat:out" in sim.quantizers
+
+
+@pytest.mark.medium
+def test_a_merge_that_a_convolution_reads_stays_in_codes():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.beside, self.head = Beside(), nn.Conv2d(10, 2, 1)
+
+        def forward(self, x):
+            return self.head(self.beside(x))
+
+    sim, said = computed(Head().eval(), BATCHES, config="onnxruntime")
+    assert "beside.concat:out" in sim.quantizers
+    assert "shares a range with beside.concat:out" in "".join(said)
+
+
+@pytest.mark.medium
+def test_where_the_target_has_more_bits_they_are_taken():
+    model = Beside().eval()
+    sim, _ = computed(model, BATCHES, config="qnn_htp")
+    assert sim.plan[next(site for site in sim.plan if site.name == "concat:out")].spec.dtype.bits == 16
