@@ -59,7 +59,9 @@ class Rule(Frozen):
         input: setting of what they read.
         output: setting of what they compute.
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
-            they run as one op; ``quantized``, the default, every value that they compute.
+            they run as one op; ``quantized``, the default, every value that they compute. Of recurrent nets that is
+            ``int16_state``, the sums in front of the gates and the cell state in 16 bits as in the integer LSTMs of
+            runtimes; ``int8`` gives every value the width of activations.
         optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
             what it sets.
     """
@@ -69,7 +71,7 @@ class Rule(Frozen):
     bias: BiasSetting | None = None
     input: ActivationSetting | None = None
     output: ActivationSetting | None = None
-    inside: Literal["quantized", "float"] | None = None
+    inside: Literal["quantized", "float", "int8", "int16_state"] | None = None
     optional: StrictBool = False
 
     @field_validator("weight", "bias", "input", "output")

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 
 from qtk.nn.elementwise import Add, Blend, Linear, Multiply, SumOfProducts
 
+PARTIAL_PRODUCTS = frozenset({"projection", "hidden_projection", "reset_hidden"})
+"""Names of the modules whose results are only summed, in front of gates; the first is that of ``Step``."""
+
+SUMS = frozenset({"gates", "reset_sum", "update_sum", "new_sum", "sum"})
+"""Of the modules that compute these sums."""
+
+CELL_STATES = frozenset({"cell"})
+"""Of the modules that compute a state that nothing bounds."""
+
 
 class LstmCell(nn.Module):
     """c' = f ∘ c + i ∘ g; h' = o ∘ tanh(c'), projected if there is a ``weight_hr`` (arXiv 1402.1128)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from torch import fx
@@ -15,12 +16,14 @@ from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import Role
-from qtk.graph.op_table import op_name
+from qtk.graph.op_table import RECURRENT, op_name
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
+from qtk.planning.decision import Decision
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
 from qtk.planning.patterns import PatternMatch, match_patterns
-from qtk.planning.rules import Decision, Matchable, OpDecisions, Rules, to_spec
+from qtk.planning.recurrent_profiles import DEFAULT, Profile, profiled
+from qtk.planning.rules import Matchable, OpDecisions, Rules, to_spec
 from qtk.planning.supergroups import match_supergroups
 
 TensorRole: TypeAlias = Literal["weight", "bias", "input", "output"]
@@ -65,16 +68,18 @@ class Draft:
         io: whether the graph's inputs and outputs are quantized; ``None`` for a graph inside a composite: its inputs
             are quantized outside, and no formulas are matched in it.
         float_outputs: why the graph's outputs stay in float; ``None`` if they need not.
+        profile: how the values of a recurrent cell are quantized, where the graph is inside one.
     """
 
     def __init__(
-        self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None, *, float_outputs: str | None = None
+        self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None, *, float_outputs: str | None = None,
+        profile: Profile = DEFAULT,
     ) -> None:
         self.graph = graph
         self.rules = rules
         self.scheme = scheme
         self.io = io
-        self.float_outputs = float_outputs
+        self.float_outputs, self.profile = float_outputs, profile
         self.flow = Flow(graph, is_nested=io is None)
         matches = [match for match in match_patterns(graph) if not self._is_split(match)] if io is not None else []
         self.formulas = {node: match for match in matches for node in match.nodes}
@@ -100,7 +105,16 @@ class Draft:
     def decisions(self, op: fx.Node) -> OpDecisions:
         """The settings for an op or graph input; an op of a formula is matched as the op that the formula computes."""
         members = [self.matchable(member) for member in self._members.get(op, ())]
-        return self.rules.decisions(self.matchable(op), members)
+        is_cell_state = op in self.cell_states
+        output = profiled(self.rules.activation, op, self.profile, is_cell_state=is_cell_state)
+        return self.rules.decisions(self.matchable(op), members, output=output)
+
+    @cached_property
+    def cell_states(self) -> set[fx.Node]:
+        """The values that an LSTM takes for its first cell state, where its profile gives that state more bits."""
+        lstms = [node for node in self.graph.nodes if self.flow.row(node) is RECURRENT["lstm"] and maker(node) is node]
+        calls = [node for node in lstms if self.rules.inside(self.matchable(node))[0] == DEFAULT]
+        return {self.flow.root(port.value) for call in calls for port in ports(call) if (port.arg, port.item) == (1, 1)}
 
     def matchable(self, op: fx.Node) -> Matchable:
         """The op as rules see it."""

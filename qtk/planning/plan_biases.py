@@ -15,8 +15,8 @@ from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port, edge_site, value_site
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft
-from qtk.planning.rules import Decision
 
 
 def plan_biases(draft: Draft) -> None:

@@ -35,14 +35,17 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     last = list(graphs)[-1]
     results = {last}.union(*(pair for pair in joined if last in pair))
     excluded = _excluded_reader(draft, node)
+    profile, said_by = draft.rules.inside(draft.matchable(node))
     nested = {
-        path: Draft(graph.graph, draft.rules, draft.scheme, None, float_outputs=excluded if path in results else None)
+        path: Draft(graph.graph, draft.rules, draft.scheme, None, profile=profile,
+                    float_outputs=excluded if path in results else None)
         for path, graph in graphs.items()
     }
-    rule = draft.rules.float_inside(draft.matchable(node))
-    if rule is not None:
+    if profile == "float":
         for inner in nested.values():
-            inner.floats |= {value: f"inside is float by {rule}" for value in inner.graph.nodes if _is_computed(value)}
+            inner.floats |= {
+                value: f"inside is float by {said_by}" for value in inner.graph.nodes if _is_computed(value)
+            }
         draft.nested[node] = list(nested.values())
         return
     for inner in nested.values():

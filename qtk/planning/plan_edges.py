@@ -7,8 +7,9 @@ from torch import fx
 from qtk.graph.flow import maker
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, agrees
-from qtk.planning.rules import Decision, to_spec
+from qtk.planning.rules import to_spec
 
 
 def plan_edges(draft: Draft) -> None:

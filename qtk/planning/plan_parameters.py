@@ -9,9 +9,10 @@ from qtk.core.plan import SitePlan
 from qtk.errors import SpecError
 from qtk.graph.op_row import Role
 from qtk.graph.sites import Port, edge_site, is_float, ports, value_site
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, TensorRole
 from qtk.planning.patterns import PatternMatch
-from qtk.planning.rules import Decision, to_spec
+from qtk.planning.rules import to_spec
 
 
 def plan_parameters(draft: Draft) -> None:

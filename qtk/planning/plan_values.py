@@ -8,8 +8,8 @@ from qtk.graph.flow import maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import exclusion, is_float
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
-from qtk.planning.rules import Decision
 
 
 def plan_values(draft: Draft) -> None:

@@ -17,8 +17,9 @@ from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.flow import maker
 from qtk.graph.sites import COMPOSITE, Port, edge_site, exclusion, label, ports, value_site
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, Request, TensorRole, agrees
-from qtk.planning.rules import Decision, Matchable, Rules, acts_from_members, matches, wanted
+from qtk.planning.rules import Matchable, Rules, acts_from_members, matches, wanted
 from qtk.registry import did_you_mean
 
 ROLES: tuple[TensorRole, ...] = ("weight", "bias", "input", "output")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -20,53 +20,11 @@ from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
-
-ENABLED = "enabled"
+from qtk.planning.decision import Decision
+from qtk.planning.recurrent_profiles import DEFAULT, Profile
 
 DEFAULT_BITS = 8
 """The width where neither the constructor nor the config's defaults name one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A setting, whether the tensor is quantized at all (``enabled``), and the last rule that changed either.
-
-    ``is_final``: no rule changes it, for the caller of ``QuantSim`` passed ``None`` as the width.
-    ``origins``: field of the setting, or ``enabled`` → index of the rule that set it; what no rule set is missing.
-    """
-
-    setting: TensorSetting
-    enabled: bool
-    reason: str
-    is_final: bool = False
-    origins: Mapping[str, int] = field(default_factory=dict, compare=False)
-
-    @property
-    def rules(self) -> frozenset[int]:
-        """The indices of the rules that it follows, as far as it follows them."""
-        return frozenset(index for name, index in self.origins.items() if self.enabled or name == ENABLED)
-
-    def overlaid(self, value: TensorSetting | str | None, reason: str, index: int | None = None) -> Decision:
-        """The decision overlaid by a later setting, field by field; one with a width undoes an earlier ``float``.
-
-        Args:
-            value: the setting.
-            reason: where it comes from.
-            index: of its rule, if it comes from one.
-        """
-        if self.is_final or value is None:
-            return self
-        if isinstance(value, TensorSetting):
-            setting, enabled = self.setting.overlaid(value), self.enabled or value.names_width
-            changed = {name for name, given in value if given is not None} | ({ENABLED} if value.names_width else set())
-        else:
-            setting, enabled, changed = self.setting, value == "quantized", {ENABLED}
-        origins = {
-            name: origin for name, origin in self.origins.items()
-            if name not in changed and getattr(setting, name, True) is not None
-        }
-        origins |= {} if index is None else dict.fromkeys(changed, index)
-        return Decision(setting, enabled, reason if enabled or ENABLED in changed else self.reason, origins=origins)
 
 
 @dataclass(frozen=True)
@@ -147,16 +105,19 @@ class Rules:
         """Whether anything is quantized where no rule says otherwise."""
         return self.weight.enabled or self.activation.enabled
 
-    def decisions(self, op: Matchable, members: Sequence[Matchable] = ()) -> OpDecisions:
+    def decisions(
+        self, op: Matchable, members: Sequence[Matchable] = (), *, output: Decision | None = None
+    ) -> OpDecisions:
         """The settings for an op or graph input.
 
         Args:
             op: the op or input.
+            output: the decision for its output where no rule says otherwise; ``None``: the default.
             members: the other ops of the supergroup, or spelled-out formula, that it ends: its output is theirs, so
                 rules with a path that say whether and in how many bits their output is quantized say it of its output.
         """
-        weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, self.activation
-        elsewhere, streams = self.activation, frozenset[str]()
+        weight, bias, incoming, outgoing = self.weight, self.bias, self.activation, output or self.activation
+        elsewhere, streams = outgoing, frozenset[str]()
         for index, rule in enumerate(self.config.rules):
             is_own = matches(rule, op)
             if not is_own and not (acts_from_members(rule) and any(matches(rule, member) for member in members)):
@@ -174,13 +135,13 @@ class Rules:
         stream = Stream(streams, elsewhere) if streams else None
         return OpDecisions(weight, bias, incoming, outgoing, stream)
 
-    def float_inside(self, composite: Matchable) -> str | None:
-        """The rule that keeps the values inside a composite in float; ``None`` if they are quantized."""
-        reason = None
+    def inside(self, composite: Matchable) -> tuple[Profile, str]:
+        """How the values inside a composite are quantized, and the rule that says so."""
+        profile, reason = DEFAULT, "defaults"
         for index, rule in enumerate(self.config.rules):
             if rule.inside is not None and matches(rule, composite):
-                reason = f"rules[{index}]" if rule.inside == "float" else None
-        return reason
+                profile, reason = DEFAULT if rule.inside == "quantized" else rule.inside, f"rules[{index}]"
+        return profile, reason
 
 
 def matches(rule: Rule, op: Matchable) -> bool:

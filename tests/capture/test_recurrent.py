@@ -132,11 +132,11 @@ def steps(net):
     return [f"l{layer}{direction}" for layer in range(net.num_layers) for direction in directions]
 
 
+PRODUCTS = ("projection", "cell.hidden_projection")
 SITES = {  # what is computed in a step, without the gates that are inside a product
-    nn.LSTM: ("projection", "cell.hidden_projection", "cell.gates", "cell.input_gate", "cell.cell_gate",
-              "cell.cell.addcmul", "cell.cell_tanh", "cell.hidden"),
-    nn.GRU: ("projection", "cell.hidden_projection", "cell.update_gate", "cell.new_gate", "cell.hidden"),
-    nn.RNN: ("projection", "cell.hidden_projection", "cell.hidden"),
+    nn.LSTM: ("cell.gates", "cell.input_gate", "cell.cell_gate", "cell.cell.addcmul", "cell.cell_tanh", "cell.hidden"),
+    nn.GRU: ("cell.update_gate", "cell.new_gate", "cell.hidden"),
+    nn.RNN: ("cell.hidden",),
 }
 GATES = {nn.LSTM: ("forget_gate", "output_gate"), nn.GRU: ("reset_gate",)}
 
@@ -144,11 +144,13 @@ GATES = {nn.LSTM: ("forget_gate", "output_gate"), nn.GRU: ("reset_gate",)}
 @pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", SITES)
-def test_projections_gates_hidden_and_cell_state_are_sites_of_every_step(kind):
+def test_gates_hidden_and_cell_state_are_sites_of_every_step_and_products_by_the_profile_int8(kind):
     model, prepared, x = case(kind, "without_bias")
-    sim = simulated(prepared, x)
-    for step in steps(model.rnn):
-        assert {f"rnn.{step}.{name}:out" for name in SITES[kind]} <= set(sim.encodings())
+    rule = {"match": {"op": ["lstm", "gru", "rnn"]}, "inside": "int8"}
+    for config, names in (("default", SITES[kind]), ({"version": 1, "rules": [rule]}, (*PRODUCTS, *SITES[kind]))):
+        sim = simulated(prepared, x, config=config)
+        for step in steps(model.rnn):
+            assert {f"rnn.{step}.{name}:out" for name in names} <= set(sim.encodings())
 
 
 @pytest.mark.medium
@@ -198,7 +200,7 @@ def test_cells_are_torchs_bypassed_and_near_it_at_16_bits(kind, stated):
     assert_near_float(expected, run(sim.model, inputs))
     with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
         assert same(expected, run(sim.model, inputs))
-    assert {"cell.weight_ih", "cell.weight_hh", "cell.step.projection:out", "cell.step.cell.hidden:out"} <= set(
+    assert {"cell.weight_ih", "cell.weight_hh", "cell.step.cell.hidden:out"} <= set(
         sim.encodings())
 
 

@@ -19,8 +19,9 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import OWNER, edge_site, exclusion, label
+from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, agrees, is_empty
-from qtk.planning.rules import Decision, Rules
+from qtk.planning.rules import Rules
 from qtk.quantizers.modes import in_mode
 from qtk.workflow.prepare import prepare_model
 from tests.planning.branching_net import Net, X, reasons, sim, sites

@@ -6,7 +6,8 @@ from qtk.core.granularity import PerBlock, PerChannel, PerTensor
 from qtk.core.spec import ScaleFormat
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import ConfigError, SpecError
-from qtk.planning.rules import Decision, Rules, to_spec
+from qtk.planning.decision import Decision
+from qtk.planning.rules import Rules, to_spec
 
 FULL = TensorSetting(bits=8, symmetric=True)
 

@@ -31,10 +31,13 @@ class Net(nn.Module):
         return self.net(x, states or None)[0]
 
 
-def quantized(model, *inputs):
+INT8 = {"version": 1, "extends": "default", "rules": [{"match": {"op": "lstm"}, "inside": "int8"}]}
+
+
+def quantized(model, *inputs, config="default"):
     torch.manual_seed(0)
     prepared = qtk.prepare_model(model.eval(), inputs, dynamic_shapes="all", verify=False)
-    sim = qtk.QuantSim(prepared, inputs)
+    sim = qtk.QuantSim(prepared, inputs, config=config)
     sim.compute_encodings([inputs])
     return sim
 
@@ -58,7 +61,7 @@ def optimized(path, tmp_path):
 @pytest.mark.parametrize("first", [None, 0.0])
 def test_codes_are_carried_and_the_runtime_computes_the_cell_in_integers(first, tmp_path):
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
-    sim = quantized(Net(first), x)
+    sim = quantized(Net(first), x, config=INT8)
     export(sim.model, x, path)
     assert body_of(path)[:2] == (["UINT8"] * 3, ["UINT8"] * 3)
     kinds = optimized(path, tmp_path)
@@ -73,13 +76,25 @@ def test_codes_are_carried_and_the_runtime_computes_the_cell_in_integers(first, 
 
 
 @pytest.mark.medium
+def test_a_cell_state_of_16_bits_is_carried_in_codes(tmp_path):
+    x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
+    sim = quantized(Net(), x)
+    export(sim.model, x, path)
+    assert body_of(path)[:2] == (["UINT8", "UINT16", "FLOAT"], ["UINT8", "UINT16", "UINT8"])
+    other = torch.randn(9, 3, I)
+    for runtime in (False, True):
+        (found,), (expected,) = run_onnx(path, other, optimized=runtime), run_simulation(sim.model, other)
+        assert (np.abs(found - expected) > 1e-6).mean() <= 0.02
+
+
+@pytest.mark.medium
 def test_states_off_the_grid_stay_float(tmp_path):
     """0.3 is on no grid of these states; quantizing it first would change the first time step."""
     x, path = torch.randn(5, 2, I), tmp_path / "model.onnx"
     sim = quantized(Net(0.3), x)
     export(sim.model, x, path)
     inputs, outputs, _ = body_of(path)
-    assert (inputs, outputs) == (["FLOAT", "FLOAT", "UINT8"], ["FLOAT", "FLOAT", "UINT8"])
+    assert (inputs, outputs) == (["FLOAT", "FLOAT", "FLOAT"], ["FLOAT", "FLOAT", "UINT8"])
     assert np.abs(run_onnx(path, x)[0] - run_simulation(sim.model, x)[0]).max() < 1e-6
 
 
@@ -88,7 +103,7 @@ def test_states_that_are_inputs_stay_float(tmp_path):
     given, path = (torch.randn(5, 2, I), torch.randn(1, 2, H), torch.randn(1, 2, H)), tmp_path / "model.onnx"
     sim = quantized(Net(), *given)
     export(sim.model, given, path)
-    assert body_of(path)[0] == ["FLOAT", "FLOAT", "UINT8"]
+    assert body_of(path)[0] == ["FLOAT", "FLOAT", "FLOAT"]
     assert np.abs(run_onnx(path, *given)[0] - run_simulation(sim.model, *given)[0]).max() < 1e-6
 
 
