@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
-from qtk.layerwise.candidates import choose
+from qtk.layerwise.each_matrix import choose_each
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import PresentValues
@@ -86,7 +86,7 @@ def compute_update(
                     start, weight=start.weight if present.weight is None else present.weight,
                     bias=start.bias if present.bias is None else present.bias, encoding=present.encoding,
                 )
-            winner = choose(start, methods)
+            winner = choose_each(start, methods)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
     state = winner.state

@@ -15,6 +15,7 @@ from qtk.layerwise.checkpoint import Checkpoint
 from qtk.layerwise.digest import digest
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.interrupts import uninterrupted
+from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.live_values import Offload
@@ -22,8 +23,9 @@ from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import Originals
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.report import LayerResult
-from qtk.layerwise.second_moments import RequiredStatistics
-from qtk.layerwise.walk import Inputs, LayerInput, walk
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.starved_matrices import StarvedMatrices
+from qtk.layerwise.walk import Inputs, walk
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.device import device_of
 from qtk.observers.ranks import from_first
@@ -62,6 +64,7 @@ class LayerwiseRun:
         self._present = present
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
+        self._starved = StarvedMatrices()
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
         if checkpoint_dir is not None:
@@ -118,6 +121,7 @@ class LayerwiseRun:
                 f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
                 "adaround", stacklevel=3,
             )
+        self._starved.warn()
         if self._without_holdout:
             warnings.warn(
                 f"held out no samples for {len(self._without_holdout)} layers ({self._without_holdout[0]}, …), so that "
@@ -149,6 +153,7 @@ class LayerwiseRun:
 
         if moments.held_out is not None and not moments.held_out.rows:
             self._without_holdout.append(layer.name)
+        moments = self._starved.pooled(layer.name, moments)
 
         def compute() -> LayerUpdate:
             present = self._originals.present(layer) if self._present else None

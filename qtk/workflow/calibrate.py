@@ -36,6 +36,7 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.local_gradients import LocalGradients
+from qtk.workflow.reached_matrices import matrices_counted
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 from qtk.workflow.width_check import SiteSamples, warn_of_unheld
@@ -231,7 +232,10 @@ def _observed_on_data(
                 "pass batches, or make a weight-only sim with activation_bits=None"
             )
         tokens = ValidTokens(simulation.model, data.valid)
-        with _observing(simulation, observers, tokens), tokens.listening(), buffers_kept(simulation.model):
+        with (
+            matrices_counted(simulation), _observing(simulation, observers, tokens), tokens.listening(),
+            buffers_kept(simulation.model),
+        ):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
                     num_batches=data.num_batches, label="calibrating", progress=data.progress)
         tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})

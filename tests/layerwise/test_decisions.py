@@ -1,0 +1,42 @@
+"""Ops that decide by order, against the same decision written out."""
+
+import pytest
+import torch
+from torch import fx
+
+from qtk.layerwise.decisions import decided_as, decides
+
+ATEN = torch.ops.aten
+
+
+def op(target, *args):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(target, (x, *args))
+    node.meta["val"] = target(torch.zeros(2, 4), *args)
+    return node
+
+
+@pytest.mark.parametrize("node", [
+    op(ATEN.topk.default, 2), op(ATEN.topk.default, 1, 0), op(ATEN.sort.default, 1), op(ATEN.max.dim, 1),
+    op(ATEN.min.dim, 0, True),
+], ids=lambda node: str(node.target) + str(node.args[1:]))
+def test_values_are_the_own_ones_at_the_other_ones_places(node):
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    assert decides(node)
+    result = node.target(x, *node.args[1:])
+    values, indices = decided_as(result, node, y)
+    assert indices is result[1]
+    assert values.shape == result[0].shape
+    own, _ = decided_as(result, node, x)
+    assert torch.equal(own, result[0])
+    for value in values.flatten():
+        assert value in y
+
+
+def test_indices_alone_are_taken_over():
+    node, indices = op(ATEN.argmax.default, 1), torch.tensor([1, 2])
+    assert decides(node)
+    assert decided_as(indices, node, torch.randn(2, 4)) is indices
+    assert not decides(op(ATEN.amax.default, [1]))
+    assert not decides(op(ATEN.max.default))
