@@ -78,7 +78,7 @@ class LayerwiseRun:
             ]
             if earlier:
                 settings["results of an earlier run"] = digest(earlier)
-            data = [(call.args, call.kwargs, call.valid) for call in calls]
+            data = [(call.args, call.kwargs, None if call.valid is None else call.valid.masks) for call in calls]
             self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
         required: dict[WeightedLayer, RequiredStatistics | None] = {

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.token_inputs import Unmasked
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.failed_op import failed_op
@@ -273,13 +274,18 @@ class _GraphWalk:
         tokens = self._rows.followed
         if tokens is None:
             return
-        unfollowed = []
+        unfollowed, unmasked = [], dict[str, tuple[str, ...]]()
         for layer, users in self._uses.items():
             read = [layer_input for node in users if (layer_input := self._input(layer, node)) is not None]
             lost = any(isinstance(tokens[each.value], str) or not each.is_pointwise for each in read)
-            if lost or any(node in self._nested for node in users):
+            missed = next((found.inputs for each in read if isinstance(found := tokens[each.value], Unmasked)), None)
+            if missed is not None:
+                unmasked[layer.name] = missed
+            elif lost or any(node in self._nested for node in users):
                 unfollowed.append(layer.name)
         _warn_of_unfollowed(unfollowed)
+        inputs = ", ".join(dict.fromkeys(name for each in unmasked.values() for name in each))
+        _warn_of_all_rows(f"no mask covers tokens that come from the inputs {inputs}", list(unmasked))
 
     def _readers_of(self, values: set[fx.Node]) -> list[str]:
         """The names of the layers that read one of these values."""

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtk
 from qtk.capture.calls import Call
+from qtk.capture.token_masks import TokenMasks
 from qtk.errors import CalibrationError, InternalError
 from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.walk import walk
@@ -239,13 +240,13 @@ def test_layers_that_see_all_rows_of_some_batches_are_named(monkeypatch, lengths
     sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), x)
     sim.compute_encodings([x], progress=False)
     layers = weighted_layers(sim.model, sim.plan)[0]
-    calls = [Call((x,), {}, None, valid=mask), Call((x,), {}, None, valid=mask)]
+    calls = [Call((x,), {}, None, valid=TokenMasks.of(mask)), Call((x,), {}, None, valid=TokenMasks.of(mask))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         followed = [layer_input.moments.rows for layer_input in walk(sim.model, calls, dict.fromkeys(layers, EXACT))]
     assert followed == [16, 16]
     if lengths == "mask of another length":
-        calls[1] = Call((x,), {}, None, valid=mask[:, :4])
+        calls[1] = Call((x,), {}, None, valid=TokenMasks.of(mask[:, :4]))
     else:
         monkeypatch.setattr(TokenLayout, "rows", lambda self, value, valid: None)
     with pytest.warns(UserWarning, match=r"in some batches .* the inputs of 2 layers.*: 0\.weight, 2\.weight"):
