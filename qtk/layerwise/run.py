@@ -183,8 +183,12 @@ def _result(name: str, update: tuple[LayerInput, LayerUpdate] | None) -> LayerRe
     if update is None:
         return LayerResult(name, reason="no data reached it")
     layer_input, found = update
-    output, held_out = layer_input.output, layer_input.held_out_output
+    powers, held_out_powers = layer_input.output.measured(), layer_input.held_out_output.measured()
+    if powers[0] is None and found.signals[0] > 0:  # one path: the error has no constant
+        powers = found.signals[0], found.after
+        if found.held_out is not None and found.signals[1] > 0:
+            held_out_powers = found.signals[1], found.held_out[1]
     return LayerResult(
-        name, found.before, found.after, *output.measured(), winner=found.winner, held_out=found.held_out,
-        held_out_powers=held_out.measured(),
+        name, found.before, found.after, *powers, winner=found.winner, held_out=found.held_out,
+        held_out_powers=held_out_powers,
     )

@@ -237,9 +237,9 @@ def _onnx(
         file = folder / onnx_name(path)
         rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target)
         if rounded:
-            warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which the "
-                          "file computes in float32, between casts that take time: simulate and export model.float() "
-                          "instead", stacklevel=2)
+            warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
+                          "the file computes in float32, between casts that take time: simulate and export "
+                          "model.float() instead", stacklevel=2)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]

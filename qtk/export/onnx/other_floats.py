@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from qtk.export.onnx.node_writer import NodeWriter
+from qtk.export.onnx.node_writer import NodeWriter, value_of
 
 BFLOAT16_KERNELS = frozenset((
     "Cast", "CastLike", "Compress", "Concat", "Constant", "ConstantOfShape", "DequantizeLinear", "Flatten", "Gather",
@@ -38,10 +38,10 @@ def compute_in_float32(model: ir.Model) -> tuple[str, ...]:
     Returns: the operators that computed in float64.
     """
     graph, rounded = model.graph, dict[str, None]()
-    given = [*graph.inputs, *graph.initializers.values(), *(each for node in graph.all_nodes() for each in node.outputs)]
-    if not any(value.dtype in (BFLOAT16, DOUBLE) for value in given):
+    made = [value for node in graph.all_nodes() for value in node.outputs]
+    if not any(value.dtype in (BFLOAT16, DOUBLE) for value in (*graph.inputs, *graph.initializers.values(), *made)):
         return ()
-    if any(value.dtype is None for value in given):  # inside functions that the exporter has written out
+    if any(value.dtype is None for value in made):  # inside functions that the exporter has written out
         ShapeInferencePass()(model)
     for node in list(graph.all_nodes()):
         for dtype in (BFLOAT16, DOUBLE):
@@ -69,7 +69,7 @@ def _cast_around(graph: ir.Graph, node: ir.Node, dtype: ir.DataType) -> bool:
 
 
 def _cast_back(node: ir.Node, value: ir.Value, dtype: ir.DataType) -> None:
-    cast = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[ir.Value(type=ir.TensorType(dtype), shape=value.shape)])
+    cast = ir.node("Cast", [value], {"to": int(dtype)}, outputs=[value_of(dtype, value.shape)])
     cast.name = f"{node.name}/{dtype.name.lower()}"
     assert node.graph is not None
     node.graph.insert_after(node, cast)

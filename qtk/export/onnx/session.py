@@ -38,7 +38,9 @@ FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level"
 rounds their inputs to 8 bits in blocks as well, which the simulation does not."""
 
 
-NO_BFLOAT16 = "ONNX Runtime (seen in 1.32) has few bfloat16 operators on the CPU: simulate and export model.float() instead"
+NO_BFLOAT16 = (
+    "ONNX Runtime (seen in 1.32) has few bfloat16 operators on the CPU: simulate and export model.float() instead"
+)
 """What is said of a model that is bfloat16 as a whole."""
 
 SATURATES = "u8 × s8 sums saturate on this CPU"
