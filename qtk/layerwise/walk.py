@@ -84,8 +84,8 @@ def walk(
     if inputs == "asym" and len(required) > 1:
         warnings.warn(
             "the model runs as Python around its graphs, so that the errors of all layers are measured on the float "
-            "model's inputs, and what earlier layers' rounding does to these is not corrected. Where another call makes "
-            "one graph (prepared.report has the reason; of transformers use_cache=False in the inputs), make the "
+            "model's inputs, and what earlier layers' rounding does to these is not corrected. Where another call "
+            "makes one graph (prepared.report has the reason; of transformers use_cache=False in the inputs), make the "
             "simulation with that call; inputs=\"symfp\" says that this is meant", stacklevel=3,
         )
     nested = NestedLayers(model, required, quantized=quantized[0])
