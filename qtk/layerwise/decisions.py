@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,9 +17,14 @@ INDICES = frozenset(("argsort", "argmax", "argmin"))
 
 
 def decides(node: fx.Node) -> bool:
-    """Whether an op decides by the order of its values along one axis."""
+    """Whether an op decides by the order of its values along one axis, and its indices are read.
+
+    Of a maximum that is read as a value alone each path has its own.
+    """
     name = aten_name(node.target)
-    return name in INDICES or (name in WITH_VALUES and isinstance(node.meta.get("val"), (list, tuple)))
+    if name in WITH_VALUES and isinstance(node.meta.get("val"), (list, tuple)):
+        return any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
+    return name in INDICES
 
 
 def decided_as(result: Any, node: fx.Node, x: Tensor) -> Any:

@@ -1,5 +1,7 @@
 """Ops that decide by order, against the same decision written out."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -9,11 +11,13 @@ from qtk.layerwise.decisions import decided_as, decides
 ATEN = torch.ops.aten
 
 
-def op(target, *args):
+def op(target, *args, read=1):
     graph = fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(target, (x, *args))
     node.meta["val"] = target(torch.zeros(2, 4), *args)
+    if read is not None:
+        graph.output(graph.call_function(operator.getitem, (node, read)))
     return node
 
 
@@ -35,8 +39,12 @@ def test_values_are_the_own_ones_at_the_other_ones_places(node):
 
 
 def test_indices_alone_are_taken_over():
-    node, indices = op(ATEN.argmax.default, 1), torch.tensor([1, 2])
+    node, indices = op(ATEN.argmax.default, 1, read=None), torch.tensor([1, 2])
     assert decides(node)
     assert decided_as(indices, node, torch.randn(2, 4)) is indices
-    assert not decides(op(ATEN.amax.default, [1]))
-    assert not decides(op(ATEN.max.default))
+    assert not decides(op(ATEN.amax.default, [1], read=None))
+    assert not decides(op(ATEN.max.default, read=None))
+
+
+def test_a_maximum_that_is_read_as_a_value_is_each_path_s_own():
+    assert not decides(op(ATEN.max.dim, 1, read=0))
