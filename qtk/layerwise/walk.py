@@ -216,6 +216,8 @@ class _GraphWalk:
         self._paths.run(node, values)
         if node in self._outputs and node not in self._nested and len(self._paths.quantized) > 1:
             geometry, (first, last) = self._outputs[node].layer.geometry, (values[node][0], values[node][-1])
+            if first.shape != last.shape:
+                return
             select = self._rows.rows if geometry.is_pointwise else (lambda node, value, batch: value)
             self._outputs[node].output.add(select(node, first, batch), select(node, last, batch))
             if self._holdout is not None and first.ndim > 1 and geometry.axes is None:
@@ -232,6 +234,8 @@ class _GraphWalk:
                 )
             both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
             first, last = both if both[0] is not both[1] else (None, both[1])
+            if first is not None and first.shape != last.shape:  # data decide which rows there are: no pairs
+                first = None
             if layer_input.use is not None:
                 with self._naming_reader(layer_input):
                     self._observe_matrices(layer_input, moments, values, batch, is_one=first is None)
