@@ -195,8 +195,9 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
             num_batches: stop after so many.
             progress: show a bar.
-            valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), or a
-                function from a batch to bool [samples, tokens]; ``None``: all.
+            valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a
+                list with the mask of each side of an encoder-decoder, or a function from a batch to bool [samples,
+                tokens]; ``None``: all. A mapping from masks to the names of their inputs where names do not tell.
 
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.

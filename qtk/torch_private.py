@@ -252,6 +252,11 @@ def length_hint(length: int | torch.SymInt) -> int:
     return length if isinstance(length, int) else int(str(length.node.hint))
 
 
+def has_length_hint(length: int | torch.SymInt) -> bool:
+    """Whether a length is known of the example inputs, not decided by data as those of ``nonzero``."""
+    return isinstance(length, int) or bool(length.node.has_hint())
+
+
 def is_exporting() -> bool:
     """Whether ``torch.export`` is tracing. The public ``torch.compiler.is_exporting`` of torch 2.11 is true as well
     while ``torch.compile`` compiles.

@@ -33,6 +33,7 @@ from qtk.config.schema import QuantConfig
 from qtk.errors import CalibrationError
 from qtk.graph.footprint import footprint
 from qtk.graph.insert import drop_sites
+from qtk.layerwise.float_weights import FloatWeights
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -261,7 +262,7 @@ class BitSearch:
             losses = [float(self._loss(output, batch)) for output, batch in zip(made, self._batches, strict=True)]
             return sum(losses) / len(losses)
         if self._float is None:
-            with in_mode(quantizers, Mode.BYPASS):
+            with in_mode(quantizers, Mode.BYPASS), FloatWeights(self._trial.simulation).in_place():
                 self._float = FloatOutputs(model, self._batches, self._forward)
         return self._float.error(model)
 

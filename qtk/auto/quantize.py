@@ -237,7 +237,9 @@ def _called(evaluate: Evaluate, model: nn.Module) -> object:
 
 
 def _named(valid: Valid | None) -> str:
-    return valid if isinstance(valid, str) else getattr(valid, "__qualname__", type(valid).__name__)
+    if isinstance(valid, str):
+        return valid
+    return getattr(valid, "__qualname__", type(valid).__name__) if valid is None or callable(valid) else repr(valid)
 
 
 def _sum(batches: list[Batch]) -> float:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qtk.capture.calls import Call, detached
+from qtk.capture.token_masks import TokenMasks
 from qtk.graph.graphs import entered
 
 
@@ -68,7 +69,7 @@ class Recorded(BaseException):
 
 @contextmanager
 def recording(
-    model: nn.Module, *, run: bool, valid: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] | None = None
+    model: nn.Module, *, run: bool, valid: Callable[[tuple[Any, ...], dict[str, Any]], TokenMasks | None] | None = None
 ) -> Iterator[list[Call]]:
     """Collects the calls of ``model`` made while the body runs, with copies of their tensors.
 

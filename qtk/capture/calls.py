@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qtk.capture.token_masks import TokenMasks
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import pytree
 
@@ -24,13 +25,13 @@ class Call:
         args: positional arguments.
         kwargs: keyword arguments.
         output: the value returned; ``None`` where it is not known.
-        valid: which tokens of its inputs count, bool [samples, tokens]; ``None``: all.
+        valid: which tokens of its inputs count; ``None``: all.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: object
-    valid: Tensor | None = None
+    valid: TokenMasks | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Call:
         """Clones the tensors: torch has deep copies of dense ones only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from qtk.torch_private import call_structure, pytree
@@ -29,6 +30,14 @@ def output_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
                 ordinal += 1
             nodes[unique] = value
     return nodes
+
+
+def values_of(model: fx.GraphModule, dtype: torch.dtype) -> list[str]:
+    """Names of the inputs and the outputs that are tensors of a dtype."""
+    named = [(str(node.target), node) for node in model.graph.find_nodes(op="placeholder")] + [
+        *output_nodes(model).items()
+    ]
+    return [name for name, node in named if isinstance(value := node.meta.get("val"), Tensor) and value.dtype is dtype]
 
 
 def _path_name(path: pytree.KeyPath) -> str:

@@ -20,7 +20,7 @@ from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Recurrent
 from qtk.numerics.token_layout import Count, Factor, TokenLayout
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import length_hint, schema_of
+from qtk.torch_private import has_length_hint, length_hint, schema_of
 
 Followed: TypeAlias = TokenLayout | str | None
 """The layout of a value; the op behind which its tokens could not be followed; ``None`` if it has none."""
@@ -87,6 +87,9 @@ class TokenLayouts:
             lost = next((self._lost[source] for source in node.all_input_nodes if source in self._lost), None)
             if lost is not None:
                 self._lost[node] = lost
+            return None
+        if not _is_sized(node):
+            self._lost[node] = op_name(node)
             return None
         result = _Result(node, sources)
         if result.layout is None and not result.gone:
@@ -213,6 +216,11 @@ def _keys(layout: TokenLayout) -> int:
 def _has_values(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return any(isinstance(each, Tensor) for each in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _is_sized(node: fx.Node) -> bool:
+    """Whether the lengths of a value are known, not decided by data as those of ``nonzero``."""
+    return all(map(has_length_hint, _value(node).shape))
 
 
 def _lengths(node: fx.Node) -> tuple[int, ...]:

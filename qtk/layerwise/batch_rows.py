@@ -8,13 +8,12 @@ from torch import Tensor, fx
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
-from qtk.capture.token_inputs import TokenInputs
+from qtk.capture.token_inputs import Covered, CoveredLayouts, Masked, TokenInputs
+from qtk.capture.token_masks import TokenMasks
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
-from qtk.graph.token_layouts import Followed, TokenLayouts
 from qtk.layerwise.holdout import Holdout
 from qtk.numerics.im2col import Geometry
-from qtk.numerics.token_layout import TokenLayout
 from qtk.torch_private import pytree
 
 
@@ -44,7 +43,8 @@ class BatchRows:
         masks = [call.valid for call in calls if call.valid is not None]
         if masks and self.followed is None:
             raise CalibrationError(f"valid: no input of the model begins with its axes [samples, tokens] "
-                                   f"{tuple(masks[0].shape)}; leave valid out, or give it the axes of an input")
+                                   f"{tuple(masks[0].masks[0].shape)}; leave valid out, or give it the axes of an "
+                                   "input")
         self._samples = [samples_of(call) for call in calls]
         self._axes = [self._axes_of(graph, call) for call in calls] if holdout is not None else []
         self._layouts = [
@@ -53,7 +53,7 @@ class BatchRows:
         ]
 
     @property
-    def followed(self) -> TokenLayouts | None:
+    def followed(self) -> CoveredLayouts | None:
         """Where the tokens are that count; ``None`` if none were given."""
         return next((each for each in self._tokens if each is not None), None)
 
@@ -82,17 +82,17 @@ class BatchRows:
             parts = self._holdout.split(value, batch, samples, axes=1 if kernel else value.ndim - 1)
         if valid is None:
             return parts
-        both = [self._valid_rows(node, part, mask, batch) for part, mask in
-                zip(parts, (valid[:kept], valid[kept:]), strict=True)]
+        both = [self._valid_rows(node, part, masks, batch) for part, masks in
+                zip(parts, (valid.of_samples(0, kept), valid.of_samples(kept, samples)), strict=True)]
         return both[0], both[1]
 
-    def _valid_rows(self, node: fx.Node, value: Tensor, valid: Tensor, batch: int) -> Tensor:
+    def _valid_rows(self, node: fx.Node, value: Tensor, valid: TokenMasks, batch: int) -> Tensor:
         tokens = self._tokens[batch]
-        layout: Followed = None if tokens is None else tokens[node]
-        if tokens is not None and not isinstance(layout, TokenLayout):
+        covered: Covered = None if tokens is None else tokens[node]
+        if tokens is not None and not isinstance(covered, Masked):
             return value
-        rows = layout.rows(value, valid.to(value.device)) if isinstance(layout, TokenLayout) and len(valid) else None
-        if rows is None and len(valid):
+        rows = covered.rows(value, valid) if isinstance(covered, Masked) and valid.samples else None
+        if rows is None and valid.samples:
             self.misfits.add(node)
         return value if rows is None else rows
 
@@ -100,24 +100,27 @@ class BatchRows:
         self, node: fx.Node, value: Tensor, batch: int, kept: int
     ) -> tuple[Tensor, Tensor] | None:
         layouts, axes = self._layouts[batch], self._axes[batch]
-        layout = None if layouts is None else layouts[node]
-        if not isinstance(layout, TokenLayout) or axes is None or len(layout.axes) != value.ndim:
+        covered = None if layouts is None else layouts[node]
+        if not isinstance(covered, Masked) or axes is None or len(covered.layout.axes) != value.ndim:
             return None
-        samples, tokens = axes.shape
-        first, last = (layout.samples(value, *ends, of=(samples, tokens)) for ends in ((0, kept), (kept, samples)))
+        samples, tokens = axes.masks[covered.mask].shape
+        ends = (0, kept), (kept, samples)
+        first, last = (covered.layout.samples(value, *each, of=(samples, tokens)) for each in ends)
         return None if first is None or last is None else (first, last)
 
     @staticmethod
-    def _axes_of(graph: CapturedGraph, call: Call) -> Tensor | None:
-        """A tensor whose axes are those of the samples and tokens of a call; ``None`` if no input has two axes."""
+    def _axes_of(graph: CapturedGraph, call: Call) -> TokenMasks | None:
+        """Tensors whose axes are those of the samples and tokens of a call; ``None`` if no input has two axes."""
         if call.valid is not None:
             return call.valid
         leaves = [leaf for leaf in input_leaves(graph.graph, call.args, call.kwargs) if isinstance(leaf, Tensor)]
         first = next((leaf for leaf in leaves if leaf.ndim > 1 and leaf.numel()), None)
-        return None if first is None else first.reshape(*first.shape[:2], -1)[..., 0]
+        return None if first is None else TokenMasks.of(first.reshape(*first.shape[:2], -1)[..., 0])
 
 
 def samples_of(call: Call) -> int | None:
     """How many samples a call has: the length of the first axis of the mask of tokens, else of the first input."""
-    tensors = [leaf for leaf in (call.valid, *pytree.tree_leaves((call.args, call.kwargs))) if isinstance(leaf, Tensor)]
+    if call.valid is not None:
+        return call.valid.samples
+    tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     return next((len(leaf) for leaf in tensors if leaf.ndim), None)

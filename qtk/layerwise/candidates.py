@@ -59,7 +59,7 @@ def choose(start: LayerState, methods: Sequence[LayerwiseMethod]) -> Winner:
         state = _applied(start, methods)
         before, after = state.loss or (0.0, 0.0)
         return Winner(state, _name(methods), before, after, None)
-    floor = shrinkage(start.error.gram, moments.rows)
+    floor = shrinkage(start.error.gram, moments.rows_of_groups)
     if held_out is None or not held_out.rows:
         state, own = _applied(_with_prior(start, floor), methods), _Judge(start, moments, start.error)
         return Winner(state, _name(methods), own.error(start), own.error(state), None)
@@ -102,10 +102,10 @@ def _better(
             return
 
 
-def shrinkage(gram: Tensor, rows: int) -> Tensor:
+def shrinkage(gram: Tensor, rows: int | Tensor) -> Tensor:
     """The prior that shrinks ``gram``, of ``rows`` rows, to the least expected squared error, for normal data.
 
-    Shape: ``gram`` [groups, blocks, block, block]; result [groups, blocks].
+    Shape: ``gram`` [groups, blocks, block, block]; ``rows`` one number or [groups, 1]; result [groups, blocks].
 
     >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) @ torch.tensor([[3.0, 1, 0], [0, 1, 1],
     ...     [0, 0, 1]])
@@ -116,6 +116,8 @@ def shrinkage(gram: Tensor, rows: int) -> Tensor:
     columns, power = gram.shape[-1], gram.square().sum((-2, -1))
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).square()
     numerator = (1 - 2 / columns) * power + trace
+    if isinstance(rows, Tensor):
+        rows = rows.to(gram)
     denominator = (rows + 1 - 2 / columns) * (power - trace / columns)
     intensity = (numerator / denominator.clamp(min=torch.finfo(gram.dtype).tiny)).clamp(0, 1)
     return (intensity / (1 - intensity)).nan_to_num().clamp(max=STRONGEST)

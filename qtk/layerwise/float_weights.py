@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,7 @@ class FloatWeights:
 
     def __init__(self, simulation: Simulation) -> None:
         layers, _ = weighted_layers(simulation.model, simulation.plan)
-        self._kept: list[tuple[Tensor, KeptTensor]] = []
+        self._kept: list[tuple[Quantizer, Tensor, KeptTensor]] = []
         self.rounded: dict[Quantizer, Tensor] = {}
         gone = []
         for layer in layers:
@@ -34,23 +34,35 @@ class FloatWeights:
                 gone += [layer.name] if layer.quantizer.rewrote_weight else []
                 continue
             pairs = ((layer.weight, original.weight), (layer.bias, original.bias))
-            self._kept += [(own, kept) for own, kept in pairs if own is not None and kept is not None]
+            self._kept += [(layer.quantizer, own, kept) for own, kept in pairs if own is not None and kept is not None]
             if original.weight is not None:
                 self.rounded[layer.quantizer] = layer.weight.detach().clone()
+        self.missing: str | None = None
+        """What is said of layers whose float values are not kept; ``None`` if there are none."""
         if gone:
-            warnings.warn(
+            self.missing = (
                 f"the float weights of {len(gone)} layers ({', '.join(gone[:3])}{', …' if gone[3:] else ''}) are not "
                 "kept (a simulation from a file, keep_originals=False, or changed since): their rounded weights are "
-                "taken for the float model, and their own error is not seen", stacklevel=4,
+                "taken for the float model, and their own error is not seen"
             )
+            warnings.warn(self.missing, stacklevel=4)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model has them inside, and its own again afterwards."""
-        present = [(own, own.detach().clone()) for own, _ in self._kept]
+    def in_place(
+        self, *, of: Collection[Quantizer] | None = None, but: Collection[Quantizer] = ()
+    ) -> Iterator[None]:
+        """The model has them inside, and its own again afterwards.
+
+        Args:
+            of: the weight quantizers of the layers that get them; ``None``: of all.
+            but: those of layers that keep what they have.
+        """
+        placed = [(own, kept) for quantizer, own, kept in self._kept
+                  if (of is None or quantizer in of) and quantizer not in but]
+        present = [(own, own.detach().clone()) for own, _ in placed]
         try:
             with torch.no_grad():
-                for own, kept in self._kept:
+                for own, kept in placed:
                     own.copy_(kept.load())
             yield
         finally:

@@ -43,5 +43,7 @@ def _reason_to_skip(layer: WeightedLayer, methods: Sequence[LayerwiseMethod]) ->
         return "its range is being learned; run sim.fix_ranges() first"
     if layer.bias is None and all(method.needs_bias for method in methods):
         return "it has no bias to correct"
+    if layer.uses and any(method.required_statistics(None).sample_rows for method in methods):
+        return "is a stack of matrices or moved before it is multiplied: no rows of its input are kept for such a loss"
     reasons = (method.refuses(layer.quantizer.spec) for method in methods)
     return next((reason for reason in reasons if reason is not None), None)

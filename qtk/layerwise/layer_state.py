@@ -116,18 +116,29 @@ class LayerState:
 
         The moments stay those of the whole layer.
         """
-        scale, zero_point = self.encoding.scale, self.encoding.zero_point
-        is_row = self.geometry.groups == 1 and not self.geometry.transposed and len(scale) == len(self.weight)
-        if not is_row or scale.ndim == 0 or self.encoding.spec.scale_format is not None:
+        scale, zero_point, axis = self.encoding.scale, self.encoding.zero_point, self._output_axis
+        if axis is None or scale.ndim <= axis or scale.shape[axis] != self.weight.shape[axis] \
+                or self.encoding.spec.scale_format is not None:
             return None
-        encoding = Encoding(self.encoding.spec, scale[outputs], None if zero_point is None else zero_point[outputs])
-        float_weight = self.float_weight[outputs]
+        index = (*(slice(None),) * axis, outputs)
+        encoding = Encoding(self.encoding.spec, scale[index], None if zero_point is None else zero_point[index])
+        float_weight = self.float_weight[index]
         bias, float_bias = (None if each is None else each[outputs] for each in (self.bias, self.float_bias))
         return replace(
-            self, float_weight=float_weight, weight=self.weight[outputs] if self.is_rounded else float_weight,
+            self, float_weight=float_weight, weight=self.weight[index] if self.is_rounded else float_weight,
             encoding=encoding, bias=float_bias if self.bias is self.float_bias else bias, float_bias=float_bias,
             error=self.error.select(slice(None), outputs), loss=None,
         )
+
+    @property
+    def _output_axis(self) -> int | None:
+        """The axis of the weight that alone counts outputs; ``None`` if there is no such axis."""
+        geometry = self.geometry
+        if geometry.groups > 1 or geometry.transposed:
+            return None
+        if geometry.axes is None:
+            return 0
+        return geometry.axes.outputs[0] if len(geometry.axes.outputs) == 1 else None
 
     def updated(
         self, *, weight: Tensor | None = None, encoding: Encoding | None = None, loss: tuple[float, float] | None = None

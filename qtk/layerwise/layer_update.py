@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from qtk.algorithms.output_error import OutputError, in_blocks
 from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
-from qtk.layerwise.candidates import choose
+from qtk.layerwise.each_matrix import choose_each
 from qtk.layerwise.layer_state import LayerState
 from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import PresentValues
@@ -32,6 +34,8 @@ class LayerUpdate:
         after: the same with the new values.
         held_out: the errors before and after over held-out data alone; ``None`` if there are none.
         winner: the candidate that was taken.
+        signals: sums of the squares of the float output, over all data and over held-out data, where the Gram matrices
+            say them: of layers whose statistics are of one path; NaN elsewhere.
     """
 
     encoding: Encoding
@@ -41,6 +45,7 @@ class LayerUpdate:
     after: float
     held_out: tuple[float, float] | None = None
     winner: str = ""
+    signals: tuple[float, float] = (math.nan, math.nan)
 
     def written(self, layer: WeightedLayer) -> list[Tensor]:
         """The parameters of ``layer`` that ``write`` overwrites."""
@@ -86,12 +91,24 @@ def compute_update(
                     start, weight=start.weight if present.weight is None else present.weight,
                     bias=start.bias if present.bias is None else present.bias, encoding=present.encoding,
                 )
-            winner = choose(start, methods)
+            winner = choose_each(start, methods)
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
     state = winner.state
     return LayerUpdate(
         state.encoding.to(CPU), None if state.weight is float_state.weight else state.weight.to(CPU),
         None if state.bias is float_state.bias or state.bias is None else state.bias.to(CPU),
-        winner.before, winner.after, winner.held_out, winner.name,
+        winner.before, winner.after, winner.held_out, winner.name, _signals(float_state),
     )
+
+
+def _signals(state: LayerState) -> tuple[float, float]:
+    """See ``LayerUpdate``."""
+    held_out = state.moments.held_out
+    if not state.moments.required.gram or state.moments.has_two_inputs:
+        return math.nan, math.nan
+    weight = state.to_gemm(state.float_weight)
+    parts = [moments for moments in (state.moments, held_out) if moments is not None and moments.rows]
+    grams = [moments.gram_as(state.dtype) for moments in parts]
+    sums = [float(OutputError(gram).of(in_blocks(weight, gram.shape[1])).sum(dtype=torch.float64)) for gram in grams]
+    return sum(sums), sums[1] if len(sums) > 1 else math.nan

@@ -10,7 +10,7 @@ from qtk.layerwise.bias_correction import BiasCorrection
 from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.seq_mse import SeqMse
 from qtk.registry import Registry, configured
 

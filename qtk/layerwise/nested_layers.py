@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtk.layerwise.input_taps import input_taps
+from qtk.layerwise.matrix_rows import MatrixRows
 from qtk.layerwise.path_evaluator import quantizers_in
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode
@@ -38,7 +40,7 @@ class NestedLayers:
         self._required = {layer: statistics for layer, statistics in required.items() if statistics is not None}
         self._quantized = quantized
         self._layer_of: dict[int, WeightedLayer] = {}
-        self._inputs: dict[WeightedLayer, list[Tensor]] = {}
+        self._inputs: dict[WeightedLayer, list[Tensor | MatrixRows]] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -48,7 +50,8 @@ class NestedLayers:
                 handle = layer.quantizer.register_forward_hook(self._recognize_outputs(layer))
                 stack.callback(handle.remove)
                 self._layer_of[id(layer.weight)] = layer
-            stack.enter_context(input_taps(self._module, self._collect))
+            uses = {op: use for layer in self._required for op, use in layer.uses.items()}
+            stack.enter_context(input_taps(self._module, self._collect, uses))
             yield
 
     @torch.no_grad()
@@ -57,8 +60,14 @@ class NestedLayers:
         self._inputs = {}
         with in_mode(() if self._quantized else quantizers_in(self._module), Mode.BYPASS):
             call()
-        for layer, inputs in self._inputs.items():
+        for layer, observed in self._inputs.items():
             moments = self.moments.setdefault(layer, SecondMoments(layer.geometry, self._required[layer]))
+            rows = [x for x in observed if isinstance(x, MatrixRows)]
+            inputs = [x for x in observed if isinstance(x, Tensor)]
+            if rows:
+                moments.observe_matrices(MatrixRows.joined(rows), batch=batch)
+            if not inputs:
+                continue
             holdout = moments.required.holdout
             if holdout is None:
                 for x in _joined(layer, inputs):
@@ -72,7 +81,7 @@ class NestedLayers:
             for kept, held_out in zip(*(_joined(layer, list(each)) for each in zip(*parts, strict=True)), strict=True):
                 moments.observe(kept, held_out=(held_out, None))
 
-    def _collect(self, x: Tensor, weight: Tensor) -> None:
+    def _collect(self, x: Tensor | MatrixRows, weight: Tensor, op: fx.Node | None) -> None:
         layer = self._layer_of.get(id(weight))
         if layer is not None:
             self._inputs.setdefault(layer, []).append(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -11,6 +11,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.targets import attribute, called_module
+from qtk.layerwise.decisions import decided_as, decides
 from qtk.layerwise.live_values import Values
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
@@ -22,13 +23,18 @@ class PathEvaluator:
     Parameters, quantized or not, are read anew at each use, since their layer may have been updated in between. The
     float path uses copies of the parameters before the update.
 
+    What data decide by order (top-k, sort, argmax) is decided on the first path for all, so that rows which are routed
+    by it are pairs.
+
     Args:
         graph: with quantizers inserted.
         quantized: for each path, whether quantizers act on it.
+        moved: the ops that move parameters which are updated; they run at each use.
     """
 
-    def __init__(self, graph: CapturedGraph, quantized: tuple[bool, ...]) -> None:
+    def __init__(self, graph: CapturedGraph, quantized: tuple[bool, ...], moved: Collection[fx.Node] = ()) -> None:
         self.quantized = quantized
+        self._moved = frozenset(moved)
         self.quantizers = quantizer_nodes(graph)
         self._graph = graph
         self._inner_quantizers = {
@@ -39,18 +45,34 @@ class PathEvaluator:
         self._last_reads: dict[str, tuple[Tensor, int]] = {}  # of a parameter: itself, and the index of the node
         self._float_copies: dict[str, Tensor] = {}
         for index, node in enumerate(graph.graph.nodes):
-            if node.op == "get_attr" or (node in self.quantizers and node.all_input_nodes[0] in self._parameter_nodes):
+            if node.op == "get_attr" or node in self._moved or (
+                node in self.quantizers and node.all_input_nodes[0] in self._parameter_nodes
+            ):
                 self._parameter_nodes.add(node)
             for read in node.all_input_nodes:
-                while read in self.quantizers and self.is_parameter(read):
+                while read.op != "get_attr" and self.is_parameter(read):
                     read = read.all_input_nodes[0]
                 if read.op == "get_attr":
                     name = str(read.target)
                     self._last_reads[name] = attribute(graph, name), index
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter, quantized or not."""
+        """Whether a node is a parameter, quantized or not, or moved."""
         return node in self._parameter_nodes
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose values a node needs when it runs, those that its moved parameters need among them."""
+        needed = dict.fromkeys(node.all_input_nodes)
+        for read in node.all_input_nodes:
+            if read in self._moved:
+                needed |= dict.fromkeys(self.reads(read))
+        return list(needed)
+
+    def parameter(self, node: fx.Node) -> fx.Node:
+        """The quantized parameter that a node moves; the node itself, if it moves none."""
+        while node in self._moved:
+            node = node.all_input_nodes[0]
+        return node
 
     def value(self, node: fx.Node, values: Values, path: int) -> Any:
         """The value of a node on a path: from ``values``, or read anew for a parameter."""
@@ -76,13 +98,17 @@ class PathEvaluator:
         first = self.evaluate(node, values, 0)
         if node not in self._inner_quantizers and self._reads_the_same(node, values):
             values[node] = (first,) * len(self.quantized)
+        elif decides(node):
+            others = (self.value(node.all_input_nodes[0], values, path) for path in range(1, len(self.quantized)))
+            values[node] = (first, *(decided_as(first, node, x) for x in others))
         else:
             values[node] = (first, *(self.evaluate(node, values, path) for path in range(1, len(self.quantized))))
 
     def keep_float(self, parameters: Sequence[Tensor | None]) -> None:
         """Copies those of ``parameters``, which are about to change, that the float path reads."""
         for name, (tensor, _) in self._last_reads.items():
-            if False in self.quantized and any(tensor is parameter for parameter in parameters):
+            is_kept = name in self._float_copies  # before another part of it was updated
+            if False in self.quantized and not is_kept and any(tensor is parameter for parameter in parameters):
                 self._float_copies[name] = tensor.detach().clone()
 
     def drop_float(self, begin: int) -> None:
@@ -96,6 +122,8 @@ class PathEvaluator:
         for read in node.all_input_nodes:
             if self.is_parameter(read):
                 if read in self.quantizers or str(read.target) in self._float_copies:
+                    return False
+                if read in self._moved and not self._reads_the_same(read, values):
                     return False
             elif any(value is not values[read][0] for value in values[read]):
                 return False

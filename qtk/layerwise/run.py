@@ -15,6 +15,7 @@ from qtk.layerwise.checkpoint import Checkpoint
 from qtk.layerwise.digest import digest
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.interrupts import uninterrupted
+from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.layer_state import columns_per_scale, scale_index_of
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.live_values import Offload
@@ -22,8 +23,9 @@ from qtk.layerwise.methods import LayerwiseMethod
 from qtk.layerwise.originals import Originals
 from qtk.layerwise.ranks import sum_over_ranks
 from qtk.layerwise.report import LayerResult
-from qtk.layerwise.second_moments import RequiredStatistics
-from qtk.layerwise.walk import Inputs, LayerInput, walk
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.starved_matrices import StarvedMatrices
+from qtk.layerwise.walk import Inputs, walk
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.nn.device import device_of
 from qtk.observers.ranks import from_first
@@ -62,6 +64,7 @@ class LayerwiseRun:
         self._present = present
         self._short_of_data: list[str] = []
         self._without_holdout: list[str] = []
+        self._starved = StarvedMatrices()
         self._checkpoint: Checkpoint | None = None
         self._finished: frozenset[str] = frozenset()
         if checkpoint_dir is not None:
@@ -75,7 +78,7 @@ class LayerwiseRun:
             ]
             if earlier:
                 settings["results of an earlier run"] = digest(earlier)
-            data = [(call.args, call.kwargs, call.valid) for call in calls]
+            data = [(call.args, call.kwargs, None if call.valid is None else call.valid.masks) for call in calls]
             self._checkpoint = from_first(lambda: Checkpoint(checkpoint_dir, names, settings, model, data))
             self._finished = from_first(lambda: self._checkpoint.finished if self._checkpoint else frozenset())
         required: dict[WeightedLayer, RequiredStatistics | None] = {
@@ -118,6 +121,7 @@ class LayerwiseRun:
                 f"({self._short_of_data[0]}, …), so that they fit noise: use more data, gptq with a larger damping, or "
                 "adaround", stacklevel=3,
             )
+        self._starved.warn()
         if self._without_holdout:
             warnings.warn(
                 f"held out no samples for {len(self._without_holdout)} layers ({self._without_holdout[0]}, …), so that "
@@ -149,6 +153,7 @@ class LayerwiseRun:
 
         if moments.held_out is not None and not moments.held_out.rows:
             self._without_holdout.append(layer.name)
+        moments = self._starved.pooled(layer.name, moments)
 
         def compute() -> LayerUpdate:
             present = self._originals.present(layer) if self._present else None
@@ -178,8 +183,12 @@ def _result(name: str, update: tuple[LayerInput, LayerUpdate] | None) -> LayerRe
     if update is None:
         return LayerResult(name, reason="no data reached it")
     layer_input, found = update
-    output, held_out = layer_input.output, layer_input.held_out_output
+    powers, held_out_powers = layer_input.output.measured(), layer_input.held_out_output.measured()
+    if powers[0] is None and found.signals[0] > 0:  # one path: the error has no constant
+        powers = found.signals[0], found.after
+        if found.held_out is not None and found.signals[1] > 0:
+            held_out_powers = found.signals[1], found.held_out[1]
     return LayerResult(
-        name, found.before, found.after, *output.measured(), winner=found.winner, held_out=found.held_out,
-        held_out_powers=held_out.measured(),
+        name, found.before, found.after, *powers, winner=found.winner, held_out=found.held_out,
+        held_out_powers=held_out_powers,
     )

@@ -13,61 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.holdout import Holdout
+from qtk.layerwise.gram_products import GramProducts, mirrored
+from qtk.layerwise.matrix_rows import MatrixRows
+from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.numerics.im2col import Geometry, im2col
 from qtk.observers.row_sample import RowSample
 
 NO_DATA = "no data was observed; calibrate with data that reaches this layer"
-
-PANEL = 256
-"""Columns of a Gram matrix computed together; blocks below the diagonal are copied from above it."""
 
 ELEMENTS_AT_ONCE = 1 << 24
 """Largest number of elements in im2col layout held at a time, but at least one sample."""
 
 CARRIED = 16
 """Number of batches summed in the dtype of their products before the sum is added in float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequiredStatistics:
-    """Which statistics of a layer's input to collect.
-
-    Args:
-        block: columns of X whose products are summed, a divisor of all: the diagonal blocks of the matrices. ``None``:
-            all columns.
-        difference: whether to sum D.
-        sample_rows: rows of X̂ and X to keep as they are, at most.
-        gram: whether to sum H and E; without them only means.
-        dtype: in which the products of one batch are formed.
-        holdout: the samples whose statistics are summed apart from the others; ``None``: none.
-    """
-
-    block: int | None = None
-    difference: bool = False
-    sample_rows: int = 0
-    gram: bool = True
-    dtype: torch.dtype = torch.float32
-    holdout: Holdout | None = None
-
-    @staticmethod
-    def union(each: Sequence[RequiredStatistics]) -> RequiredStatistics:
-        """Statistics that are enough for all of ``each``: over all columns if the blocks differ.
-
-        >>> RequiredStatistics.union([RequiredStatistics(4, gram=False), RequiredStatistics(4, sample_rows=9)])
-        RequiredStatistics(block=4, difference=False, sample_rows=9, gram=True, dtype=torch.float32, holdout=None)
-        """
-        blocks = {required.block for required in each}
-        return RequiredStatistics(
-            blocks.pop() if len(blocks) == 1 else None, difference=any(required.difference for required in each),
-            sample_rows=max(required.sample_rows for required in each), gram=any(required.gram for required in each),
-        )
 
 
 GRAM_OF_ALL_COLUMNS = RequiredStatistics()
@@ -100,7 +64,7 @@ class SecondMoments:
         self.rows = 0
         self._weight = None if weight is None else weight.to(required.dtype)
         self._sums: dict[str, Tensor] = {}
-        self._products: dict[str, _Products] = {}
+        self._products: dict[str, GramProducts] = {}
         self._sample = RowSample(required.sample_rows)
         self.held_out: SecondMoments | None = None
         """Statistics of the samples that are held out."""
@@ -165,12 +129,12 @@ class SecondMoments:
         gram = self._sum("gram", dtype)
         if not bool(gram.diagonal(dim1=-2, dim2=-1).isfinite().all()):  # it bounds the rest
             raise CalibrationError("the squares of a layer's input are beyond float32; scale the data down")
-        return _mirrored(gram)
+        return mirrored(gram)
 
     @property
     def difference(self) -> Tensor | None:
         """D, ``None`` where both inputs were one or it was not required. Shape: as ``gram``."""
-        return _mirrored(self._sum("difference")) if self.has_two_inputs and self.required.difference else None
+        return mirrored(self._sum("difference")) if self.has_two_inputs and self.required.difference else None
 
     @property
     def sample(self) -> tuple[Tensor, Tensor]:
@@ -189,6 +153,16 @@ class SecondMoments:
     def mean_difference(self) -> Tensor | None:
         """Mean of X - X̂ over rows, ``None`` where both inputs were one. Shape: float64 [groups, columns]."""
         return self._sum("error_sum").flatten(1) / self.rows if self.has_two_inputs else None
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Rows that each matrix of a stack has seen; ``None`` of other layers."""
+        return tuple(int(count) for count in self._sums["counts"]) if "counts" in self._sums else None
+
+    @property
+    def rows_of_groups(self) -> int | Tensor:
+        """Rows behind the Gram matrix of each group. Shape: [groups, 1], or one number for all."""
+        return self._sums["counts"][:, None] if "counts" in self._sums else self.rows
 
     @property
     def rows_of_all(self) -> int:
@@ -229,9 +203,7 @@ class SecondMoments:
         """
         if not quantized.numel() and held_out is None:
             return
-        given = (quantized, float_input, *(held_out or ()))
-        if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in given if x is not None):
-            raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
+        _check_finite(quantized, float_input, *(held_out or ()))
         if self.held_out is not None and self.required.holdout is not None:
             if held_out is None:
                 split, other = self.required.holdout.split, None
@@ -247,6 +219,62 @@ class SecondMoments:
         for piece, float_piece in zip(pieces, float_pieces, strict=True):
             self._observe(piece, float_piece)
 
+    @torch.no_grad()
+    def observe_matrices(self, quantized: MatrixRows, float_input: MatrixRows | None = None, batch: int = 0) -> None:
+        """Adds one batch of the rows of each matrix of a stack, of which the last ones of each are held out.
+
+        X counts where it meets the same matrices as X̂ row by row; elsewhere X̂ is taken for it.
+
+        Raises: CalibrationError as ``observe``.
+        """
+        if float_input is not None and not quantized.meets_as(float_input):
+            float_input = None
+        _check_finite(quantized.rows, None if float_input is None else float_input.rows)
+        if self.held_out is not None and self.required.holdout is not None:
+            quantized, rest = quantized.split(self.required.holdout, batch)
+            other = None
+            if float_input is not None:
+                float_input, other = float_input.split(self.required.holdout, batch)
+            self.held_out.observe_matrices(rest, other)
+        if not len(quantized.rows):
+            return
+        self.rows += len(quantized.rows)
+        self._add({"counts": quantized.rows.new_tensor(quantized.counts, dtype=torch.float64)})
+        pairs = zip(quantized, [None] * self.geometry.groups if float_input is None else float_input, strict=True)
+        self._observe_groups([None if not len(x) else (x, float_x) for x, float_x in pairs])
+
+    def of_matrix(self, index: int) -> SecondMoments:
+        """The statistics of one matrix of a stack, as those of a layer."""
+        sums = {name: total[index:index + 1] for name, total in self.sums.items()}
+        counts = self.counts
+        assert counts is not None
+        alone = SecondMoments.of_sums(
+            replace(self.geometry, groups=1), self.required, counts[index], sums, RowSample(0)
+        )
+        if self.held_out is not None and self.held_out.rows:
+            alone.held_out = self.held_out.of_matrix(index)
+        return alone
+
+    def pooled(self, matrices: Sequence[int]) -> SecondMoments:
+        """The statistics with those of all rows, weighed as so many rows, in place of the statistics of some matrices.
+
+        Their counts become those of all rows.
+        """
+        counts, index = self.counts, list(matrices)
+        if counts is None or not index:
+            return self
+        total = sum(counts)
+        share = self._sums["counts"][index].clamp(min=1) / total
+        sums = {}
+        for name, each in self.sums.items():
+            sums[name] = each.clone()
+            weights = share.reshape(-1, *(1 for _ in each.shape[1:]))
+            sums[name][index] = each.sum(0) * (1 if name == "counts" else weights)
+        result = SecondMoments.of_sums(self.geometry, self.required, self.rows, sums, self._sample)
+        if self.held_out is not None and self.held_out.rows:
+            result.held_out = self.held_out.pooled(matrices)
+        return result
+
     def _samples(self, x: Tensor) -> Tensor:
         """Adds the axis of samples if there is none."""
         return x if x.ndim > 1 + len(self.geometry.kernel) else x[None]
@@ -260,24 +288,50 @@ class SecondMoments:
         return torch.split(x, max(1, ELEMENTS_AT_ONCE // (x[0].numel() * geometry.kernel_positions * stretch)))
 
     def _observe(self, quantized: Tensor, float_input: Tensor | None) -> None:
-        columns = self._columns(quantized)
-        input_error = None if float_input is None else self._columns(float_input) - columns
-        self.rows += columns.shape[2]
-        self._add({"sum": columns.sum(2)} | ({} if input_error is None else {"error_sum": input_error.sum(2)}))
+        self.rows += self._observe_groups([(quantized, float_input)])
+
+    def _observe_groups(self, groups: Sequence[tuple[Tensor, Tensor | None] | None]) -> int:
+        """Adds X̂ and X of all groups together, or of the groups one by one, ``None`` for those without any.
+
+        Returns: how many rows the last one had.
+        """
+        rows, sums = 0, dict[str, list[Tensor | None]]()
+        for index, pair in enumerate(groups):
+            if pair is None:
+                for known in sums.values():
+                    known.append(None)
+                continue
+            columns = self._columns(pair[0])
+            input_error = None if pair[1] is None else self._columns(pair[1]) - columns
+            rows = columns.shape[2]
+            added = {"sum": columns.sum(2)} | ({} if input_error is None else {"error_sum": input_error.sum(2)})
+            for name, each in added.items():
+                sums.setdefault(name, [None] * index).append(each)
+            self._sample_rows(columns, input_error)
+            if self.required.gram:
+                self._multiply_all(columns, input_error, index)
+        self._add({name: _stacked(each) for name, each in sums.items()})
+        for name, products in list(self._products.items()):
+            products.batches += 1
+            if products.batches == CARRIED:
+                self._add({name: self._products.pop(name).total})
+        return rows
+
+    def _sample_rows(self, columns: Tensor, input_error: Tensor | None) -> None:
         if self.required.sample_rows:
             rows = columns.transpose(1, 2).flatten(2)
             error_rows = torch.zeros_like(rows) if input_error is None else input_error.transpose(1, 2).flatten(2)
             self._sample.add(torch.cat([rows, error_rows], -1))
-        if not self.required.gram:
-            return
-        self._multiply("gram", columns)
+
+    def _multiply_all(self, columns: Tensor, input_error: Tensor | None, group: int) -> None:
+        self._multiply("gram", group, columns)
         if input_error is not None:
             if self._weight is None:
-                self._multiply("cross", input_error, columns)
+                self._multiply("cross", group, input_error, columns)
             else:
-                self._multiply("linear", torch.bmm(input_error[:, 0], self._weight.mT)[:, None], columns)
+                self._multiply("linear", group, torch.bmm(input_error[:, 0], self._weight.mT)[:, None], columns)
             if self.required.difference:
-                self._multiply("difference", input_error)
+                self._multiply("difference", group, input_error)
 
     def merge(self, other: SecondMoments) -> None:
         """Adds the statistics of ``other``.
@@ -315,13 +369,10 @@ class SecondMoments:
             raise CalibrationError(NO_DATA)
         return self._sums[name].to(dtype)
 
-    def _multiply(self, name: str, left: Tensor, right: Tensor | None = None) -> None:
+    def _multiply(self, name: str, group: int, left: Tensor, right: Tensor | None = None) -> None:
         if name not in self._products:
-            self._products[name] = _Products(left, right)
-        products = self._products[name]
-        products.add(left, right)
-        if products.batches == CARRIED:
-            self._add({name: self._products.pop(name).total})
+            self._products[name] = GramProducts(left, right, self.geometry.groups)
+        self._products[name].add(left, right, group)
 
     def _carry(self) -> None:
         for name in list(self._products):
@@ -333,35 +384,12 @@ class SecondMoments:
             self._sums[name] = added.to(torch.float64, copy=True) if present is None else present + added.to(present)
 
 
-class _Products:
-    """A sum of products of a few batches; symmetric ones are computed only on and above the diagonal panels.
-
-    Args:
-        left: the first left factor.
-        right: the first right one, ``None`` for ``left``.
-
-    Shape: factors [groups, blocks, rows, left or right]; ``total`` [groups, blocks, left, right].
-    """
-
-    def __init__(self, left: Tensor, right: Tensor | None) -> None:
-        width = (left if right is None else right).shape[-1]
-        self.total = left.new_zeros(*left.shape[:2], left.shape[-1], width)
-        self.batches = 0
-
-    def add(self, left: Tensor, right: Tensor | None) -> None:
-        """Adds ``leftᵀ right``, or ``leftᵀ left``."""
-        self.batches += 1
-        total, left = self.total.flatten(0, 1), left.flatten(0, 1)
-        if right is not None:
-            total.baddbmm_(left.mT, right.flatten(0, 1))
-            return
-        for begin in range(0, left.shape[-1], PANEL):
-            end = begin + PANEL
-            total[:, begin:end, begin:].baddbmm_(left[..., begin:end].mT, left[..., begin:])
+def _check_finite(*inputs: Tensor | None) -> None:
+    if not all(bool(x.sum(dtype=torch.float32).isfinite()) for x in inputs if x is not None):
+        raise CalibrationError("NaN or infinity in the input of a layer; clean the data")
 
 
-def _mirrored(upper: Tensor) -> Tensor:
-    """Copies the panels above the diagonal to below it. Changes ``upper``."""
-    for begin in range(PANEL, upper.shape[-1], PANEL):
-        upper[..., begin : begin + PANEL, :begin] = upper[..., :begin, begin : begin + PANEL].mT
-    return upper
+def _stacked(sums: Sequence[Tensor | None]) -> Tensor:
+    """The sums of groups as one tensor, 0 for those that have none."""
+    known = next(each for each in sums if each is not None)
+    return torch.cat([torch.zeros_like(known) if each is None else each for each in sums])

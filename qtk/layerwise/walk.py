@@ -14,8 +14,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from qtk.capture.calls import Call, leaves_text
 from qtk.capture.inputs import input_leaves
 from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.token_inputs import Unmasked
 from qtk.errors import CalibrationError, QtkError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.failed_op import failed_op
@@ -31,10 +32,14 @@ from qtk.graph.op_table import row_of
 from qtk.graph.targets import called_module
 from qtk.layerwise.batch_rows import BatchRows, samples_of
 from qtk.layerwise.holdout import Holdout
+from qtk.layerwise.layer_input import LayerInput
 from qtk.layerwise.live_values import LiveValues, Offload, Values
+from qtk.layerwise.matrix_rows import MatrixRows
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.path_evaluator import PathEvaluator
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
+from qtk.layerwise.stack_use import StackUse
 from qtk.layerwise.weighted_layers import WeightedLayer
 from qtk.numerics.im2col import Geometry, weight_to_gemm
 from qtk.public import NOT_OURS, raised_by_us
@@ -45,41 +50,6 @@ model's for the quantized weight (asym); for both weights the float model's (sym
 
 QUANTIZED_PATHS: dict[Inputs, tuple[bool, ...]] = {"asym": (False, True), "symfp": (False,), "symqt": (True,)}
 """For every path of the walk, whether quantizers act on it."""
-
-
-@dataclass(slots=True)
-class OutputPower:
-    """Sums of the squares of a layer's float output and of its error; 0 before the walk has passed the layer."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-
-    def measured(self) -> tuple[float | None, float | None]:
-        """Signal and noise; ``None`` if the walk has measured nothing."""
-        return (self.signal, self.noise) if self.signal else (None, None)
-
-    def add(self, float_output: Tensor, simulated: Tensor) -> None:
-        reference = float_output.to(torch.float32).flatten()
-        error = reference - simulated.flatten()
-        self.signal += float(reference @ reference)
-        self.noise += float(error @ error)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerInput:
-    """The input of a layer that all batches have reached.
-
-    Args:
-        layer: the layer.
-        moments: statistics of its input; ``None`` if none were required, or no data reached it.
-        output: power of its output; stays 0 where it is not measured: with one path, and in nested layers.
-        held_out_output: the same of the samples that are held out.
-    """
-
-    layer: WeightedLayer
-    moments: SecondMoments | None
-    output: OutputPower = field(default_factory=OutputPower)
-    held_out_output: OutputPower = field(default_factory=OutputPower)
 
 
 def walk(
@@ -111,6 +81,13 @@ def walk(
         return
     if any(call.valid is not None for call in calls):
         _warn_of_unfollowed([layer.name for layer in required])
+    if inputs == "asym" and len(required) > 1:
+        warnings.warn(
+            "the model runs as Python around its graphs, so that the errors of all layers are measured on the float "
+            "model's inputs, and what earlier layers' rounding does to these is not corrected. Where another call "
+            "makes one graph (prepared.report has the reason; of transformers use_cache=False in the inputs), make the "
+            "simulation with that call; inputs=\"symfp\" says that this is meant", stacklevel=3,
+        )
     nested = NestedLayers(model, required, quantized=quantized[0])
     with nested.listening():
         for batch, call in enumerate(calls):
@@ -133,11 +110,20 @@ def _only_graph(model: torch.nn.Module, calls: Sequence[Call]) -> CapturedGraph 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A value that several layers may read with the same geometry; they share its statistics."""
+    """A value that several layers may read with the same geometry; they share its statistics.
+
+    Not those of a stack of matrices, which have the ``use`` to find the rows of each.
+    """
 
     value: fx.Node
     geometry: Geometry
     required: RequiredStatistics
+    use: StackUse | None = None
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether tokens that do not count can be left out."""
+        return self.geometry.is_pointwise and (self.use is None or not self.use.is_routed)
 
 
 class _GraphWalk:
@@ -157,7 +143,8 @@ class _GraphWalk:
         self._calls = calls
         self._rows = BatchRows(graph, calls, holdout)
         self._required = required
-        self._paths = PathEvaluator(graph, quantized)
+        moved = {move for layer in required for move in layer.moves}
+        self._paths = PathEvaluator(graph, quantized, moved)
         self._live = LiveValues(offload)
         self._nodes: list[fx.Node] = list(graph.graph.nodes)
         self._index = {node: index for index, node in enumerate(self._nodes)}
@@ -194,7 +181,7 @@ class _GraphWalk:
                 begin = self._index[stop]
                 self._paths.drop_float(begin)
                 for layer in stops[stop]:
-                    self._paths.keep_float((layer.weight, layer.bias))
+                    self._paths.keep_float((layer.parameter, layer.bias))
                     layer_input = LayerInput(layer, self._collected(layer))
                     self._outputs[stop] = replace(layer_input, moments=None)
                     yield layer_input
@@ -229,9 +216,11 @@ class _GraphWalk:
         self._paths.run(node, values)
         if node in self._outputs and node not in self._nested and len(self._paths.quantized) > 1:
             geometry, (first, last) = self._outputs[node].layer.geometry, (values[node][0], values[node][-1])
+            if first.shape != last.shape:
+                return
             select = self._rows.rows if geometry.is_pointwise else (lambda node, value, batch: value)
             self._outputs[node].output.add(select(node, first, batch), select(node, last, batch))
-            if self._holdout is not None and first.ndim > 1:
+            if self._holdout is not None and first.ndim > 1 and geometry.axes is None:
                 held_out = (self._rows.split(node, value, batch, geometry)[1] for value in (first, last))
                 self._outputs[node].held_out_output.add(*held_out)
 
@@ -245,6 +234,12 @@ class _GraphWalk:
                 )
             both = [self._paths.value(layer_input.value, values, path) for path in (0, -1)]
             first, last = both if both[0] is not both[1] else (None, both[1])
+            if first is not None and first.shape != last.shape:  # data decide which rows there are: no pairs
+                first = None
+            if layer_input.use is not None:
+                with self._naming_reader(layer_input):
+                    self._observe_matrices(layer_input, moments, values, batch, is_one=first is None)
+                continue
             held_out: tuple[Tensor, Tensor | None] | None = None
             if layer_input.required.holdout is not None:
                 last, held_out_last = self._rows.split(layer_input.value, last, batch, layer_input.geometry)
@@ -254,26 +249,54 @@ class _GraphWalk:
             elif layer_input.geometry.is_pointwise:
                 last = self._rows.rows(layer_input.value, last, batch)
                 first = None if first is None else self._rows.rows(layer_input.value, first, batch)
-            try:
+            with self._naming_reader(layer_input):
                 moments.observe(last, first, batch, held_out=held_out)
-            except CalibrationError as error:
-                raise CalibrationError(f"{self._reader_of(layer_input).name}: {error}") from None
         if node in self._nested:
             with self._nested[node].listening():
                 self._nested[node].observe(
                     lambda: self._paths.evaluate(node, values, 0), batch, samples_of(self._calls[batch]))
 
+    def _observe_matrices(
+        self, layer_input: _Input, moments: SecondMoments, values: Values, batch: int, *, is_one: bool
+    ) -> None:
+        """Adds the rows of each matrix of a stack; ``is_one``: both paths have the same input."""
+        use = layer_input.use
+        assert use is not None
+
+        def rows(path: int) -> MatrixRows:
+            def read(node: fx.Node) -> Any:
+                value = self._paths.value(node, values, path)
+                is_chosen = node is layer_input.value and layer_input.is_pointwise
+                return self._rows.rows(node, value, batch) if is_chosen else value
+
+            return use.rows(read)
+
+        moments.observe_matrices(rows(-1), None if is_one else rows(0), batch)
+
+    @contextmanager
+    def _naming_reader(self, layer_input: _Input) -> Iterator[None]:
+        """Names the layer in the errors of the body."""
+        try:
+            yield
+        except CalibrationError as error:
+            raise CalibrationError(f"{self._reader_of(layer_input).name}: {error}") from None
+
     def _warn_of_unfollowed(self) -> None:
         tokens = self._rows.followed
         if tokens is None:
             return
-        unfollowed = []
+        unfollowed, unmasked = [], dict[str, tuple[str, ...]]()
         for layer, users in self._uses.items():
             read = [layer_input for node in users if (layer_input := self._input(layer, node)) is not None]
-            lost = any(isinstance(tokens[each.value], str) or not each.geometry.is_pointwise for each in read)
-            if lost or any(node in self._nested for node in users):
+            lost = any(isinstance(tokens[each.value], str) or not each.is_pointwise for each in read)
+            missed = next((found.inputs for each in read if isinstance(found := tokens[each.value], Unmasked)), None)
+            if missed is not None:
+                unmasked[layer.name] = missed
+            elif lost or any(node in self._nested for node in users):
                 unfollowed.append(layer.name)
         _warn_of_unfollowed(unfollowed)
+        inputs = ", ".join(dict.fromkeys(name for each in unmasked.values() for name in each))
+        _warn_of_all_rows(f"no mask covers tokens that come from the inputs {inputs}", list(unmasked))
 
     def _readers_of(self, values: set[fx.Node]) -> list[str]:
         """The names of the layers that read one of these values."""
@@ -301,7 +324,9 @@ class _GraphWalk:
         return total
 
     def _input(self, layer: WeightedLayer, node: fx.Node) -> _Input | None:
-        required, row = self._required[layer], row_of(node)
+        required, row, use = self._required[layer], row_of(node), layer.uses.get(node)
+        if required is not None and use is not None:
+            return _Input(use.data, layer.geometry, required, None if use.is_plain else use)
         if required is None or row is None or row.data_arg is None:
             return None
         value = node.args[row.data_arg]
@@ -310,7 +335,7 @@ class _GraphWalk:
 
     def _only_weight(self, layer_input: _Input) -> Tensor | None:
         """The only weight that an input is multiplied with, if there is only one and it has few outputs."""
-        if self._readers[layer_input] > 1 or layer_input.required.block is not None:
+        if self._readers[layer_input] > 1 or layer_input.required.block is not None or layer_input.use is not None:
             return None
         layer = self._reader_of(layer_input)
         if len(self._uses[layer]) > 1:
@@ -329,15 +354,16 @@ class _GraphWalk:
         layers, quantizers = {layer.name: layer for layer in self._required}, self._paths.quantizers
         uses: dict[WeightedLayer, list[fx.Node]] = {}
         for node in self._nodes:
-            for read in node.all_input_nodes:
-                layer = layers.get(quantizers[read].site) if read in quantizers else None
-                if layer is not None and self._paths.is_parameter(read):
+            for read in () if self._paths.is_parameter(node) else node.all_input_nodes:
+                parameter = self._paths.parameter(read)
+                layer = layers.get(quantizers[parameter].site) if parameter in quantizers else None
+                if layer is not None and self._paths.is_parameter(parameter):
                     uses.setdefault(layer, []).append(node)
         return uses
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Node → the values that no node reads after it."""
-        last = {read: node for node in self._nodes for read in (node, *node.all_input_nodes)}
+        last = {read: node for node in self._nodes for read in (node, *self._paths.reads(node))}
         freed_after: dict[fx.Node, list[fx.Node]] = {}
         for read, node in last.items():
             freed_after.setdefault(node, []).append(read)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
@@ -16,6 +16,8 @@ from qtk.graph.op_table import op_name, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
 from qtk.graph.targets import attribute
+from qtk.layerwise.parameter_view import ParameterView, parameter_view
+from qtk.layerwise.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.im2col import Geometry
 from qtk.quantizers.quantizer import Quantizer
 
@@ -31,6 +33,8 @@ class WeightedLayer:
         bias: the parameter added to the output, ``None`` where there is none.
         quantizer: of the weight.
         activation: the elementwise function that alone reads the output, if there is one.
+        view: how it is stored in a parameter; ``None``: it is one.
+        uses: op → how it multiplies the weight, where that is moved before, a stack, or the left factor.
     """
 
     name: str
@@ -39,6 +43,24 @@ class WeightedLayer:
     bias: Tensor | None
     quantizer: Quantizer
     activation: Callable[[Tensor], Tensor] | None = None
+    uses: dict[fx.Node, StackUse] = field(default_factory=dict)
+    view: ParameterView | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter in whose memory the weight is."""
+        return self.weight if self.view is None else self.view.parameter
+
+    @property
+    def moves(self) -> set[fx.Node]:
+        """The ops that move the weight, before and after its quantizer."""
+        before = () if self.view is None else self.view.moves
+        return {*before, *(move for use in self.uses.values() for move in use.moves)}
+
+    @property
+    def matrices(self) -> int | None:
+        """How many matrices the weight is a stack of, each with rows of its own; ``None`` of other layers."""
+        return self.geometry.groups if self.geometry.axes is not None and self.geometry.groups > 1 else None
 
 
 def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLayer], dict[str, str]]:
@@ -58,53 +80,73 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
                 assert row is not None
                 try:
                     _check_readers(flow, port)
-                    layer = _layer(graph, row, port, quantizer, shared)
-                    if readers[id(layer.weight)] != {quantizer}:
-                        raise _NotALayer("is read in another format, or in float, by other ops too")
+                    layer = _layer(graph, flow, row, port, quantizer, shared)
+                    if not _is_read_by(quantizer, layer, readers[id(layer.parameter)]):
+                        raise NotALayer("is read in another format, or in float, by other ops too")
                     known = layers.setdefault(quantizer.site, layer)
                     if known.geometry != layer.geometry:
-                        raise _NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
-                except _NotALayer as reason:
+                        raise NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
+                    known.uses.update(layer.uses)
+                except NotALayer as reason:
                     skipped[quantizer.site] = str(reason)
     return [layer for name, layer in layers.items() if name not in skipped], skipped
 
 
-def _readers_of_parameters(model: nn.Module) -> dict[int, set[Quantizer | None]]:
-    """Id of a parameter → the quantizers that read it in any graph; ``None`` among them for any other reader."""
-    readers: dict[int, set[Quantizer | None]] = {}
+def _is_read_by(
+    quantizer: Quantizer, layer: WeightedLayer, readers: Mapping[fx.Graph, set[Quantizer | None]]
+) -> bool:
+    """Whether the quantizer alone reads the weight; of a part of a parameter only one graph is looked at."""
+    if layer.view is not None and layer.view.moves:
+        return len(readers) == 1
+    return set[Quantizer | None]().union(*readers.values()) == {quantizer}
+
+
+def _readers_of_parameters(model: nn.Module) -> dict[int, dict[fx.Graph, set[Quantizer | None]]]:
+    """Id of a parameter → the quantizers that read it, by graph; ``None`` among them for any other reader."""
+    readers: dict[int, dict[fx.Graph, set[Quantizer | None]]] = {}
     for graph in graphs(model).values():
         for node in graph.graph.nodes:
             if node.op == "get_attr" and node.users:
-                own = readers.setdefault(id(attribute(graph, str(node.target))), set())
+                own = readers.setdefault(id(attribute(graph, str(node.target))), {}).setdefault(graph.graph, set())
                 own |= {quantizer_called(user) for user in node.users}
     return readers
 
 
-class _NotALayer(Exception):  # noqa: N818 - it is a reason
-    """The reason why a weight does not belong to a ``WeightedLayer``."""
-
-
 def _check_readers(flow: Flow, port: Port) -> None:
-    if quantizer_called(port.value) is None:
-        raise _NotALayer("is rearranged before it is multiplied")
-    for reader in port.value.users:
-        if port.value not in [own.value for own in flow.weight_ports(reader)]:
-            raise _NotALayer(f"is read by {op_name(reader)} too")
+    for reader in flow.readers(flow.root(port.value)):
+        if reader.value not in [own.value for own in flow.weight_ports(reader.user)]:
+            raise NotALayer(f"is read by {op_name(reader.user)} too")
 
 
 def _layer(
-    graph: fx.GraphModule, row: OpRow, port: Port, quantizer: Quantizer, shared: set[str]
+    graph: fx.GraphModule, flow: Flow, row: OpRow, port: Port, quantizer: Quantizer, shared: set[str]
 ) -> WeightedLayer:
-    (source,) = port.value.all_input_nodes
-    if source.op != "get_attr":
-        raise _NotALayer("is computed from parameters, not one itself")
+    root = flow.root(port.value)
+    (source,) = root.all_input_nodes
+    view = parameter_view(graph, flow, source)
+    if view is None:
+        raise NotALayer("is computed from parameters, not one itself")
     if quantizer.site in shared:
-        raise _NotALayer("shares its encoding with other sites")
-    weight = attribute(graph, str(source.target))
+        raise NotALayer("shares its encoding with other sites")
+    weight = view.tensor
+    if port.value is root and _is_one_matrix(row, port, weight):
+        return WeightedLayer(
+            quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
+            _activation(port.user), view=view,
+        )
+    use = stack_use(flow, row, port)
     return WeightedLayer(
-        quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
-        _activation(port.user),
+        quantizer.site, Geometry.of_matrices(use.axes, weight.shape), weight,
+        _bias(graph, row, port) if use.is_plain else None, quantizer,
+        _activation(port.user) if use.is_plain else None, {port.user: use}, view,
     )
+
+
+def _is_one_matrix(row: OpRow, port: Port, weight: Tensor) -> bool:
+    """Whether the op multiplies the weight as it is stored with the last axis, or the channels, of its input."""
+    if row.product is Product.IN_OUT:
+        return weight.ndim == 2 and row.data_arg is not None and port.arg == row.data_arg + 1
+    return row.product is not None or row.kind not in ("grouped_matmul", "einsum")
 
 
 def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
@@ -126,13 +168,10 @@ def _activation(op: fx.Node) -> Callable[[Tensor], Tensor] | None:
 def _geometry(row: OpRow, port: Port, weight: Tensor) -> Geometry:
     op, space = port.user, weight.ndim - 2
     if row.product is None:
-        raise _NotALayer(f"belongs to {row.kind}, whose output is not one matrix product")
+        raise NotALayer(f"belongs to {row.kind}, whose output is not one matrix product")
     if row.product is Product.OUT_IN:
         return Geometry.linear()
     if row.product is Product.IN_OUT:
-        if weight.ndim != 2 or row.data_arg is None or port.arg != row.data_arg + 1:
-            raise _NotALayer(f"is multiplied as the left factor, or in batches ({row.kind} with shape "
-                             f"{tuple(weight.shape)})")
         return Geometry((), (), (), (), transposed=True)
     given = schema_arguments(op)
     kernel = tuple(weight.shape[2:])
@@ -150,7 +189,7 @@ def _padding(given: object, kernel: Sequence[int], dilation: Sequence[int]) -> t
     if given == "same":
         around = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
         if any(total % 2 for total in around):
-            raise _NotALayer("is padded on one side more than on the other")
+            raise NotALayer("is padded on one side more than on the other")
         return tuple(total // 2 for total in around)
     return _each(given, len(kernel))
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from qtk.numerics.matrix_axes import MatrixAxes
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """The geometry of a convolution: one number for each spatial axis; a linear layer has none.
 
-    ``transposed`` of a linear layer: its weight is [in, out].
+    ``transposed`` of a linear layer: its weight is [in, out]. ``axes``: of a weight that is laid out otherwise, or is a
+    stack of ``groups`` matrices, each with rows of its own.
 
     >>> Geometry.linear().groups
     1
@@ -32,6 +35,12 @@ class Geometry:
     groups: int = 1
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
+    axes: MatrixAxes | None = None
+
+    @classmethod
+    def of_matrices(cls, axes: MatrixAxes, shape: Sequence[int]) -> Geometry:
+        """That of products with the matrices of a weight of ``shape``."""
+        return cls((), (), (), (), axes.count(shape), axes=axes)
 
     @classmethod
     def linear(cls) -> Geometry:
@@ -85,6 +94,8 @@ def weight_to_gemm(weight: Tensor, geometry: Geometry) -> Tensor:
     out / groups, in / groups · kernel positions].
     """
     groups = geometry.groups
+    if geometry.axes is not None:
+        return geometry.axes.to_gemm(weight)
     if not geometry.transposed:
         return weight.reshape(groups, weight.shape[0] // groups, -1)
     split = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], geometry.kernel_positions)
@@ -93,6 +104,8 @@ def weight_to_gemm(weight: Tensor, geometry: Geometry) -> Tensor:
 
 def gemm_to_weight(matrix: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
     """Inverse of ``weight_to_gemm``: a weight of ``shape``."""
+    if geometry.axes is not None:
+        return geometry.axes.from_gemm(matrix, shape)
     if not geometry.transposed:
         return matrix.reshape(tuple(shape))
     groups, outputs, _ = matrix.shape

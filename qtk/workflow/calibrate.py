@@ -39,6 +39,7 @@ from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.large_exponents import large_exponents
 from qtk.workflow.local_gradients import LocalGradients
+from qtk.workflow.reached_matrices import matrices_counted
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 from qtk.workflow.width_check import SiteSamples
@@ -253,7 +254,8 @@ def _observed_on_data(
             )
         tokens = ValidTokens(simulation.model, data.valid)
         with (
-            _observing(simulation, observers, tokens, samples), tokens.listening(), samples.followed(),
+            matrices_counted(simulation), _observing(simulation, observers, tokens, samples), tokens.listening(),
+            samples.followed(),
             buffers_kept(simulation.model),
         ):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,11 +36,15 @@ class ErrorGradients(TorchFunctionMode):
 
     Args:
         quantizers: those to observe, which are bypassed while they are.
+        rounded: the quantizers of weights that layer-wise methods have rewritten → what they quantize when they act.
     """
 
-    def __init__(self, quantizers: Iterable[Quantizer]) -> None:
+    def __init__(
+        self, quantizers: Iterable[Quantizer], rounded: Mapping[Quantizer, Tensor] = MappingProxyType({})
+    ) -> None:
         super().__init__()
         self._quantizers = list(quantizers)
+        self._rounded = rounded
         self._paused = self._keeps_errors = False
         self._tracked: dict[int, tuple[Tensor, Alternatives]] = {}
         self._leaves: list[Tensor] = []
@@ -227,7 +232,7 @@ class ErrorGradients(TorchFunctionMode):
 
     def _simulate(self, quantizer: Quantizer, x: Tensor) -> Tensor:
         with torch.no_grad(), in_mode([quantizer], Mode.SIMULATE):
-            return quantizer.forward(x)
+            return quantizer.forward(self._rounded.get(quantizer, x))
 
     def _tracked_or_nothing(self, value: object) -> Alternatives:
         return self._tracked[id(value)][1] if id(value) in self._tracked else {}

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from torch import fx, nn
 
 from qtk.atomic import staged_directory
@@ -18,6 +19,7 @@ from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, with_rows
 from qtk.capture.exclusion import excluded_modules
 from qtk.capture.inputs import ExampleInputs, split_inputs
+from qtk.capture.signature import values_of
 from qtk.capture.tracing_lock import TRACING
 from qtk.config.load import load_config
 from qtk.config.shipped import shipped_names
@@ -224,12 +226,20 @@ def _onnx(
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
+    for path, (graph, _) in calls.items():
+        bfloat16 = values_of(graph, torch.bfloat16)
+        if bfloat16:
+            reason = f"{onnx_name(path)}: {', '.join(bfloat16)} would be bfloat16; {session.NO_BFLOAT16}"
+            if run:
+                raise ExportError(f"{reason}; check=False writes the file for another runtime")
+            warnings.warn(reason, stacklevel=2)
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
-        remedy = session.bfloat16_remedy(graph)
-        if remedy is not None:
-            warnings.warn(f"{file.name}: {remedy}", stacklevel=2)
-        qdq.export(graph, call, file, opset=opset, target=simulation.target)
+        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target)
+        if rounded:
+            warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
+                          "the file computes in float32, between casts that take time: simulate and export "
+                          "model.float() instead", stacklevel=2)
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]

@@ -21,6 +21,7 @@ from qtk.graph.failed_op import failed_op
 from qtk.nn.eval_mode import evaluating
 from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
+from qtk.workflow.batch_advice import batch_advice
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -102,7 +103,7 @@ def outputs(
                 except Exception as error:  # whatever a model or a user's forward raises
                     if raised_by_us(error):
                         raise
-                    raise CalibrationError(_refused(index, batch, error, forward)) from error
+                    raise CalibrationError(_refused(model, index, batch, error, forward)) from error
             seen += 1
             yield output
     if seen == 0:
@@ -231,15 +232,15 @@ def _called(run: Callable[..., object], *arguments: object) -> object:
     return run(*arguments)
 
 
-def _refused(index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
+def _refused(model: nn.Module, index: int, batch: Batch, error: Exception, forward: Forward | None) -> str:
     """The message of the error when the model does not run on a batch."""
     shown = leaves_text(dict(batch) if isinstance(batch, Mapping) else batch)
     stars = "" if isinstance(batch, Tensor) else "**" if isinstance(batch, Mapping) else "*"
     passed = f"model({stars}batch)"
     how = "your forward(model, batch)" if forward else passed
-    advice = "" if forward else "; for (image, label) loaders pass forward=lambda model, batch: model(batch[0])"
+    advice = "" if forward else batch_advice(model, batch)
     op = failed_op(error)
     return (
         f"batch {index} ({type(batch).__name__} of {shown}) does not run as {how}{f', at {op}' if op else ''}: "
-        f"{type(error).__name__}: {error}{advice}"
+        f"{type(error).__name__}: {error}{f'; {advice}' if advice else ''}"
     )

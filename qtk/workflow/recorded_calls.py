@@ -33,7 +33,7 @@ def recorded_calls(
     """
     needs_outputs = forward is not None or not isinstance(data, Iterable)
     tokens = ValidTokens(model, valid)
-    with recording(model, run=needs_outputs, valid=tokens.mask) as calls, in_mode(quantizers, Mode.BYPASS):
+    with recording(model, run=needs_outputs, valid=tokens.masks) as calls, in_mode(quantizers, Mode.BYPASS):
         run_all(model, data, forward=tokens.forward(forward), num_batches=num_batches, label="reading",
                 ended_by=() if needs_outputs else (Recorded,))
     if not calls:

@@ -68,15 +68,17 @@ def report(
         raise ExportError(f"{path.absolute().parent} is no directory; make it, or give another path")
     require_jinja2()
     batches = in_memory(data, num_batches)
-    notes: list[str] = []
-    db = _measured("the SQNR of the outputs", lambda: _outputs_sqnr_db(simulation, batches, forward), notes)
+    float_weights = FloatWeights(simulation)
+    notes = [] if float_weights.missing is None else [float_weights.missing]
+    db = _measured("the SQNR of the outputs", lambda: _outputs_sqnr_db(simulation, batches, forward, float_weights),
+                   notes)
     costs = None if not sensitivity else _measured("what the outputs lose by each site", lambda: measure_sensitivity(
         simulation, batches, forward=forward, progress=progress), notes)
     errors = compare(simulation, batches, forward=forward, progress=progress)
     sites = {site.name: site for site in simulation.plan}
     ranked = [sites[error.site] for error in errors]
     weights = [site for site in ranked if simulation.plan[site].static][:SHOWN_WEIGHTS]
-    values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward)
+    values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward, float_weights)
     in_float, quantized = _parameter_bytes(simulation)
     tiles = {
         **(headline or {}), **({} if db is None else {"SQNR of the outputs": decibels_text(db)}),
@@ -101,14 +103,17 @@ def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None
         return None
 
 
-def _outputs_sqnr_db(simulation: Simulation, batches: Sequence[Batch], forward: Forward | None) -> float:
-    with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), FloatWeights(simulation).in_place():
+def _outputs_sqnr_db(
+    simulation: Simulation, batches: Sequence[Batch], forward: Forward | None, float_weights: FloatWeights
+) -> float:
+    with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place():
         expected = FloatOutputs(simulation.model, batches, forward)
     return sqnr_db(expected.error(simulation.model))
 
 
 def _values(
-    simulation: Simulation, sites: Iterable[Site], batches: Sequence[Batch], forward: Forward | None
+    simulation: Simulation, sites: Iterable[Site], batches: Sequence[Batch], forward: Forward | None,
+    float_weights: FloatWeights,
 ) -> dict[Site, list[Tensor]]:
     """The float values of sites, call by call: whole of parameters, of others at most ``MOST_SAMPLES`` a call."""
     values: dict[Site, list[Tensor]] = {site: [] for site in sites}
@@ -125,7 +130,7 @@ def _values(
 
     handles = [simulation.quantizers[site].register_forward_pre_hook(hook(site)) for site in values]
     try:
-        with in_mode(list(simulation.quantizers.values()), Mode.BYPASS):
+        with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place():
             for _ in outputs(simulation.model, batches, forward=forward):
                 pass
     finally:

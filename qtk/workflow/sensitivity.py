@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
+from qtk.layerwise.float_weights import FloatWeights
 from qtk.numerics.random_signs import random_signs
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
@@ -64,6 +65,9 @@ def sensitivity(
 
     The ``top`` rows with the largest estimated increase are then measured, by two runs over the data each.
 
+    Where a layer-wise method has rewritten a weight, the float model has the weight that it had before, and so has the
+    simulation in which this site alone is not quantized.
+
     Raises: CalibrationError without data, for a loss that is not finite or no scalar, an output without a gradient, or
         groups that match no module.
     """
@@ -73,12 +77,14 @@ def sensitivity(
     batches = data
     if isinstance(data, Iterator) and top and (num_batches is None or num_batches > 0):  # read twice
         batches = list(itertools.islice(data, None if num_batches is None else min(num_batches, sys.maxsize)))
-    estimates = _Estimates(simulation, loss, forward or run_batch)
+    float_weights = FloatWeights(simulation)
+    estimates = _Estimates(simulation, loss, forward or run_batch, float_weights)
     _run(simulation.model, batches, estimates.observe, num_batches, "estimating", progress)
     rows, totals = {name: estimates.row(name, members) for name, members in grouped.items()}, estimates.totals
     worst = sorted(rows, key=lambda name: -_unknown_first(rows[name].increase))[:top]
     if worst:
-        measured = _Measured(simulation, loss, forward or run_batch, {name: grouped[name] for name in worst})
+        measured = _Measured(simulation, loss, forward or run_batch, {name: grouped[name] for name in worst},
+                             float_weights)
         _run(simulation.model, batches, measured.observe, num_batches, "measuring", progress)
         rows |= {name: measured.row(rows[name]) for name in worst}
         totals = measured.totals
@@ -167,6 +173,7 @@ class _Estimates:
     simulation: Simulation
     user_loss: Loss | None
     run: Forward
+    float_weights: FloatWeights
     totals: _Totals = field(init=False)
     gradients: ErrorGradients = field(init=False)
     probes: torch.Generator = field(init=False)
@@ -176,10 +183,15 @@ class _Estimates:
     def __post_init__(self) -> None:
         acting = [self.simulation.quantizers[site] for site in leaders(self.simulation.plan)]
         self.totals = _Totals(self.user_loss)
-        self.gradients = ErrorGradients(each for each in acting if each.mode is Mode.SIMULATE)
+        simulating = [each for each in acting if each.mode is Mode.SIMULATE]
+        self.gradients = ErrorGradients(simulating, self.float_weights.rounded)
         self.probes = torch.Generator().manual_seed(PROBE_SEED)
 
     def observe(self, model: nn.Module, batch: Batch) -> object:
+        with self.float_weights.in_place():  # backward too reads the weights
+            return self._observe(model, batch)
+
+    def _observe(self, model: nn.Module, batch: Batch) -> object:
         with in_mode(self.simulation.quantizers.values(), Mode.BYPASS), self.gradients.listening(model):
             output = self.run(model, batch)
         reference = [leaf.detach() for leaf in _values(output)]
@@ -255,6 +267,7 @@ class _Measured:
     user_loss: Loss | None
     run: Forward
     groups: dict[str, dict[Site, Quantizer]]
+    float_weights: FloatWeights
     totals: _Totals = field(init=False)
     alone: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     without: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -265,7 +278,7 @@ class _Measured:
     def observe(self, model: nn.Module, batch: Batch) -> object:
         quantizers = list(self.simulation.quantizers.values())
         modes = {quantizer: quantizer.mode for quantizer in quantizers}
-        with in_mode(quantizers, Mode.BYPASS):
+        with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place():
             output = self.run(model, batch)
         reference = [leaf.detach() for leaf in _values(output)]
 
@@ -277,11 +290,12 @@ class _Measured:
         self.totals.in_float += loss(output)
         self.totals.simulated += loss(self.run(model, batch))
         for name, members in self.groups.items():
-            with in_mode(quantizers, Mode.BYPASS):
+            own = set(members.values())
+            with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place(but=own):
                 for quantizer in members.values():
                     quantizer.mode = modes[quantizer]
                 self.alone[name] += loss(self.run(model, batch))
-            with in_mode(members.values(), Mode.BYPASS):
+            with in_mode(own, Mode.BYPASS), self.float_weights.in_place(of=own):
                 self.without[name] += loss(self.run(model, batch))
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,21 +13,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.token_inputs import TokenInputs
+from qtk.capture.token_inputs import Covered, Masked, TokenInputs, Unmasked
+from qtk.capture.token_masks import TokenMasks
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import entered, roots, with_nested
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.token_layouts import Followed
-from qtk.numerics.token_layout import TokenLayout
 from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
 from qtk.workflow.forward_pass import Batch, Forward, run_batch
 
-Valid: TypeAlias = str | Callable[[Batch], Tensor]
+Valid: TypeAlias = (
+    str | Callable[[Batch], Tensor] | list[str] | tuple[str, ...] | Mapping[str, str | Sequence[str] | None]
+)
 """Which tokens count: the name of an input that says so (``attention_mask``), or a function from a batch to that.
 
-Every input whose first two axes have these lengths is taken to have these tokens."""
+Every input whose first two axes have these lengths is taken to have these tokens. Of an encoder-decoder a list has the
+mask of each side; where both are as long, the beginnings of the names tell which input is on which side
+(``decoder_input_ids``, ``decoder_attention_mask``), or a mapping says it: name of a mask → names of inputs."""
 
 
 class ValidTokens:
@@ -41,10 +44,11 @@ class ValidTokens:
     def __init__(self, model: nn.Module, valid: Valid | None) -> None:
         self.valid = valid
         self._model = model
-        self._mask: Tensor | None = None
+        self._masks: TokenMasks | None = None
         self._inputs = TokenInputs()
-        self._pending: dict[Quantizer, list[Followed]] = defaultdict(list)
+        self._pending: dict[Quantizer, list[Covered]] = defaultdict(list)
         self._unfollowed: dict[Quantizer, str] = {}
+        self._unmasked: dict[Quantizer, tuple[str, ...]] = {}
         self._matched = False
 
     @contextmanager
@@ -69,20 +73,21 @@ class ValidTokens:
         finally:
             for handle in handles:
                 handle.remove()
-        if self._mask is None:
+        if self._masks is None:
             raise CalibrationError(self.without_batch)
         if not self._matched:
             raise CalibrationError(f"valid={self._shown}: no input of the model begins with its axes [samples, tokens] "
-                                   f"{tuple(self._mask.shape)}; leave valid out, or give it the axes of an input")
+                                   f"{tuple(self._masks.masks[0].shape)}; leave valid out, or give it the axes of an "
+                                   "input")
 
     def forward(self, forward: Forward | None) -> Forward | None:
         """``forward``, or ``run_batch``, after the tokens of the batch have been noted."""
-        if self.valid is None or isinstance(self.valid, str):
+        if self.valid is None or not callable(self.valid):
             return forward
         valid, run = self.valid, forward or run_batch
 
         def noting(model: nn.Module, batch: Batch) -> object:
-            self._mask = self._checked(valid(batch))
+            self._masks = TokenMasks.of(self._checked(valid(batch)))
             return run(model, batch)
 
         return noting
@@ -99,39 +104,52 @@ class ValidTokens:
         """Picks the valid rows of values of one call of ``quantizer``; to be asked for once for each of its calls."""
         pending = None if self.valid is None else self._pending.get(quantizer)
         followed = pending.pop(0) if pending else None
-        mask = self._mask
+        masks = self._masks
 
         def rows(value: Tensor) -> Tensor:
             reason = followed
-            if isinstance(followed, TokenLayout) and mask is not None:
-                selected = followed.rows(value, mask.to(value.device))
+            if isinstance(followed, Masked) and masks is not None:
+                selected = followed.rows(value, masks)
                 if selected is not None:
                     return selected
                 reason = "a length that changes"
+            if isinstance(reason, Unmasked):
+                self._unmasked[quantizer] = reason.inputs
             if isinstance(reason, str):
                 self._unfollowed[quantizer] = reason
             return value
 
         return rows
 
-    def mask(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
-        """The valid tokens of a call of the model. Shape: bool [samples, tokens].
+    def masks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TokenMasks | None:
+        """The valid tokens of a call of the model.
 
         Raises: CalibrationError if the call has no such input, or it is no mask of tokens.
         """
-        if isinstance(self.valid, str):
+        if self.valid is not None and not callable(self.valid):
             bound = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
             for each in [each for each in bound.values() if isinstance(each, Mapping)]:  # **kwargs, a batch of its own
                 bound |= each
-            if self.valid not in bound:
-                raise CalibrationError(f"valid={self.valid!r} names no input of this call, which has "
-                                       f"{', '.join(bound)}; pass one of these, or a function from a batch to a mask")
-            self._mask = self._checked(bound[self.valid])
-        return self._mask
+            named = _inputs_by_mask(self.valid)
+            for name in dict.fromkeys((*named, *(name for inputs in named.values() for name in inputs or ()))):
+                if name not in bound:
+                    raise CalibrationError(f"valid={name!r} names no input of this call, which has "
+                                           f"{', '.join(bound)}; pass one of these, or a function from a batch to a "
+                                           "mask")
+            self._masks = TokenMasks(
+                tuple(self._checked(bound[name]) for name in named), tuple(named), tuple(named.values()))
+        return self._masks
 
     def warn_of_unfollowed(self, names: Mapping[Quantizer, str]) -> None:
         """Warns of the quantizers that saw all rows, though some are no tokens. ``names``: of those that matter."""
         found = {names[quantizer]: op for quantizer, op in self._unfollowed.items() if quantizer in names}
+        missed = {names[quantizer]: inputs for quantizer, inputs in self._unmasked.items() if quantizer in names}
+        if missed:
+            inputs = ", ".join(dict.fromkeys(name for each in missed.values() for name in each))
+            shown = ", ".join(list(missed)[:3]) + (", …" if len(missed) > 3 else "")
+            warnings.warn(f"valid={self._shown}: {len(missed)} sites have tokens of inputs that no mask covers "
+                          f"({inputs}), where all rows count: {shown}; name the mask of each side, "
+                          "valid=[\"attention_mask\", \"decoder_attention_mask\"]", stacklevel=3)
         if found:
             shown = ", ".join(f"{name} (behind {op})" for name, op in list(found.items())[:3])
             warnings.warn(f"valid={self._shown}: tokens cannot be followed to {len(found)} sites, where all rows "
@@ -145,17 +163,17 @@ class ValidTokens:
 
     @property
     def _shown(self) -> str:
-        return repr(self.valid) if isinstance(self.valid, str) else getattr(self.valid, "__name__", "function")
+        return getattr(self.valid, "__name__", "function") if callable(self.valid) else repr(self.valid)
 
     def _of_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.mask(args, kwargs)
+        self.masks(args, kwargs)
 
     def _follow(self, graph: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(graph, CapturedGraph)
         self._pending.clear()
-        if self._mask is None:
+        if self._masks is None:
             return
-        layouts = self._inputs.followed(graph, args, kwargs, self._mask)
+        layouts = self._inputs.followed(graph, args, kwargs, self._masks)
         if layouts is None:
             for inner in with_nested(graph):
                 self._unfollowed |= dict.fromkeys(quantizer_nodes(inner).values(), "inputs without these axes")
@@ -172,6 +190,16 @@ class ValidTokens:
             raise CalibrationError(f"valid={self._shown} must be true or 1 for tokens that count, else false or 0; got "
                                    f"{mask.dtype} with other values")
         return mask.bool()
+
+
+def _inputs_by_mask(
+    valid: str | Sequence[str] | Mapping[str, str | Sequence[str] | None]
+) -> dict[str, frozenset[str] | None]:
+    """Name of a mask → the names of its inputs, ``None`` where they are found by their axes."""
+    if isinstance(valid, Mapping):
+        return {name: None if inputs is None else frozenset([inputs] if isinstance(inputs, str) else inputs)
+                for name, inputs in valid.items()}
+    return dict.fromkeys([valid] if isinstance(valid, str) else valid)
 
 
 class _OfRows:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names, output_nodes
+from qtk.capture.signature import input_names, output_nodes, values_of
 from qtk.core.dtypes import FloatDtype
 from qtk.errors import CalibrationError, ExportError
-from qtk.export.onnx.session import bfloat16_remedy, integer_sums_saturate, require_onnxruntime
+from qtk.export.onnx.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
@@ -166,6 +166,8 @@ class _Witness:
         self.inputs: dict[str, Tensor] = {}
         self.notes: list[Finding] = []
         self.float_bytes: int | None = None
+        if bfloat16 := values_of(graph, torch.bfloat16):
+            raise ExportError(f"{path} cannot be run: {', '.join(bfloat16)} are bfloat16; {NO_BFLOAT16}")
         try:
             self.files = FileRuns(path, reasons)
         except ExportError:

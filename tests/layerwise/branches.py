@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.capture.calls import Call
-from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.weighted_layers import weighted_layers
 
 EXACT = RequiredStatistics(dtype=torch.float64)

@@ -8,8 +8,9 @@ from torch import nn
 
 import qtk
 from qtk.capture.calls import Call
+from qtk.capture.token_masks import TokenMasks
 from qtk.layerwise.holdout import Holdout
-from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.walk import walk
 from qtk.layerwise.weighted_layers import weighted_layers
 
@@ -112,7 +113,7 @@ def test_samples_are_held_out_whole(build, with_mask):
     if with_mask and build in (Pooled, Loop, Island):
         pytest.skip("its tokens cannot be followed, or meet one another")
     model, sim, x = problem(build)
-    found = collected(sim, [Call((x,), {}, None, valid=MASK if with_mask else None)])
+    found = collected(sim, [Call((x,), {}, None, valid=TokenMasks.of(MASK) if with_mask else None)])
     singles = [x[i:i + 1, :length] if with_mask else x[i:i + 1] for i, length in enumerate(LENGTHS.tolist())]
     for name in ("first", "last"):
         moments = found[f"{name}.weight"].moments
@@ -127,7 +128,7 @@ def test_samples_are_held_out_whole(build, with_mask):
 @pytest.mark.parametrize("build", [BatchFirst, TokensFirst, Rows, TokenMajorRows])
 def test_the_power_of_held_out_outputs_is_that_of_whole_samples(build):
     model, sim, x = problem(build)
-    found = collected(sim, [Call((x,), {}, None, valid=MASK)], inputs="asym")["last.weight"]
+    found = collected(sim, [Call((x,), {}, None, valid=TokenMasks.of(MASK))], inputs="asym")["last.weight"]
     with torch.no_grad():
         outputs = [model(x[i:i + 1, :length]) for i, length in enumerate(LENGTHS.tolist())]
     power = [float(output.square().sum()) for output in outputs]
@@ -150,7 +151,7 @@ def test_batches_of_one_sample_are_held_out_whole_in_every_layout():
 def test_islands_count_all_rows_and_say_so():
     _, sim, x = problem(Island)
     with pytest.warns(UserWarning, match=r"valid: tokens cannot be followed to the inputs of 2 layers.*first\.weight"):
-        found = collected(sim, [Call((x,), {}, None, valid=MASK)])
+        found = collected(sim, [Call((x,), {}, None, valid=TokenMasks.of(MASK))])
     assert found["first.weight"].moments.rows_of_all == SAMPLES * TOKENS
 
 

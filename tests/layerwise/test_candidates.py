@@ -14,7 +14,8 @@ from qtk.layerwise.coordinate_descent import CoordinateDescent
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.layer_state import LayerState
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.seq_mse import SeqMse
 from tests.layerwise.layers import CHANNEL, layer_of
 

@@ -9,7 +9,8 @@ from torch import nn
 import qtk
 from qtk.errors import CalibrationError
 from qtk.layerwise.holdout import Holdout, holdout_of
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 
 

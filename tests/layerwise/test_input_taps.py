@@ -58,7 +58,7 @@ def test_every_call_of_a_weighted_op_is_seen_and_no_result_changes(rows):
     seen = {}
     with torch.no_grad():
         before = model(x)
-        with input_taps(model, lambda value, weight: seen.setdefault(names.get(id(weight)), []).append(value)):
+        with input_taps(model, lambda value, weight, op: seen.setdefault(names.get(id(weight)), []).append(value)):
             during = model(x)
     assert all(torch.equal(own, other) for own, other in zip(before, during, strict=True))
     expected = expected_calls(float_model, x)
@@ -78,7 +78,7 @@ def test_the_graphs_are_as_they_were(fails):
     before, modules, calls = codes(model), [name for name, _ in model.named_modules()], []
 
     def run():
-        with input_taps(model, lambda value, weight: calls.append(value)):
+        with input_taps(model, lambda value, weight, op: calls.append(value)):
             assert TAPS in codes(model)[""]
             if fails:
                 raise KeyboardInterrupt
@@ -99,7 +99,7 @@ def test_what_the_listener_raises_reaches_the_caller_and_the_taps_are_gone():
     _, model, x = prepared()
     before = codes(model)
 
-    def refuse(value, weight):
+    def refuse(value, weight, op):
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"), input_taps(model, refuse):
@@ -109,6 +109,6 @@ def test_what_the_listener_raises_reaches_the_caller_and_the_taps_are_gone():
 
 def test_a_module_without_a_graph_has_no_taps():
     calls = []
-    with input_taps(nn.Linear(4, 2), lambda value, weight: calls.append(value)):
+    with input_taps(nn.Linear(4, 2), lambda value, weight, op: calls.append(value)):
         nn.Linear(4, 2)(torch.ones(1, 4))
     assert calls == []

@@ -12,7 +12,8 @@ from qtk.core.encoding import Encoding
 from qtk.errors import CalibrationError
 from qtk.layerwise.layer_update import LayerUpdate, compute_update
 from qtk.layerwise.originals import PresentValues
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.weighted_layers import weighted_layers
 
 

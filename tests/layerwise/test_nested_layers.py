@@ -1,16 +1,20 @@
 """Statistics of layers inside modules that run as a whole, against their inputs formed one by one."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 
+import qtk
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.input_taps import TAPS
 from qtk.layerwise.nested_layers import NestedLayers
 from qtk.layerwise.walk import walk
+from qtk.numerics.error import decibels
 from tests.layerwise.branches import EXACT, prepared
+from tests.zoo.experts import FusedExperts
 
 
 class Recurrent(nn.Module):
@@ -160,3 +164,40 @@ def test_a_layer_that_no_call_reaches_has_no_statistics():
     with nested.listening():
         nested.observe(lambda: None)
     assert nested.moments == {}
+
+
+class Memo:
+    """What a model returns that is no tensor, so that it stays Python."""
+
+
+class Islands(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(16, 16), FusedExperts(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.last(self.experts(self.first(x))), Memo()
+
+
+@pytest.mark.medium
+def test_a_model_that_stays_python_has_the_same_search_and_says_what_it_cannot_correct():
+    torch.manual_seed(0)
+    model, mix = Islands().eval(), torch.randn(16, 16) * torch.logspace(0, -1, 16)
+    data = [torch.randn(64, 16) @ mix for _ in range(3)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=3, activation_bits=None, dynamic_shapes="all")
+    sim.compute_encodings(data, progress=False)
+    with pytest.warns(match=r"the model runs as Python around its graphs, .*use_cache=False .*inputs=\"symfp\""):
+        report = qtk.apply_gptq(sim, data, progress=False)
+    results = {result.name: result for result in report.layers}
+    assert {"first.weight", "experts.gate_up_proj", "experts.down_proj", "last.weight"} <= results.keys()
+    assert all(result.held_out is not None and result.winner.startswith("Gptq, prior") for result in report.layers)
+    assert "held out" in str(results["experts.down_proj"])
+    with torch.no_grad():
+        x, weight = torch.cat(data), model.first.weight
+        rounded = sim.quantizers["first.weight"](sim.model.get_parameter("first.weight"))
+        truth = decibels((x @ weight.T).square().sum(), (x @ (weight - rounded).T).square().sum())
+    assert results["first.weight"].sqnr_db == pytest.approx(truth, abs=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = qtk.apply_gptq(sim, data, inputs="symfp", start="float", progress=False)
+    assert [each.after for each in again.layers] == [each.after for each in report.layers]

@@ -82,3 +82,32 @@ def test_the_float_path_keeps_the_parameters_it_had():
     outputs, _ = run(evaluator, sim.model, x)
     assert torch.equal(outputs[0], both(sim, x)[0])
     assert not torch.equal(outputs[0], before)
+
+
+class Routed(nn.Module):
+    """Experts chosen by scores so close to one another that quantization changes their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = nn.Linear(4, 8), nn.Parameter(torch.randn(8, 5, 8))
+
+    def forward(self, x):
+        h = self.first(x)
+        share, chosen = h.topk(1, dim=-1)
+        return (self.experts[chosen[:, 0]] @ h[..., None])[..., 0] * share
+
+
+@pytest.mark.medium
+def test_a_router_decides_on_both_paths_as_in_float():
+    torch.manual_seed(0)
+    x = torch.randn(256, 4)
+    sim = qtk.QuantSim(Routed().eval(), x, weight_bits=2, activation_bits=None)
+    sim.compute_encodings([x], progress=False)
+    _, values = run(PathEvaluator(sim.model, (False, True)), sim.model, x)
+    (topk,) = (node for node in values if node.target is torch.ops.aten.topk.default)
+    (float_share, float_chosen), (share, chosen) = values[topk]
+    assert chosen is float_chosen
+    h, quantized = values[topk.args[0]]
+    assert not torch.equal(h.argmax(-1), quantized.argmax(-1))  # it would have decided otherwise
+    assert torch.equal(share, quantized.gather(1, chosen))
+    assert torch.equal(float_share, h.amax(-1, keepdim=True))

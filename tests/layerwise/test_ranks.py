@@ -11,7 +11,8 @@ from torch import distributed
 from qtk.errors import CalibrationError
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.ranks import sum_over_ranks
-from qtk.layerwise.second_moments import RequiredStatistics, SecondMoments
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry
 from tests import fresh
 

@@ -15,7 +15,7 @@ from qtk.errors import CalibrationError
 from qtk.layerwise import run
 from qtk.layerwise.gptq import Gptq
 from qtk.layerwise.originals import Originals
-from qtk.layerwise.second_moments import RequiredStatistics
+from qtk.layerwise.required_statistics import RequiredStatistics
 from qtk.layerwise.weighted_layers import weighted_layers
 from tests.layerwise.convolutional_net import problem, same, state
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from qtk.errors import CalibrationError
-from qtk.layerwise.second_moments import PANEL, RequiredStatistics, SecondMoments
+from qtk.layerwise.gram_products import PANEL
+from qtk.layerwise.required_statistics import RequiredStatistics
+from qtk.layerwise.second_moments import SecondMoments
 from qtk.numerics.im2col import Geometry, im2col, weight_to_gemm
 
 LINEAR = Geometry.linear()

@@ -4,11 +4,13 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtk
 from qtk.capture.calls import Call
+from qtk.capture.token_masks import TokenMasks
 from qtk.errors import CalibrationError, InternalError
 from qtk.layerwise.second_moments import SecondMoments
 from qtk.layerwise.walk import walk
@@ -239,14 +241,42 @@ def test_layers_that_see_all_rows_of_some_batches_are_named(monkeypatch, lengths
     sim = qtk.QuantSim(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), x)
     sim.compute_encodings([x], progress=False)
     layers = weighted_layers(sim.model, sim.plan)[0]
-    calls = [Call((x,), {}, None, valid=mask), Call((x,), {}, None, valid=mask)]
+    calls = [Call((x,), {}, None, valid=TokenMasks.of(mask)), Call((x,), {}, None, valid=TokenMasks.of(mask))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         followed = [layer_input.moments.rows for layer_input in walk(sim.model, calls, dict.fromkeys(layers, EXACT))]
     assert followed == [16, 16]
     if lengths == "mask of another length":
-        calls[1] = Call((x,), {}, None, valid=mask[:, :4])
+        calls[1] = Call((x,), {}, None, valid=TokenMasks.of(mask[:, :4]))
     else:
         monkeypatch.setattr(TokenLayout, "rows", lambda self, value, valid: None)
     with pytest.warns(UserWarning, match=r"in some batches .* the inputs of 2 layers.*: 0\.weight, 2\.weight"):
         list(walk(sim.model, calls, dict.fromkeys(layers, EXACT)))
+
+
+class Gated(nn.Module):
+    """A second layer for the rows alone that the first one decides about."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        rows = (hidden[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, rows, self.second(hidden[rows]))
+
+
+@pytest.mark.medium
+def test_rows_that_both_paths_choose_otherwise_count_as_the_quantized_path_has_them():
+    torch.manual_seed(0)
+    model, data = Gated().eval(), [torch.randn(64, 8) for _ in range(3)]
+    sim = qtk.QuantSim(model, data[0], weight_bits=2, activation_bits=None)
+    sim.compute_encodings(data, progress=False)
+    report = qtk.apply_gptq(sim, data, progress=False)
+    rounded = sim.quantizers["first.weight"](sim.model.get_parameter("first.weight"))
+    counts = [[int((F.linear(x, weight, model.first.bias)[:, 0] > 0).sum()) for x in data]
+              for weight in (model.first.weight, rounded)]
+    assert counts[0] != counts[1]
+    assert [result.reason for result in report.layers] == [None, None]
+    assert report.layers[1].after <= report.layers[1].before

@@ -92,18 +92,17 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(7, 4)
-        self.turned, self.scaled = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-        self.left, self.batched = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(3, 4, 4))
+        self.flipped, self.scaled = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.batched = nn.Parameter(torch.randn(3, 4, 4))
         self.uneven = nn.Conv1d(4, 4, 2, padding="same")
         self.tied = nn.Linear(4, 7, bias=False)
         self.head = nn.Linear(7, 2)
 
     def forward(self, index):
         x = self.table(index)  # [2, 3, 4]
-        x = x @ self.turned.T
+        x = x @ self.flipped.flip(0)
         x = F.linear(x, self.scaled / self.scaled.norm())
-        x = (self.left @ x.transpose(1, 2)).transpose(1, 2)[..., :4]
-        x = torch.einsum("bij,ijk->bik", x, self.batched)
+        x = torch.einsum("bij,ijk,i->bik", x, self.batched, x.new_ones(3))
         x = self.uneven(x.transpose(1, 2)).transpose(1, 2)
         return self.head(F.linear(x, self.table.weight) + self.tied(x))
 
@@ -113,7 +112,7 @@ def test_what_is_no_layer_is_left_with_its_reason():
     layers, skipped = layers_of(Odd(), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     assert [layer.name for layer in layers] == ["tied.weight", "head.weight"]
     reasons = {
-        "table.weight": "embedding", "turned": "rearranged", "left": "left factor", "batched": "einsum",
+        "table.weight": "embedding", "flipped": "flip", "batched": "einsum",
         "uneven.weight": "one side more",
     }
     assert reasons.keys() <= skipped.keys()

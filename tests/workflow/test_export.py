@@ -300,13 +300,20 @@ def test_a_full_disk_is_an_export_error_and_leaves_nothing(target, sim, tmp_path
 
 
 @pytest.mark.medium
-def test_bfloat16_warns_and_names_the_way_out(tmp_path):
-    example = EXAMPLE.bfloat16()
-    handle = qtk.QuantSim(nn.Linear(8, 4).bfloat16(), example)
+def test_bfloat16_is_refused_with_the_way_out_and_the_way_out_works(tmp_path):
+    example, model = EXAMPLE.bfloat16(), nn.Linear(8, 4).bfloat16()
+    handle = qtk.QuantSim(model, example)
     handle.compute_encodings([example], progress=False)
-    with pytest.warns(UserWarning, match=r"model\.onnx: .* no bfloat16 .* export model\.float\(\) instead"):
-        handle.export(tmp_path / "out", formats=("onnx",))
-    with pytest.raises(ExportError, match=r"cannot load it: .*; .* export model\.float\(\) instead"):
+    message = r"model\.onnx: input, output would be bfloat16; .* export model\.float\(\) instead"
+    with pytest.raises(ExportError, match=message):
+        handle.export(tmp_path / "out", formats=("encodings", "onnx"))
+    assert not list(tmp_path.iterdir())
+    way_out = qtk.QuantSim(model.float(), EXAMPLE)
+    way_out.compute_encodings([EXAMPLE], progress=False)
+    way_out.export(tmp_path / "float", formats=("onnx",))
+    with pytest.warns(UserWarning, match=message):
+        handle.export(tmp_path / "out", formats=("onnx",), check=False)
+    with pytest.raises(ExportError, match=r"model\.onnx cannot be run: input, output are bfloat16; .*model\.float"):
         handle.verify_export(tmp_path / "out", [example], turns=0)
 
 

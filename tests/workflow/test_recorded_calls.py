@@ -23,7 +23,7 @@ def test_calls_hold_the_tokens_that_count():
     quantizers = [module for module in sim.model.modules() if isinstance(module, Quantizer)]
     for valid in ("mask", lambda batch: batch["mask"]):
         calls = recorded_calls(sim.model, quantizers, SEQUENCES, None, None, valid)
-        assert [call.valid.tolist() for call in calls] == [each["mask"].bool().tolist() for each in SEQUENCES]
+        assert [call.valid.masks[0].tolist() for call in calls] == [each["mask"].bool().tolist() for each in SEQUENCES]
     assert [call.valid for call in recorded_calls(sim.model, quantizers, SEQUENCES, None, None)] == [None, None]
     with pytest.raises(CalibrationError, match="pass the name of an input"):
         recorded_calls(sim.model, quantizers, lambda model: model(**BATCH), None, None, lambda batch: batch["mask"])

@@ -181,3 +181,95 @@ def test_data_that_run_the_model_need_a_name():
     alone = simulation("per_token")
     alone.compute_encodings(SEQUENCES, progress=False)
     torch.testing.assert_close(sim.encodings()["layer.second:out"].scale, alone.encodings()["layer.second:out"].scale)
+
+
+class Pair(nn.Module):
+    """An encoder-decoder whose padding has larger values than any word, on both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.encoder = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.queries, self.keys, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.words.weight[PAD] *= 50
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids, decoder_attention_mask):
+        encoded = torch.relu(self.encoder(self.words(input_ids)))
+        decoded = self.words(decoder_input_ids)
+        scores = self.queries(decoded) @ self.keys(encoded).transpose(1, 2)
+        context = scores.masked_fill(attention_mask[:, None] == 0, -1e4).softmax(-1) @ encoded
+        return self.head(decoded + context) * decoder_attention_mask[..., None]
+
+
+BOTH = ["attention_mask", "decoder_attention_mask"]
+INPUTS = {"attention_mask": "input_ids", "decoder_attention_mask": ["decoder_input_ids"]}
+
+
+def pair(length):
+    ids, mask = torch.tensor([[3, 1, 4, 1, 5], [9, 2, PAD, PAD, PAD]])[:, :length], torch.ones(2, length).long()
+    mask[1, 2:] = 0
+    ids = torch.where(mask == 1, ids, PAD)
+    padded = {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    alone = [{"input_ids": IDS[row:row + 1, :first], "attention_mask": MASK[row:row + 1, :first],
+              "decoder_input_ids": ids[row:row + 1, :last], "decoder_attention_mask": mask[row:row + 1, :last]}
+             for row, (first, last) in enumerate(((5, length), (3, 2)))]
+    return padded, alone
+
+
+@functools.cache
+def prepared_pair():
+    torch.manual_seed(0)
+    return qtk.prepare_model(Pair().eval(), pair(4)[0], dynamic_shapes="all")
+
+
+def ranges(data, valid=None):
+    sim = qtk.QuantSim(copy.deepcopy(prepared_pair()), pair(4)[0])
+    sim.compute_encodings(data, valid=valid, progress=False)
+    return of_data(sim)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("length", [4, 5])  # 5: both sides are as long
+@pytest.mark.parametrize("valid", [BOTH, INPUTS], ids=["list", "mapping"])
+def test_both_sides_of_an_encoder_decoder_leave_their_padding_out(length, valid):
+    padded, alone = pair(length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ranges([padded], valid)
+    expected, wrong = ranges(alone), ranges([padded])
+    names = [name for name in found if not name.startswith("mul")]  # the last one sets padding to 0
+    for name in names:
+        if "masked_fill" in name or "softmax" in name or "matmul:out" in name:
+            continue  # scores have elements of invalid keys, which the mask of queries does not leave out
+        torch.testing.assert_close(found[name].scale, expected[name].scale, rtol=1e-5, atol=0, msg=name)
+    for name in ("encoder:out", "relu:out", "head:out"):
+        if name in found:
+            assert float(wrong[name].scale / found[name].scale) > 5, name
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("valid", "missed", "left"), [
+    ("attention_mask", "decoder_input_ids", r"queries:out"), ("decoder_attention_mask", "input_ids", r"relu:out"),
+])
+def test_tokens_of_an_input_without_a_mask_are_warned_of(valid, missed, left):
+    with pytest.warns(match=rf"sites have tokens of inputs that no mask covers \(.*{missed}.*\), where all rows count"):
+        found = ranges([pair(4)[0]], valid)
+    assert any(left.removesuffix(":out") in name for name in found)
+
+
+@pytest.mark.medium
+def test_layers_of_both_sides_see_their_tokens_alone():
+    padded, alone = pair(4)
+    weights = []
+    for data, valid in (([padded], BOTH), (alone, None)):
+        sim = qtk.QuantSim(copy.deepcopy(prepared_pair()), padded, weight_bits=2, activation_bits=None)
+        sim.compute_encodings(None, progress=False)
+        report = qtk.apply_gptq(sim, data, valid=valid, holdout=0, inputs="symfp", progress=False)
+        weights.append({layer.name: layer.after for layer in report.layers})
+    for name, error in weights[1].items():
+        assert weights[0][name] == pytest.approx(error, rel=1e-3), name
+
+
+def test_a_mask_that_is_no_input_is_named():
+    with pytest.raises(CalibrationError, match=r"'decoder_mask' names no input of this call, which has input_ids"):
+        ranges([pair(4)[0]], ["attention_mask", "decoder_mask"])

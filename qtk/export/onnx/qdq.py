@@ -24,6 +24,7 @@ from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import trace
+from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
@@ -53,7 +54,7 @@ def export(
     opset: int | None = None,
     target: str | None = None,
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
-) -> None:
+) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
     Args:
@@ -65,6 +66,8 @@ def export(
             19 is logged, and in the metadata ``qtk.opset`` of the file.
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
+
+    Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
         granularity cannot be expressed in ONNX, the result is not valid ONNX or cannot be written; CaptureError if
@@ -91,11 +94,13 @@ def export(
         _LOGGER.info("%s: opset %d, because %s", path.name, opset, reason)
     if target is not None:
         graph.metadata_props[TARGET] = target
+    rounded = compute_in_float32(graph)
     drop_inferred_types(graph.graph)
     drop_default_attributes(graph.graph, opset=opset)
     write(graph, path, embedded_limit_bytes)
     for value in graph.graph.initializers.values():
         value.const_value = None  # nodes and values hold one another, so that codes would stay while the file is read
+    return rounded
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:

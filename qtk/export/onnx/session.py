@@ -38,6 +38,11 @@ FLOAT_PRODUCTS = "session.qdq_matmulnbits_accuracy_level"
 rounds their inputs to 8 bits in blocks as well, which the simulation does not."""
 
 
+NO_BFLOAT16 = (
+    "ONNX Runtime (seen in 1.32) has few bfloat16 operators on the CPU: simulate and export model.float() instead"
+)
+"""What is said of a model that is bfloat16 as a whole."""
+
 SATURATES = "u8 × s8 sums saturate on this CPU"
 
 SPINNING = "session.intra_op.allow_spinning"
@@ -86,12 +91,12 @@ def bfloat16_remedy(model: nn.Module) -> str | None:
     """What to do where ONNX Runtime refuses a file because the model has bfloat16 parameters; ``None`` if it has none.
 
     >>> bfloat16_remedy(nn.Linear(4, 2).bfloat16())
-    'ONNX Runtime (seen in 1.31) has no bfloat16 operators on the CPU: simulate and export model.float() instead'
+    'ONNX Runtime (seen in 1.32) has few bfloat16 operators on the CPU: simulate and export model.float() instead'
     >>> bfloat16_remedy(nn.Linear(4, 2))
     """
     if not any(parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
         return None
-    return "ONNX Runtime (seen in 1.31) has no bfloat16 operators on the CPU: simulate and export model.float() instead"
+    return NO_BFLOAT16
 
 
 def other_float_remedy(model: nn.Module) -> str | None:

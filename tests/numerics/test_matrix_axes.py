@@ -1,0 +1,24 @@
+import torch
+
+from qtk.numerics.im2col import Geometry, gemm_to_weight, weight_to_gemm
+from qtk.numerics.matrix_axes import MatrixAxes
+
+
+def test_a_weight_comes_back_from_any_order_of_axes():
+    weight = torch.randn(2, 3, 5, 7)
+    axes = MatrixAxes((1, 3), (0,), (2,))
+    matrices = axes.to_gemm(weight)
+    assert matrices.shape == (21, 2, 5)
+    assert torch.equal(matrices[1 * 7 + 4], weight[:, 1, :, 4])
+    assert torch.equal(axes.from_gemm(matrices, weight.shape), weight)
+    geometry = Geometry.of_matrices(axes, weight.shape)
+    assert geometry.groups == 21
+    assert torch.equal(gemm_to_weight(weight_to_gemm(weight, geometry), geometry, weight.shape), weight)
+
+
+def test_views_of_matrices_are_in_the_order_of_the_indices():
+    weight = torch.zeros(2, 4, 3)
+    axes = MatrixAxes((0, 2), (1,), ())
+    for index, view in enumerate(axes.matrices(weight)):
+        view.fill_(index)
+    assert torch.equal(weight.long(), axes.indices(weight.shape))
