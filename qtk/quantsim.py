@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.capture.calls import Call
 from qtk.capture.exclusion import exclude_paths
+from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
-from qtk.capture.torch_export import DynamicShapes
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding

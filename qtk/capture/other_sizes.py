@@ -1,0 +1,300 @@
+"""Compares a captured graph with its module at other sizes than those of the example inputs.
+
+The example shows one length of each axis. ``torch.export`` finds by reading the code which lengths the graph serves,
+and is wrong both ways: it frees an axis on a condition that nobody checks later, or fixes one that the module takes at
+any length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtk.capture.calls import Call, detached, distinct
+from qtk.capture.free_shapes import LeafAxis, leaf_numbers
+from qtk.capture.inputs import is_free
+from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
+from qtk.capture.served_sizes import Axis, ServedSizes, SizeLimit, evaluate
+from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
+from qtk.errors import OUT_OF_MEMORY
+from qtk.torch_private import SizeGuard, TorchDispatchMode, pytree, size_guards
+
+TIME_SHARE = 0.3
+"""Largest share of the time of a capture that trying other sizes may take."""
+
+MAX_JOINT, MAX_GUARDS = 2, 4
+"""Number of trials in which all free axes have other lengths, and of conditions of torch that are broken on purpose."""
+
+UNROLLED = "the loop over it is unrolled"
+READ = "the code reads its length as a number, or branches on it"
+"""Why a graph fixes an axis that its module does not fix."""
+
+_NO_MODE = contextlib.nullcontext()
+
+Lengths = Mapping[Axis, int]
+
+
+class OtherSizes:
+    """Runs a module and its graph at other sizes than those of an example, until the time is up.
+
+    Args as of ``try_other_sizes``.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float
+    ) -> None:
+        self._model, self._graph, self._cost_s = model, graph, cost_s
+        self._deadline = time.perf_counter() + budget_s
+        self._args, self._kwargs = distinct((call.args, call.kwargs))
+        self._names: dict[int, str] = {}
+        self.numbers: dict[str, int] = {}
+        self.lengths: dict[Axis, int] = {}
+        self.symbols: dict[Axis, str] = {}
+        sizes: list[torch.SymInt] = []
+        leaves, numbers = graph.leaves(self._args, self._kwargs), leaf_numbers(self._args, self._kwargs)
+        for node, leaf in zip(graph.graph.find_nodes(op="placeholder"), leaves, strict=True):
+            value, name = node.meta.get("val"), str(node.target)
+            if not isinstance(leaf, Tensor) or not isinstance(value, Tensor):
+                continue
+            self._names[id(leaf)], self.numbers[name] = name, numbers[id(leaf)]
+            for number, size in enumerate(value.shape):
+                self.lengths[name, number] = leaf.shape[number]
+                if is_free(size):
+                    assert isinstance(size, torch.SymInt)
+                    self.symbols[name, number] = str(size)
+                    sizes.append(size)
+        known = {*self.symbols.values()}
+        self.guards = [SizeGuard(f"{symbol} > 1", (symbol,)) for symbol in sorted(known)]
+        self.guards += [guard for guard in (size_guards(sizes[0]) if sizes else ())
+                        if guard.symbols and known.issuperset(guard.symbols)]
+
+    def axes_of(self, symbols: Collection[str]) -> list[Axis]:
+        """The axes whose lengths these symbols are."""
+        return [axis for axis, symbol in self.symbols.items() if symbol in symbols]
+
+    def breaks(self, guard: SizeGuard, lengths: Lengths) -> bool:
+        """Whether these lengths break a condition of torch."""
+        return not evaluate(guard.condition, {
+            symbol: lengths.get(axis, self.lengths[axis]) for axis, symbol in self.symbols.items()
+        })
+
+    def runs(self, lengths: Lengths) -> bool:
+        """Whether the module runs with these lengths; ``False`` also if there is no time."""
+        return self._outcome(lengths) is not None
+
+    def agrees(self, lengths: Lengths) -> bool | None:
+        """Whether the graph computes what the module does; ``None`` if the module does not run, or out of time."""
+        started = time.perf_counter()
+        expected = self._outcome(lengths)
+        if expected is None:
+            return None
+        try:
+            eval_difference(self._model, self._graph, *self._call(lengths), expected=expected)
+        except OUT_OF_MEMORY:
+            return None
+        except Exception:  # whatever a graph raises or returns at a size it does not serve
+            return 1 in lengths.values() and self._keeps_axes_of_one(lengths, expected)
+        finally:
+            self._cost_s = max(self._cost_s, time.perf_counter() - started)
+        return True
+
+    def _keeps_axes_of_one(self, lengths: Lengths, expected: Outcome) -> bool:
+        """Whether the graph has the values of the module, and axes of length 1 that the module squeezes away."""
+        try:
+            actual = eval_outcome(self._graph, *detached(self._call(lengths)))
+            for before, after in zip(*(pytree.tree_leaves(each[0]) for each in (expected, actual)), strict=True):
+                if isinstance(before, Tensor):
+                    tensor_difference("output", before.squeeze(), after.squeeze())
+        except Exception:  # they differ
+            return False
+        return True
+
+    def num_ops(self, lengths: Lengths) -> int | None:
+        """Number of ATen ops that the module runs with these lengths; ``None`` as ``agrees``."""
+        count = _OpCount()
+        return None if self._outcome(lengths, count) is None else count.count
+
+    def _outcome(
+        self, lengths: Lengths, mode: contextlib.AbstractContextManager[object] = _NO_MODE
+    ) -> Outcome | None:
+        if time.perf_counter() + self._cost_s > self._deadline:
+            return None
+        args, kwargs = detached(self._call(lengths))
+        try:
+            with mode:
+                return eval_outcome(self._model, args, kwargs)
+        except Exception:  # whatever the model raises, or memory ends
+            return None
+
+    def _call(self, lengths: Lengths) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, cut to these lengths, or with their first elements repeated behind the last."""
+
+        def resized(leaf: object) -> object:
+            name = self._names.get(id(leaf))
+            if not isinstance(leaf, Tensor) or name is None:
+                return leaf
+            for number, before in enumerate(leaf.shape):
+                length = lengths.get((name, number), before)
+                if length != before:
+                    leaf = leaf.index_select(number, torch.arange(length, device=leaf.device) % before)
+            return leaf
+
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(resized, (self._args, self._kwargs))
+        return changed
+
+
+def try_other_sizes(
+    model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float
+) -> frozenset[LeafAxis]:
+    """Compares graph and module at other lengths of the free axes, and runs the module at others of the fixed ones.
+
+    All free axes change together; single conditions and axes are tried only where that fails. Adds what is found to
+    the sizes and to the report of ``graph``.
+
+    Args:
+        model: the module.
+        graph: its graph.
+        call: the call that it was captured with.
+        cost_s: duration of one comparison at the sizes of ``call``, in seconds.
+        budget_s: time for all trials, in seconds; one that is expected to exceed it is not begun.
+
+    Returns: the axes that are free in the graph, and for which it holds at the example's length alone.
+    """
+    trials, sizes = OtherSizes(model, graph, call, cost_s=cost_s, budget_s=budget_s), graph.sizes
+    limits, unfree = _limits(trials)
+    fixed = dict(_fixed(trials, sizes))
+    lines = [f"length fixed at {trials.lengths[axis]}: {why} (axis {axis[1]} of input {axis[0]})"
+             for axis, why in fixed.items()]
+    lines += [f"the graph serves sizes where {limit}" for limit in limits]
+    lines += [f"length fixed at {trials.lengths[axis]}: at another the graph computes something else than the model "
+              f"(axis {axis[1]} of input {axis[0]})" for axis in sorted(unfree)]
+    lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
+              for axis in _of_one(trials, sizes)]
+    graph.meta[SIZES] = replace(sizes, limits=limits, fixed=fixed)
+    graph.meta[REPORT] = replace(graph.report, reasons=(
+        *graph.report.reasons, *(f"{graph.report.rung}: {line}" for line in lines)
+    ))
+    return frozenset((trials.numbers[name], axis) for name, axis in unfree)
+
+
+def other_length(length: int) -> int:
+    """Another length, smaller if that leaves 2 or more, for 1 may be broadcast."""
+    return length - 1 if length > 2 else length + 1
+
+
+def _limits(trials: OtherSizes) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]:
+    limits: list[SizeGuard] = []
+    unfree: set[Axis] = set()
+    compared: list[Lengths] = []
+
+    def note(lengths: Lengths) -> None:
+        if any(trials.breaks(guard, lengths) for guard in limits) or unfree & lengths.keys():
+            return
+        agrees = trials.agrees(lengths)
+        if agrees is not None:
+            compared.append(lengths)
+        if agrees is False:
+            found, axes = _culprits(trials, lengths)
+            limits.extend(found)
+            unfree.update(axes)
+
+    for lengths in _joint(trials):
+        note(lengths)
+        if len(compared) == MAX_JOINT:
+            break
+    for guard in [each for each in trials.guards if not any(trials.breaks(each, lengths) for lengths in compared)][
+        :MAX_GUARDS
+    ]:
+        broken = next((lengths for lengths in _single(trials, guard) if trials.breaks(guard, lengths)), None)
+        if broken is not None:
+            note(broken)
+    return tuple(_as_limit(trials, guard) for guard in limits), frozenset(unfree)
+
+
+def _joint(trials: OtherSizes) -> Iterator[Lengths]:
+    """Lengths in which all free axes differ from the example, those most likely to run first."""
+    lengths = {axis: trials.lengths[axis] for axis in trials.symbols}
+    if not lengths:
+        return
+    batches = {length for (_, number), length in lengths.items() if number == 0}
+    yield {axis: other_length(length) for axis, length in lengths.items()}
+    yield {axis: 1 if length in batches else max(length // 2, 2) for axis, length in lengths.items()}
+    if len({*lengths.values()}) > 1:  # lengths that must be multiples of something
+        yield {axis: 1 if length in batches else length for axis, length in lengths.items()}
+        yield {axis: 2 * length for axis, length in lengths.items()}
+
+
+def _single(trials: OtherSizes, guard: SizeGuard) -> Iterator[Lengths]:
+    """Lengths in which one symbol of a condition differs from the example."""
+    for symbol in guard.symbols:
+        axes = trials.axes_of([symbol])
+        length = trials.lengths[axes[0]]
+        for other in (other_length(length), 1, 2, 3, length // 2, length + 1, 2 * length):
+            if other > 0:
+                yield dict.fromkeys(axes, other)
+
+
+def _culprits(trials: OtherSizes, lengths: Lengths) -> tuple[list[SizeGuard], set[Axis]]:
+    """The conditions of torch that these lengths break and that matter; without one, the axes that matter."""
+    broken = [guard for guard in trials.guards if trials.breaks(guard, lengths)]
+    if broken:
+        alone = [{axis: lengths[axis] for axis in trials.axes_of(guard.symbols) if axis in lengths} for guard in broken]
+        matter = [guard for guard, some in zip(broken, alone, strict=True) if trials.agrees(some) is False]
+        return matter or broken, set()
+    by_length: dict[int, dict[Axis, int]] = {}
+    for axis, length in lengths.items():
+        if length != trials.lengths[axis]:
+            by_length.setdefault(trials.lengths[axis], {})[axis] = length
+    groups = [*by_length.values()]
+    wrong = [group for group in groups if trials.agrees(group) is False] if len(groups) > 1 else groups
+    return [], {axis for group in wrong or groups for axis in group}
+
+
+def _as_limit(trials: OtherSizes, guard: SizeGuard) -> SizeLimit:
+    return SizeLimit(guard.condition, tuple((symbol, trials.axes_of([symbol])[0]) for symbol in guard.symbols))
+
+
+def _of_one(trials: OtherSizes, sizes: ServedSizes) -> list[Axis]:
+    """The axes of length 1 that the module takes longer; not those of islands, where they are broadcast."""
+    return [axis for axis, length in trials.lengths.items()
+            if length == 1 and not sizes.place and sizes.is_asked(axis) and trials.runs({axis: 2})]
+
+
+def _fixed(trials: OtherSizes, sizes: ServedSizes) -> Iterator[tuple[Axis, str]]:
+    """Each axis that was asked to be free and is fixed, though the module runs at another length, and why it is."""
+    asked = sizes.is_asked
+    held = [axis for axis, length in trials.lengths.items() if axis not in trials.symbols and length > 1]
+    for length in sorted({trials.lengths[axis] for axis in held if asked(axis)}):
+        other = other_length(length)
+        together = {axis: other for axis, each in trials.lengths.items() if each == length}
+        fixed = {axis: other for axis in held if trials.lengths[axis] == length and asked(axis)}
+        for lengths in _distinct([together, fixed, *({axis: other} for axis in fixed)]):
+            if trials.runs(lengths):
+                before, after = trials.num_ops({}), trials.num_ops(lengths)
+                why = READ if before is None or after is None or before == after else UNROLLED
+                yield from ((axis, why) for axis in fixed if axis in lengths)
+                break
+
+
+def _distinct(trials: list[dict[Axis, int]]) -> list[dict[Axis, int]]:
+    return [each for index, each in enumerate(trials) if each not in trials[:index]]
+
+
+class _OpCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the ATen ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
