@@ -228,24 +228,24 @@ def size_guards(size: torch.SymInt) -> list[SizeGuard]:
 
 
 @contextlib.contextmanager
-def checking_sizes(check: Callable[[], None]) -> Iterator[None]:
-    """Calls ``check`` each time that this thread's tracers evaluate, replace or bound a symbolic size.
-
-    What it raises ends the trace; torch may catch an ``Exception``.
-    """
+def checking_sizes(check: Callable[[], object]) -> Iterator[None]:
+    """Calls ``check`` when tracers of this thread evaluate or bound a symbolic size; what it raises ends them."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
 
     thread = threading.get_ident()
 
-    def checked(shape_env: ShapeEnv, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            check()
-        return method(shape_env, *args, **kwargs)
+    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)  # with the attributes of a cache
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _ = threading.get_ident() == thread and check()
+            return method(*args, **kwargs)
+
+        return call
 
     names = ("evaluate_expr", "_maybe_evaluate_static", "bound_sympy", "replace", "simplify")
     with contextlib.ExitStack() as stack:
         for name, method in [(name, getattr(ShapeEnv, name)) for name in names if hasattr(ShapeEnv, name)]:
-            setattr(ShapeEnv, name, functools.partialmethod(checked, method))
+            setattr(ShapeEnv, name, checked(method))
             stack.callback(setattr, ShapeEnv, name, method)
         yield
 

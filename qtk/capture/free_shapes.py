@@ -87,6 +87,14 @@ def free_shapes(
     return shapes
 
 
+def token_axes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Collection[LeafAxis]:
+    """Axis 1 of each integer input [batch, tokens, …], and of the tensors in which it is as long."""
+    tensors = [(number, leaf) for number, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs))))
+               if isinstance(leaf, Tensor) and leaf.ndim > 1]
+    lengths = {leaf.shape[1] for _, leaf in tensors if leaf.dtype in (torch.int32, torch.int64)}
+    return {(number, 1) for number, leaf in tensors if leaf.shape[1] in lengths}
+
+
 def leaf_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, int]:
     """Identity of a leaf → its number among the leaves of the arguments."""
     return {id(leaf): number for number, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs))))}

@@ -29,7 +29,7 @@ from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, leaf_numbers
 from qtk.capture.open_composites import open_composites
-from qtk.capture.other_sizes import TIME_SHARE, try_other_sizes
+from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
@@ -115,7 +115,7 @@ def capture_graph(
             graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
             if source is None:
                 return graph
-            unfree = try_other_sizes(model, graph, source, cost_s=cost_s, budget_s=TIME_SHARE * capture_s)
+            unfree = try_other_sizes(model, graph, source, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
             if not unfree:
                 return graph
             fixed, _ = on_rung(unfree=unfree)

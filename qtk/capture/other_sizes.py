@@ -25,10 +25,10 @@ from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, 
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import SizeGuard, TorchDispatchMode, pytree, size_guards
 
-TIME_SHARE = 0.3
-"""Largest share of the time of a capture that trying other sizes may take."""
+TIME_SHARE, LEAST_S = 0.3, 0.1
+"""Largest share of the time of a capture that trying other sizes may take, and seconds that it may always take."""
 
-MAX_JOINT, MAX_GUARDS = 2, 4
+MAX_JOINT, MAX_GUARDS = 2, 8
 """Number of trials in which all free axes have other lengths, and of conditions of torch that are broken on purpose."""
 
 UNROLLED = "the loop over it is unrolled"
@@ -193,10 +193,11 @@ def _limits(trials: OtherSizes) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]
     unfree: set[Axis] = set()
     compared: list[Lengths] = []
 
-    def note(lengths: Lengths) -> None:
-        if any(trials.breaks(guard, lengths) for guard in limits) or unfree & lengths.keys():
-            return
-        agrees = trials.agrees(lengths)
+    def served(lengths: Lengths) -> bool:
+        return not unfree & lengths.keys() and not any(trials.breaks(guard, lengths) for guard in limits)
+
+    def compare(lengths: Lengths) -> None:
+        agrees = trials.agrees(lengths) if served(lengths) else None
         if agrees is not None:
             compared.append(lengths)
         if agrees is False:
@@ -205,16 +206,22 @@ def _limits(trials: OtherSizes) -> tuple[tuple[SizeLimit, ...], frozenset[Axis]]
             unfree.update(axes)
 
     for lengths in _joint(trials):
-        note(lengths)
+        compare(lengths)
         if len(compared) == MAX_JOINT:
             break
-    for guard in [each for each in trials.guards if not any(trials.breaks(each, lengths) for lengths in compared)][
-        :MAX_GUARDS
-    ]:
-        broken = next((lengths for lengths in _single(trials, guard) if trials.breaks(guard, lengths)), None)
-        if broken is not None:
-            note(broken)
+    num_tried = 0
+    for guard in sorted(trials.guards, key=_size):  # the others often follow from short ones
+        breaking = [lengths for lengths in _single(trials, guard) if served(lengths) and trials.breaks(guard, lengths)]
+        if breaking and num_tried < MAX_GUARDS and not any(
+            served(lengths) and trials.breaks(guard, lengths) for lengths in compared
+        ):
+            compare(breaking[0])
+            num_tried += 1
     return tuple(_as_limit(trials, guard) for guard in limits), frozenset(unfree)
+
+
+def _size(guard: SizeGuard) -> int:
+    return len(guard.condition)
 
 
 def _joint(trials: OtherSizes) -> Iterator[Lengths]:
@@ -235,18 +242,25 @@ def _single(trials: OtherSizes, guard: SizeGuard) -> Iterator[Lengths]:
     for symbol in guard.symbols:
         axes = trials.axes_of([symbol])
         length = trials.lengths[axes[0]]
-        for other in (other_length(length), 1, 2, 3, length // 2, length + 1, 2 * length):
+        for other in (other_length(length), length - 2, length - 4, 1, 2, 3, length // 2, length + 1, 2 * length):
             if other > 0:
                 yield dict.fromkeys(axes, other)
 
 
 def _culprits(trials: OtherSizes, lengths: Lengths) -> tuple[list[SizeGuard], set[Axis]]:
-    """The conditions of torch that these lengths break and that matter; without one, the axes that matter."""
-    broken = [guard for guard in trials.guards if trials.breaks(guard, lengths)]
+    """The conditions of torch that these lengths break and that matter; without one, the axes that matter.
+
+    Of conditions on the same sizes it is the shortest.
+    """
+    of_symbols: dict[tuple[str, ...], SizeGuard] = {}
+    broken = [guard for guard in sorted(trials.guards, key=_size) if trials.breaks(guard, lengths)]
+    for guard in broken:
+        known = any({*symbols} <= {*guard.symbols} for symbols in of_symbols)
+        alone = {axis: lengths[axis] for axis in trials.axes_of(guard.symbols) if axis in lengths}
+        if not known and trials.agrees(alone) is False:
+            of_symbols[guard.symbols] = guard
     if broken:
-        alone = [{axis: lengths[axis] for axis in trials.axes_of(guard.symbols) if axis in lengths} for guard in broken]
-        matter = [guard for guard, some in zip(broken, alone, strict=True) if trials.agrees(some) is False]
-        return matter or broken, set()
+        return [*of_symbols.values()] or broken[:1], set()
     by_length: dict[int, dict[Axis, int]] = {}
     for axis, length in lengths.items():
         if length != trials.lengths[axis]:
@@ -276,10 +290,18 @@ def _fixed(trials: OtherSizes, sizes: ServedSizes) -> Iterator[tuple[Axis, str]]
         fixed = {axis: other for axis in held if trials.lengths[axis] == length and asked(axis)}
         for lengths in _distinct([together, fixed, *({axis: other} for axis in fixed)]):
             if trials.runs(lengths):
-                before, after = trials.num_ops({}), trials.num_ops(lengths)
-                why = READ if before is None or after is None or before == after else UNROLLED
+                why = UNROLLED if _is_unrolled(trials, lengths, length) else READ
                 yield from ((axis, why) for axis in fixed if axis in lengths)
                 break
+
+
+def _is_unrolled(trials: OtherSizes, axes: Collection[Axis], length: int) -> bool:
+    """Whether each step of a length adds equally many ops."""
+    counts = [trials.num_ops(dict.fromkeys(axes, each)) for each in (length + 2, length + 1, length)]
+    if counts[0] is None:
+        counts = [trials.num_ops(dict.fromkeys(axes, each)) for each in (length, length - 1, length - 2)]
+    last, middle, first = counts
+    return last is not None and middle is not None and first is not None and last - middle == middle - first > 0
 
 
 def _distinct(trials: list[dict[Axis, int]]) -> list[dict[Axis, int]]:

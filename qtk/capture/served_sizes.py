@@ -13,8 +13,9 @@ from qtk.errors import CaptureError
 Axis = tuple[str, int]
 """The name of a graph's input, and one of its axes."""
 
-BATCH, ALL, GIVEN, STATIC = "batch", "all", "given", "static"
-"""Which sizes a capture was asked to free: axis 0, every axis, those of explicit dynamic shapes, none."""
+BATCH, ALL, LATE, GIVEN, STATIC = "batch", "all", "late", "given", "static"
+"""Which sizes a capture was asked to free: axis 0, every axis, every axis but that took too long, those of explicit
+dynamic shapes, none."""
 
 
 def axis_text(axis: Axis) -> str:
@@ -52,7 +53,7 @@ class ServedSizes:
     """The sizes that one graph serves besides those its placeholders show.
 
     Args:
-        asked: what capture was asked to free: ``BATCH``, ``ALL``, ``GIVEN`` or ``STATIC``.
+        asked: what capture was asked to free: one of ``BATCH``, ``ALL``, ``LATE``, ``GIVEN``, ``STATIC``.
         place: module path of the graph in the whole model; empty for the model itself.
         fixed: an axis that the graph fixes and its module does not → why.
         limits: conditions on free sizes.
@@ -81,19 +82,23 @@ class ServedSizes:
 
     def is_asked(self, axis: Axis) -> bool:
         """Whether capture was asked to free an axis, by ``dynamic_shapes`` in words."""
-        return self.asked == ALL or (self.asked == BATCH and axis[1] == 0)
+        return self.asked == ALL or (self.asked in (BATCH, LATE) and axis[1] == 0)
 
     def remedy(self, axis: Axis, size: int) -> str:
         """What to do for another length of an axis that the graph has fixed to ``size``."""
         asked = self.is_asked(axis)
         if size == 1:
-            every = "" if asked or self.asked == GIVEN else ', and dynamic_shapes="all"'
+            every = "" if asked or self.asked in (LATE, GIVEN) else ', and dynamic_shapes="all"'
             return (f"axis {axis[1]} has length 1 in the example and stays so; prepare the model again with one of 2 "
                     f"or more{every}")
         reason = self.fixed.get(axis)
         if reason is not None or asked:
             why = "the code of the model fixes it" if reason is None else reason
             return f"axis {axis[1]} is fixed: {why}; {self._way_out(f'pass inputs with {size} there')}"
+        if self.asked == LATE:
+            shapes = f'{{{axis[0]!r}: {{0: "batch", {axis[1]}: "length"}}}}'
+            return (f"freeing every axis took too long; free this one by name, dynamic_shapes={shapes}, or prepare the "
+                    "model again with such an input")
         if self.asked == GIVEN:
             return f"free axis {axis[1]} of {axis[0]} in dynamic_shapes, or prepare the model again with such an input"
         return ('prepare it again with such an input, or with dynamic_shapes="all", which frees each axis that the '
@@ -107,8 +112,11 @@ class ServedSizes:
 
 
 def evaluate(condition: str, lengths: Mapping[str, int]) -> bool:
-    """The value of a Python expression over names of lengths."""
-    return bool(eval(_compiled(condition), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
+    """The value of a Python expression over names of lengths; false where it divides by 0."""
+    try:
+        return bool(eval(_compiled(condition), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
+    except ZeroDivisionError:
+        return False
 
 
 @functools.cache

@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import io
 import logging
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +24,21 @@ from qtk.capture.free_shapes import (
     free_shapes,
     named_axes,
     refuse_unfree_names,
+    token_axes,
     with_batch_of_two,
 )
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.served_sizes import GIVEN, STATIC
+from qtk.capture.served_sizes import GIVEN, LATE, STATIC
+from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
-BATCH_LABEL, GIVEN_LABEL = "dynamic batch", "the given dynamic_shapes"
+ALL_LABEL, TOKENS_LABEL, BATCH_LABEL = "dynamic shapes", "dynamic batch and tokens", "dynamic batch"
+GIVEN_LABEL = "the given dynamic_shapes"
+LIMITED = (ALL_LABEL, TOKENS_LABEL)
+"""The attempts that end with the time of ``tracing_for``."""
 RUNGS = ("export", "fx + export")
 """The ways to capture a module as one graph, the better first."""
 
@@ -75,8 +80,9 @@ def capture(
 ) -> Capture:
     """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
-    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
-    shapes; with ``"batch"`` from the second on. Where the axes 0 are fixed by the batch on another axis of another
+    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with free batch and tokens, then with a
+    free batch, then with fixed shapes; with ``"batch"`` from the third on. The first two have ``FLOOR_S`` seconds, or
+    ``TIMES`` times what a free batch takes. Where the axes 0 are fixed by the batch on another axis of another
     input (the states of a recurrent net), that axis is free too.
 
     Args:
@@ -97,7 +103,6 @@ def capture(
         args, kwargs = distinct((args, kwargs))
         dynamic_shapes, names = named_axes(dynamic_shapes, model, args, kwargs)
     attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree)
-    asked = STATIC if dynamic_shapes is None else dynamic_shapes if isinstance(dynamic_shapes, str) else GIVEN
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -107,37 +112,56 @@ def capture(
         except Exception as error:
             reasons.append(f"{rung}: {first_line(error)}")
             continue
-        for label, some_args, some_kwargs, shapes in attempts:
+        late: list[_Attempt] = []
+        for attempt in attempts:
+            started = time.thread_time()
             try:
-                program = _export(source, some_args, some_kwargs, shapes)
-                if label == BATCH_LABEL:
-                    shapes_with = partial(_batch_shapes, model, some_args, some_kwargs, unfree)
-                    program, shapes = _with_batch(source, program, some_args, some_kwargs, shapes_with)
-                if owns_inputs and program.graph_signature.user_inputs_to_mutate:
-                    with _on_copies(source):
-                        program = _export(source, some_args, some_kwargs, shapes)
+                with tracing_for(FLOOR_S if attempt.label in LIMITED else None):
+                    program = _attempted(source, attempt, owns_inputs=owns_inputs)
+            except OutOfTime:
+                late.append(attempt)
+                continue
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
-                reasons.append(f"{rung}, {label}: {error if label == GIVEN_LABEL else first_line(error)}")
+                text = error if attempt.label == GIVEN_LABEL else first_line(error)
+                reasons.append(f"{rung}, {attempt.label}: {text}")
                 continue
-            inputs = _tensor_inputs(program)
-            tied = _tied_sizes(inputs)
-            if tied is not None and label != GIVEN_LABEL:
-                reasons.append(f"{rung}, {label}: only sizes with {tied} would do")
+            longer_s = TIMES * (time.thread_time() - started)
+            if late and attempt.label not in LIMITED and longer_s > FLOOR_S:
+                attempt, program = _in_time(source, late, longer_s, owns_inputs=owns_inputs) or (attempt, program)
+            tied = _tied_sizes(_tensor_inputs(program))
+            if tied is not None and attempt.label != GIVEN_LABEL:
+                reasons.append(f"{rung}, {attempt.label}: only sizes with {tied} would do")
                 continue
-            dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
-            if label == BATCH_LABEL:
-                batches = {str(value.shape[0]) for value in inputs.values() if value.ndim and is_free(value.shape[0])}
-                reasons += [
-                    f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
-                    for name, value in inputs.items()
-                    if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
-                    and batches.isdisjoint(map(str, value.shape))
-                ]
-            refuse_unfree_names(names, *_leaf_sizes(inputs, some_args, some_kwargs))
-            return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs, asked, names)
+            return _captured(program, rung, attempt, reasons, late, dynamic_shapes, names)
     raise CaptureError("\n  ".join(reasons))
+
+
+def _captured(
+    program: ExportedProgram, rung: str, attempt: _Attempt, reasons: list[str], late: Collection[_Attempt],
+    dynamic_shapes: DynamicShapes, names: Mapping[LeafAxis, str],
+) -> Capture:
+    inputs = _tensor_inputs(program)
+    asked = STATIC if dynamic_shapes is None else dynamic_shapes if isinstance(dynamic_shapes, str) else GIVEN
+    if late and attempt not in late:
+        asked = LATE
+        free = attempt.label.removeprefix("dynamic ")
+        reasons.append(f"{rung}: freeing every axis takes more than {TIMES:.0f} times as long as freeing the batch and "
+                       f"was stopped; free: {free}. Others can be freed by name, without a limit of time: "
+                       'dynamic_shapes={"input": {0: "batch", 2: "height"}}')
+        warnings.warn(reasons[-1], stacklevel=2)
+    if attempt.label == BATCH_LABEL:
+        batches = {str(value.shape[0]) for value in inputs.values() if value.ndim and is_free(value.shape[0])}
+        reasons += [
+            f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
+            for name, value in inputs.items()
+            if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
+            and batches.isdisjoint(map(str, value.shape))
+        ]
+    dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
+    refuse_unfree_names(names, *_leaf_sizes(inputs, attempt.args, attempt.kwargs))
+    return Capture(program, rung, dynamic, tuple(reasons), attempt.args, attempt.kwargs, asked, names)
 
 
 def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,29 +173,65 @@ def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             raise CaptureError(f"{name} is {kind}, and torch cannot trace quantized tensors; give it dequantized")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Attempt:
+    """Arguments and dynamic shapes to export with; ``shapes_with`` gives those in which further axes are free."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: DynamicShapes
+    shapes_with: Callable[[Collection[LeafAxis]], DynamicShapes] | None = None
+
+
 def _attempts(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
     unfree: Collection[LeafAxis],
-) -> list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]]:
-    """The attempts of each rung, in order: label, arguments, dynamic shapes."""
+) -> list[_Attempt]:
+    """The attempts of each rung, in order."""
+    static = _Attempt("static shapes", args, kwargs, None)
     if dynamic_shapes is None:
-        return [("static shapes", args, kwargs, None)]
+        return [static]
     if not isinstance(dynamic_shapes, str):
-        return [(GIVEN_LABEL, args, kwargs, dynamic_shapes)]
+        return [_Attempt(GIVEN_LABEL, args, kwargs, dynamic_shapes)]
     doubled = with_batch_of_two(model, args, kwargs)
-    attempts = [(BATCH_LABEL, *doubled, _batch_shapes(model, *doubled, unfree, ())),
-                ("static shapes", args, kwargs, None)]
-    if dynamic_shapes == "all":
-        every = free_shapes(model, *doubled, lambda axis: axis not in unfree)
-        attempts.insert(0, ("dynamic shapes", *doubled, every))
-    return attempts
+
+    def with_others(others: Collection[LeafAxis]) -> DynamicShapes:
+        return free_shapes(model, *doubled, lambda axis: (axis[1] == 0 or axis in others) and axis not in unfree)
+
+    batch = _Attempt(BATCH_LABEL, *doubled, with_others(()), with_others)
+    if dynamic_shapes == "batch":
+        return [batch, static]
+    every = free_shapes(model, *doubled, lambda axis: axis not in unfree)
+    tokens = token_axes(*doubled)
+    between = [_Attempt(TOKENS_LABEL, *doubled, with_others(tokens))] if tokens else []
+    return [_Attempt(ALL_LABEL, *doubled, every), *between, batch, static]
 
 
-def _batch_shapes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unfree: Collection[LeafAxis],
-    others: Collection[LeafAxis],
-) -> DynamicShapes:
-    return free_shapes(model, args, kwargs, lambda axis: (axis[1] == 0 or axis in others) and axis not in unfree)
+def _attempted(source: nn.Module, attempt: _Attempt, *, owns_inputs: bool) -> ExportedProgram:
+    shapes = attempt.shapes
+    program = _export(source, attempt.args, attempt.kwargs, shapes)
+    if attempt.shapes_with is not None:
+        program, shapes = _with_batch(source, program, attempt.args, attempt.kwargs, attempt.shapes_with)
+    if owns_inputs and program.graph_signature.user_inputs_to_mutate:
+        with _on_copies(source):
+            program = _export(source, attempt.args, attempt.kwargs, shapes)
+    return program
+
+
+def _in_time(
+    source: nn.Module, late: Collection[_Attempt], seconds: float, *, owns_inputs: bool
+) -> tuple[_Attempt, ExportedProgram] | None:
+    """The first of ``late`` that ends in so many seconds, and its program."""
+    for attempt in late:
+        try:
+            with tracing_for(seconds):
+                return attempt, _attempted(source, attempt, owns_inputs=owns_inputs)
+        except OUT_OF_MEMORY:
+            raise
+        except (OutOfTime, Exception):  # a free batch does in its place
+            continue
+    return None
 
 
 def _with_batch(

@@ -167,3 +167,36 @@ def test_inputs_are_cut_or_repeated():
     (x,), _ = trials._call({("input", 0): 3, ("input", 1): 2})
     assert x.tolist() == [[0.0, 1.0], [3.0, 4.0], [0.0, 1.0]]
     assert [other_length(length) for length in (1, 2, 3, 9)] == [2, 3, 2, 8]
+
+
+def test_ops_that_pad_a_length_are_no_loop_over_it():
+    class Padded(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x[:, :1]], 1) / len(x[0]) if len(x[0]) % 2 else x / len(x[0])
+
+    prepared = qtk.prepare_model(Padded(), torch.randn(2, 6, 4), dynamic_shapes="all")
+    assert prepared.sizes.fixed == {("x", 1): "the code reads its length as a number, or branches on it"}
+
+
+class Windows(nn.Module):
+    """Windows of 4 over every second element, padded to whole ones."""
+
+    def forward(self, x):
+        x = x[:, ::2]
+        rest = (4 - x.shape[1] % 4) % 4
+        x = nn.functional.pad(x, (0, rest)) if rest > 0 else x
+        return x.view(x.shape[0], x.shape[1] // 4, 4).sum(2)
+
+
+def test_of_conditions_on_one_length_the_short_ones_are_told():
+    model = Windows()
+    prepared = qtk.prepare_model(model, torch.randn(2, 32), dynamic_shapes="all")
+    assert 1 <= len(prepared.report.reasons) <= 6
+    for length in range(8, 48):
+        x = torch.randn(3, length)
+        try:
+            y = prepared(x)
+        except CaptureError:
+            assert (length + 1) // 2 % 4 != 0
+        else:
+            assert torch.equal(y, model(x))

@@ -14,6 +14,7 @@ def test_a_limit_is_written_with_the_names_of_inputs():
 
 def test_a_condition_reads_lengths_and_nothing_else():
     assert evaluate("max(s0, s1) // 2 == 3", {"s0": 7, "s1": 2})
+    assert not evaluate("8 % (s0 // 4) == 0", {"s0": 3})
     with pytest.raises(NameError):
         evaluate("open('x')", {})
 
