@@ -88,6 +88,16 @@ class OtherSizes:
         """Whether the module runs with these lengths; ``False`` also if there is no time."""
         return self._outcome(lengths) is not None
 
+    def serves(self, lengths: Lengths) -> bool | None:
+        """Whether the graph runs with these lengths; ``None`` if there is no time."""
+        if not self._is_time_left:
+            return None
+        try:
+            eval_outcome(self._graph, *detached(self._call(lengths)))
+        except Exception:  # whatever its ops raise, or memory ends
+            return False
+        return True
+
     def agrees(self, lengths: Lengths) -> bool | None:
         """Whether the graph computes what the module does; ``None`` if the module does not run, or out of time."""
         started = time.perf_counter()
@@ -120,10 +130,14 @@ class OtherSizes:
         count = _OpCount()
         return None if self._outcome(lengths, count) is None else count.count
 
+    @property
+    def _is_time_left(self) -> bool:
+        return time.perf_counter() + self._cost_s <= self._deadline
+
     def _outcome(
         self, lengths: Lengths, mode: contextlib.AbstractContextManager[object] = _NO_MODE
     ) -> Outcome | None:
-        if time.perf_counter() + self._cost_s > self._deadline:
+        if not self._is_time_left:
             return None
         args, kwargs = detached(self._call(lengths))
         try:
@@ -176,7 +190,7 @@ def try_other_sizes(
               f"(axis {axis[1]} of input {axis[0]})" for axis in sorted(unfree)]
     lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
               for axis in _of_one(trials, sizes)]
-    graph.meta[SIZES] = replace(sizes, limits=limits, fixed=fixed)
+    graph.meta[SIZES] = replace(sizes, limits=limits, fixed=fixed, ties=tuple(_ties(trials)))
     graph.meta[REPORT] = replace(graph.report, reasons=(
         *graph.report.reasons, *(f"{graph.report.rung}: {line}" for line in lines)
     ))
@@ -272,6 +286,24 @@ def _culprits(trials: OtherSizes, lengths: Lengths) -> tuple[list[SizeGuard], se
 
 def _as_limit(trials: OtherSizes, guard: SizeGuard) -> SizeLimit:
     return SizeLimit(guard.condition, tuple((symbol, trials.axes_of([symbol])[0]) for symbol in guard.symbols))
+
+
+def _ties(trials: OtherSizes) -> Iterator[tuple[Axis, ...]]:
+    """Axes of one length in the example that have symbols of their own, and that the graph runs with if they are equal.
+
+    The graph is asked, for a module may skip what ties them: a mask that is 1 everywhere.
+    """
+    by_length: dict[int, list[str]] = {}
+    for symbol in dict.fromkeys(trials.symbols.values()):
+        by_length.setdefault(trials.lengths[trials.axes_of([symbol])[0]], []).append(symbol)
+    for length, symbols in by_length.items():
+        def serves(some: list[str], length: int = length) -> list[bool | None]:
+            axes = trials.axes_of(some)
+            return [trials.serves(dict.fromkeys(axes, other)) for other in (other_length(length), length + 1)]
+
+        tied = [symbol for symbol in symbols if len(symbols) > 1 and False in serves([symbol])]
+        if len(tied) > 1 and all(serves(tied)):
+            yield tuple(trials.axes_of(tied))
 
 
 def _of_one(trials: OtherSizes, sizes: ServedSizes) -> list[Axis]:

@@ -58,6 +58,7 @@ class ServedSizes:
         fixed: an axis that the graph fixes and its module does not → why.
         limits: conditions on free sizes.
         names: axis → its name in files; axes of one name have one length.
+        ties: axes with symbols of their own, with which the graph runs only if they have one length.
     """
 
     asked: str = BATCH
@@ -65,6 +66,7 @@ class ServedSizes:
     fixed: Mapping[Axis, str] = field(default_factory=dict)
     limits: tuple[SizeLimit, ...] = ()
     names: Mapping[Axis, str] = field(default_factory=dict)
+    ties: tuple[tuple[Axis, ...], ...] = ()
 
     def check(self, lengths: Mapping[Axis, int]) -> None:
         """Checks the lengths of all axes in a call. Raises: CaptureError naming the condition that fails."""

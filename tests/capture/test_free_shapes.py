@@ -4,7 +4,14 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import qtk
-from qtk.capture.free_shapes import batch_elsewhere, check_dynamic_shapes, free_shapes, leaf_numbers, with_batch_of_two
+from qtk.capture.free_shapes import (
+    batch_elsewhere,
+    check_dynamic_shapes,
+    free_shapes,
+    leaf_numbers,
+    token_axes,
+    with_batch_of_two,
+)
 from qtk.errors import CaptureError
 
 
@@ -87,6 +94,69 @@ def test_shapes_are_free_where_they_are_asked_for():
     shapes = free_shapes(Two(), (x,), {"pair": [a, b]}, lambda axis: axis in ((0, 0), (1, 1)))
     assert shapes == {"x": {0: Dim.AUTO}, "pair": [{1: Dim.AUTO}, None]}
     assert leaf_numbers((x,), {"pair": [a, b]}) == {id(x): 0, id(a): 1, id(b): 2}
+
+
+NAMES = {"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}, "c": {1: "batch"}}
+
+
+@pytest.mark.medium
+def test_axes_are_freed_by_name_and_compared_by_name_in_every_call():
+    model = Streaming().eval()
+    prepared = qtk.prepare_model(model, step(5, 4), dynamic_shapes=NAMES)
+    assert prepared.sizes.names == {
+        ("x", 0): "batch", ("x", 1): "frames", ("h", 1): "batch", ("c", 1): "batch"}
+    inputs = step(3, 7)
+    assert torch.equal(prepared(*inputs)[0], model(*inputs)[0])
+    with pytest.raises(CaptureError, match=r"x.shape\[0\] is 3 and h.shape\[1\] is 2; both are 'batch'"):
+        prepared(step(3, 7)[0], *step(2)[1:])
+
+
+class Add(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, pair, *, last=0):
+        return self.fc(x) + pair["a"] + pair["b"][0] + last
+
+
+X = torch.randn(3, 5, 4)
+
+
+@pytest.mark.parametrize("shapes", [
+    {"x": {0: "n", 1: "t"}, "pair": {"a": {0: "n", 1: "t"}, "b": [{0: "n", 1: "t"}]}, "last": {0: "n", 1: "t"}},
+    {"last": ["n", "t", None], "x": ("n", "t", None), "pair": {"b": [("n", "t", None)], "a": {0: "n", 1: "t"}}},
+])
+def test_names_are_nested_like_the_inputs(shapes):
+    model = Add().eval()
+    prepared = qtk.prepare_model(model, {"last": X, "pair": {"a": X, "b": [X]}, "x": X}, dynamic_shapes=shapes)
+    assert set(prepared.sizes.names.values()) == {"n", "t"}
+    assert len(prepared.sizes.names) == 8
+    x = torch.randn(2, 7, 4)
+    assert torch.equal(prepared(x, {"a": x, "b": [x]}, last=x), model(x, {"a": x, "b": [x]}, last=x))
+
+
+@pytest.mark.parametrize(("shapes", "error"), [
+    ({"y": {0: "n"}}, r"dynamic_shapes names 'y', and the arguments of the call are \['x', 'pair'\]"),
+    ({"x": {3: "n"}}, r"dynamic_shapes has axis 3 of x, whose axes are 0 to 2"),
+    ({"x": {0: "n", 1: "n"}}, r"calls both x.shape\[0\] and x.shape\[1\] 'n', which are 3 and 5 in the example"),
+    ({"x": {0: "n"}}, r"calls x.shape\[0\] 'n', and it is 3 in the graph: the code of the model fixes it"),
+    ({"x": {0: "n"}, "pair": {"a": {0: "m"}, "b": [{0: "n"}]}}, r"'m', and in the code .* called 'n'; give both one"),
+])
+def test_a_name_that_cannot_be_is_an_error_that_says_why(shapes, error):
+    with pytest.raises(CaptureError, match=error):
+        qtk.prepare_model(Add().eval(), (X, {"a": X, "b": [X]}), dynamic_shapes=shapes)
+
+
+def test_a_named_axis_of_length_1_is_named_as_such():
+    with pytest.raises(CaptureError, match=r"'n', and it is 1 in the graph: an axis of length 1 in the"):
+        qtk.prepare_model(nn.Linear(4, 4), torch.randn(1, 4), dynamic_shapes={"input": {0: "n"}})
+
+
+def test_tokens_are_axis_1_of_integers_and_what_is_as_long():
+    ids, mask, image = torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7), torch.ones(2, 3, 7)
+    assert token_axes((ids, image), {"mask": mask}) == {(0, 1), (2, 1)}
+    assert token_axes((image,), {}) == set()
 
 
 @pytest.mark.parametrize("dynamic_shapes", ["bach", 1, True, Dim.AUTO])
