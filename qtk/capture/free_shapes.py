@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 
-from qtk.capture.calls import detached
+from qtk.capture.calls import Call, detached
 from qtk.capture.inputs import is_free
+from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.served_sizes import Axis
 from qtk.errors import OUT_OF_MEMORY, CaptureError
 from qtk.torch_private import pytree
 
@@ -199,3 +201,11 @@ def refuse_unfree_names(
         if other != name:
             raise CaptureError(f"dynamic_shapes calls {text} {name!r}, and in the code of the model it is as long as "
                                f"what is called {other!r}; give both one name")
+
+
+def names_by_input(graph: PreparedGraph, call: Call, names: Mapping[LeafAxis, str]) -> dict[Axis, str]:
+    """The names of axes by the inputs of ``graph``, which was captured with ``call``."""
+    numbers = leaf_numbers(call.args, call.kwargs)
+    leaves = zip(graph.graph.find_nodes(op="placeholder"), graph.leaves(call.args, call.kwargs), strict=True)
+    inputs = {numbers[id(leaf)]: str(node.target) for node, leaf in leaves if isinstance(leaf, Tensor)}
+    return {(inputs[number], axis): name for (number, axis), name in names.items()}

@@ -14,26 +14,26 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qtk.capture.call_kind import Kind, call_kind, signature_of
 from qtk.capture.call_recording import record_calls
 from qtk.capture.calls import Call, distinct, with_rows
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
-from qtk.capture.free_shapes import DynamicShapes, LeafAxis, leaf_numbers
+from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
 from qtk.capture.open_composites import open_composites
 from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
 from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
-from qtk.capture.served_sizes import Axis, ServedSizes, axis_text
+from qtk.capture.served_sizes import ServedSizes, axis_text
 from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
@@ -95,10 +95,11 @@ def capture_graph(
         with untouched(model):
             example = with_rows(model.eval(), example)
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
-        on_rung = partial(_on_rung, rung, model, example, dynamic_shapes, place, owns_inputs, train_only)
+        on_rung = partial(_on_rung, rung, model, dynamic_shapes=dynamic_shapes, place=place, owns_inputs=owns_inputs,
+                          train_only=train_only)
         try:
             started = time.perf_counter()
-            graph, source = on_rung()
+            graph, source = on_rung(call=example)
             capture_s = time.perf_counter() - started
             graph.meta[REPORT] = replace(graph.report, reasons=(*reasons, *graph.report.reasons))
         except OUT_OF_MEMORY:
@@ -110,19 +111,24 @@ def capture_graph(
             return graph
         try:
             started = time.perf_counter()
-            differences = [eval_difference(model, graph, c.args, c.kwargs, expected=expected) for c in calls]
+            graph = _verified(model, graph, calls, expected)
             cost_s = (time.perf_counter() - started) * (1 if expected is None else 2) / len(calls)
-            graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
             if source is None:
                 return graph
-            unfree = try_other_sizes(model, graph, source, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
-            if not unfree:
-                return graph
-            fixed, _ = on_rung(unfree=unfree)
-            fixed.meta[REPORT] = replace(fixed.report, reasons=graph.report.reasons, eval_difference=max(
-                eval_difference(model, fixed, c.args, c.kwargs, expected=expected) for c in calls))
-            fixed.meta[SIZES] = graph.sizes
-            return fixed
+            trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
+            unfree, longer = trying(graph, source)
+            if longer is not None:
+                with suppress(Exception):  # then the axes of length 1 stay so
+                    freed, _ = on_rung(call=longer)
+                    freed.meta[REPORT] = replace(freed.report, reasons=(*reasons, *freed.report.reasons))
+                    graph, source = _verified(model, freed, calls, expected), longer
+                    unfree, _ = trying(graph, source)
+            if unfree:
+                fixed, _ = on_rung(call=source, unfree=unfree)
+                fixed.meta[SIZES] = graph.sizes
+                fixed.meta[REPORT] = replace(fixed.report, reasons=graph.report.reasons)
+                graph = _verified(model, fixed, calls, expected)
+            return graph
         except OUT_OF_MEMORY:
             raise
         except Exception as error:  # whatever a capture does wrong, the next rung may do right
@@ -132,8 +138,17 @@ def capture_graph(
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
 
 
+def _verified(
+    model: nn.Module, graph: PreparedGraph, calls: Sequence[Call], expected: Outcome | None
+) -> PreparedGraph:
+    """``graph``, with the difference in its report. Raises: VerificationError if it is too large."""
+    graph.meta[REPORT] = replace(graph.report, eval_difference=max(
+        eval_difference(model, graph, call.args, call.kwargs, expected=expected) for call in calls))
+    return graph
+
+
 def _on_rung(
-    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
+    rung: str, model: nn.Module, *, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
     train_only: TrainOnly, unfree: Collection[LeafAxis] = (),
 ) -> tuple[PreparedGraph, Call | None]:
     """The graph, and the call that it was exported with; ``None`` if it was not."""
@@ -156,17 +171,9 @@ def _on_rung(
         graph.meta[ATTRIBUTES], graph.meta[SIZES] = PlainAttributes(model), sizes
         graph.sign()
         if names and source is not None:
-            graph.meta[SIZES] = replace(sizes, names=_axis_names(graph, source, names))
+            graph.meta[SIZES] = replace(sizes, names=names_by_input(graph, source, names))
         graph.meta[REPORT] = replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
         return graph, source
-
-
-def _axis_names(graph: PreparedGraph, call: Call, names: Mapping[LeafAxis, str]) -> dict[Axis, str]:
-    """The names of axes by the names of the inputs of ``graph``."""
-    numbers = leaf_numbers(call.args, call.kwargs)
-    leaves = zip(graph.graph.find_nodes(op="placeholder"), graph.leaves(call.args, call.kwargs), strict=True)
-    inputs = {numbers[id(leaf)]: str(node.target) for node, leaf in leaves if isinstance(leaf, Tensor)}
-    return {(inputs[number], axis): name for (number, axis), name in names.items()}
 
 
 def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str | None:

@@ -20,7 +20,7 @@ from qtk.capture.calls import Call, detached, distinct
 from qtk.capture.free_shapes import LeafAxis, leaf_numbers
 from qtk.capture.inputs import is_free
 from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
-from qtk.capture.served_sizes import Axis, ServedSizes, SizeLimit, evaluate
+from qtk.capture.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
 from qtk.errors import OUT_OF_MEMORY
 from qtk.torch_private import SizeGuard, TorchDispatchMode, pytree, size_guards
@@ -93,7 +93,7 @@ class OtherSizes:
         if not self._is_time_left:
             return None
         try:
-            eval_outcome(self._graph, *detached(self._call(lengths)))
+            eval_outcome(self._graph, *detached(self.call(lengths)))
         except Exception:  # whatever its ops raise, or memory ends
             return False
         return True
@@ -105,7 +105,7 @@ class OtherSizes:
         if expected is None:
             return None
         try:
-            eval_difference(self._model, self._graph, *self._call(lengths), expected=expected)
+            eval_difference(self._model, self._graph, *self.call(lengths), expected=expected)
         except OUT_OF_MEMORY:
             return None
         except Exception:  # whatever a graph raises or returns at a size it does not serve
@@ -117,7 +117,7 @@ class OtherSizes:
     def _keeps_axes_of_one(self, lengths: Lengths, expected: Outcome) -> bool:
         """Whether the graph has the values of the module, and axes of length 1 that the module squeezes away."""
         try:
-            actual = eval_outcome(self._graph, *detached(self._call(lengths)))
+            actual = eval_outcome(self._graph, *detached(self.call(lengths)))
             for before, after in zip(*(pytree.tree_leaves(each[0]) for each in (expected, actual)), strict=True):
                 if isinstance(before, Tensor):
                     tensor_difference("output", before.squeeze(), after.squeeze())
@@ -139,14 +139,14 @@ class OtherSizes:
     ) -> Outcome | None:
         if not self._is_time_left:
             return None
-        args, kwargs = detached(self._call(lengths))
+        args, kwargs = detached(self.call(lengths))
         try:
             with mode:
                 return eval_outcome(self._model, args, kwargs)
         except Exception:  # whatever the model raises, or memory ends
             return None
 
-    def _call(self, lengths: Lengths) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, lengths: Lengths) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, cut to these lengths, or with their first elements repeated behind the last."""
 
         def resized(leaf: object) -> object:
@@ -165,7 +165,7 @@ class OtherSizes:
 
 def try_other_sizes(
     model: nn.Module, graph: PreparedGraph, call: Call, *, cost_s: float, budget_s: float
-) -> frozenset[LeafAxis]:
+) -> tuple[frozenset[LeafAxis], Call | None]:
     """Compares graph and module at other lengths of the free axes, and runs the module at others of the fixed ones.
 
     All free axes change together; single conditions and axes are tried only where that fails. Adds what is found to
@@ -178,23 +178,27 @@ def try_other_sizes(
         cost_s: duration of one comparison at the sizes of ``call``, in seconds.
         budget_s: time for all trials, in seconds; one that is expected to exceed it is not begun.
 
-    Returns: the axes that are free in the graph, and for which it holds at the example's length alone.
+    Returns: the axes that are free in the graph, and for which it holds at the example's length alone; ``call`` with 2
+        in place of 1 along axes that were asked to be free, if there are such and the module runs so.
     """
     trials, sizes = OtherSizes(model, graph, call, cost_s=cost_s, budget_s=budget_s), graph.sizes
     limits, unfree = _limits(trials)
     fixed = dict(_fixed(trials, sizes))
     lines = [f"length fixed at {trials.lengths[axis]}: {why} (axis {axis[1]} of input {axis[0]})"
-             for axis, why in fixed.items()]
+             for axis, why in fixed.items() if sizes.is_asked(axis)]
     lines += [f"the graph serves sizes where {limit}" for limit in limits]
     lines += [f"length fixed at {trials.lengths[axis]}: at another the graph computes something else than the model "
               f"(axis {axis[1]} of input {axis[0]})" for axis in sorted(unfree)]
-    lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
-              for axis in _of_one(trials, sizes)]
+    of_one = _of_one(trials, sizes)
+    if not sizes.place:
+        lines += [f"axis {axis[1]} of input {axis[0]} has length 1 in the example and stays so; give one of 2 or more"
+                  for axis in of_one]
     graph.meta[SIZES] = replace(sizes, limits=limits, fixed=fixed, ties=tuple(_ties(trials)))
     graph.meta[REPORT] = replace(graph.report, reasons=(
         *graph.report.reasons, *(f"{graph.report.rung}: {line}" for line in lines)
     ))
-    return frozenset((trials.numbers[name], axis) for name, axis in unfree)
+    longer = Call(*trials.call(dict.fromkeys(of_one, 2)), None) if of_one else None
+    return frozenset((trials.numbers[name], axis) for name, axis in unfree), longer
 
 
 def other_length(length: int) -> int:
@@ -307,23 +311,32 @@ def _ties(trials: OtherSizes) -> Iterator[tuple[Axis, ...]]:
 
 
 def _of_one(trials: OtherSizes, sizes: ServedSizes) -> list[Axis]:
-    """The axes of length 1 that the module takes longer; not those of islands, where they are broadcast."""
-    return [axis for axis, length in trials.lengths.items()
-            if length == 1 and not sizes.place and sizes.is_asked(axis) and trials.runs({axis: 2})]
+    """Axes of length 1 that were asked to be free, and with which of length 2 the module runs."""
+    ones = [axis for axis, length in trials.lengths.items() if length == 1 and sizes.is_asked(axis)]
+    groups = [ones, *([axis for axis in ones if axis[1] == number] for number in sorted({axis[1] for axis in ones}))]
+    together = next((group for group in groups if len(group) > 1 and trials.runs(dict.fromkeys(group, 2))), None)
+    if together is not None:
+        return together
+    alone = [axis for axis in ones if trials.runs({axis: 2})]
+    return alone if len(alone) < 2 or trials.runs(dict.fromkeys(alone, 2)) else alone[:1]
 
 
 def _fixed(trials: OtherSizes, sizes: ServedSizes) -> Iterator[tuple[Axis, str]]:
-    """Each axis that was asked to be free and is fixed, though the module runs at another length, and why it is."""
-    asked = sizes.is_asked
-    held = [axis for axis, length in trials.lengths.items() if axis not in trials.symbols and length > 1]
-    for length in sorted({trials.lengths[axis] for axis in held if asked(axis)}):
+    """Each axis that was asked to be free and is fixed, though the module runs at another length, and why it is.
+
+    And, where only the batch was asked to be free, axes 1 with a loop over them, which asking for more would not free.
+    """
+    held = [axis for axis, length in trials.lengths.items() if axis not in trials.symbols and length > 1
+            and (sizes.is_asked(axis) or (sizes.asked == BATCH and axis[1] == 1))]
+    for length in sorted({trials.lengths[axis] for axis in held}):
         other = other_length(length)
         together = {axis: other for axis, each in trials.lengths.items() if each == length}
-        fixed = {axis: other for axis in held if trials.lengths[axis] == length and asked(axis)}
+        fixed = {axis: other for axis in held if trials.lengths[axis] == length}
         for lengths in _distinct([together, fixed, *({axis: other} for axis in fixed)]):
             if trials.runs(lengths):
                 why = UNROLLED if _is_unrolled(trials, lengths, length) else READ
-                yield from ((axis, why) for axis in fixed if axis in lengths)
+                yield from ((axis, why) for axis in fixed if axis in lengths
+                            and (why == UNROLLED or sizes.is_asked(axis)))
                 break
 
 

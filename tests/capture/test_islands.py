@@ -428,3 +428,28 @@ def test_an_island_of_one_length_that_data_do_not_change_stays_and_names_its_rem
     assert 'dynamic_shapes="all"' not in str(caught.value)
     excluded, longer = qtk.prepare_model(model, x, modules_to_exclude=["net"]), torch.randn(2, 7, 8)
     assert torch.equal(excluded(longer), model(longer))
+
+
+class Steps(nn.Module):
+    """Calls its child with as many steps of axis 1 as are above a threshold, at least one."""
+
+    threshold = 5.0
+
+    def __init__(self):
+        super().__init__()
+        self.child, self.head = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        count = max(1, int((x[:, :, 0].mean(0) > self.threshold).sum()))
+        return self.head(self.child(x[:, :count]))
+
+
+@pytest.mark.medium
+def test_a_module_called_with_one_step_takes_several_later():
+    model, x = Steps().eval(), torch.randn(2, 6, 8)
+    prepared = qtk.prepare_model(model, x)
+    assert torch.equal(prepared(x), model(x))
+    model.threshold = prepared.threshold = -5.0
+    assert model(x).shape == (2, 6, 3)
+    assert torch.equal(prepared(x), model(x))
+    assert {part.path: part.rung for part in prepared.report.parts}["child"] == "export"

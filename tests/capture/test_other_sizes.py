@@ -106,13 +106,41 @@ def test_an_axis_that_the_graph_fixes_and_the_model_does_not_is_told_with_the_re
     assert "dynamic_shapes" not in str(caught.value)
 
 
-def test_an_axis_of_length_1_is_named_where_it_could_be_longer():
-    prepared = qtk.prepare_model(nn.Conv1d(3, 4, 1), torch.randn(2, 3, 1), dynamic_shapes="all")
+def test_asking_for_every_axis_is_no_remedy_for_a_loop_that_would_stay_unrolled():
+    prepared = qtk.prepare_model(Loop(), torch.randn(2, 6, 4))
+    assert prepared.report.reasons == ()  # the length was not asked to be free
+    with pytest.raises(CaptureError, match="axis 1 is fixed: the loop over it is unrolled") as caught:
+        prepared(torch.randn(2, 7, 4))
+    assert "dynamic_shapes" not in str(caught.value)
+    other = qtk.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 6, 4))
+    with pytest.raises(CaptureError, match='with dynamic_shapes="all"'):
+        other(torch.randn(2, 7, 4))
+
+
+def test_an_axis_of_length_1_is_freed_where_it_could_be_longer():
+    model = nn.Conv1d(3, 4, 1)
+    prepared = qtk.prepare_model(model, torch.randn(2, 3, 1), dynamic_shapes="all")
+    assert prepared.report.reasons == ()
+    for length in (1, 5):
+        x = torch.randn(2, 3, length)
+        assert torch.equal(prepared(x), model(x))
+    assert prepared.example.args[0].shape == (2, 3, 1)
+
+
+class OneOrMore(nn.Module):
+    """Does another thing with one step than with several, so that no graph serves both."""
+
+    def forward(self, x):
+        return x.squeeze(1) * 2 if x.shape[1] == 1 else x.mean(1)
+
+
+def test_an_axis_of_length_1_that_must_stay_so_is_named():
+    prepared = qtk.prepare_model(OneOrMore(), torch.randn(2, 1, 3), dynamic_shapes="all")
     assert prepared.report.reasons == (
-        "export: axis 2 of input input has length 1 in the example and stays so; give one of 2 or more",
+        "export: axis 1 of input x has length 1 in the example and stays so; give one of 2 or more",
     )
-    with pytest.raises(CaptureError, match=r"axis 2 has length 1 in the example") as caught:
-        prepared(torch.randn(2, 3, 5))
+    with pytest.raises(CaptureError, match=r"axis 1 has length 1 in the example") as caught:
+        prepared(torch.randn(2, 5, 3))
     assert "dynamic_shapes" not in str(caught.value)
 
 
@@ -140,7 +168,7 @@ def test_without_time_the_model_is_not_run_at_other_sizes():
     graph = capture_graph(model, [call], "all", verify=False)
     for budget_s, expected in ((0.0, set()), (60.0, {(4, 2, 4), (1, 2, 4), (5, 1, 4), (5, 3, 3)})):
         RUNS.clear()
-        assert try_other_sizes(model, graph, call, cost_s=1e-6, budget_s=budget_s) == frozenset()
+        assert try_other_sizes(model, graph, call, cost_s=1e-6, budget_s=budget_s) == (frozenset(), None)
         assert set(RUNS) == expected
     RUNS.clear()
     try_other_sizes(model, graph, call, cost_s=1.0, budget_s=0.9)  # the first run would take longer
@@ -164,7 +192,7 @@ def test_the_time_of_a_slow_model_counts():
 def test_inputs_are_cut_or_repeated():
     model, call = nn.Identity(), Call((torch.arange(6.0).view(2, 3),), {}, None)
     trials = OtherSizes(model, capture_graph(model, [call], "all", verify=False), call, cost_s=0.0, budget_s=9.0)
-    (x,), _ = trials._call({("input", 0): 3, ("input", 1): 2})
+    (x,), _ = trials.call({("input", 0): 3, ("input", 1): 2})
     assert x.tolist() == [[0.0, 1.0], [3.0, 4.0], [0.0, 1.0]]
     assert [other_length(length) for length in (1, 2, 3, 9)] == [2, 3, 2, 8]
 
