@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from qtk.calibrators.scheme import calibrator, canonical_scheme
 from qtk.capture.calls import Call
 from qtk.capture.exclusion import exclude_paths
+from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
-from qtk.capture.torch_export import DynamicShapes
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
@@ -221,7 +221,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
-        force: bool = False, opset: int | None = None, check: bool = True,
+        force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -247,12 +247,15 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
             check: run ONNX files on the example inputs, with ONNX Runtime's optimizations off and on, where it is
                 installed, and warn of what departs from the simulation.
+            output_names: names of the outputs in ``model.onnx``, in order; ``None``: those of the model's dict, or
+                ``output_0``, ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
-            the model, or a file read back differs from the simulation; nothing is written then.
+            the model, the names are not one for each output, or a file read back differs from the simulation; nothing
+            is written then.
         """
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check)
+               opset=opset, run=check, output_names=output_names)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -43,9 +44,11 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "SizeGuard",
     "TorchDispatchMode",
     "below_autograd",
     "call_structure",
+    "checking_sizes",
     "custom_functions",
     "drop_input_guards",
     "empty_like",
@@ -71,6 +74,7 @@ __all__ = [
     "rnn_parameter_names",
     "saves_result",
     "schema_of",
+    "size_guards",
     "version_of",
 ]
 
@@ -204,6 +208,46 @@ def _register_dataclasses(spec: pytree.TreeSpec | None) -> None:
 def drop_input_guards(program: ExportedProgram) -> None:
     """Removes the input guards, which torch 2.15 generates wrongly for ``**kwargs``. Changes ``program``."""
     program._guards_code = []
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeGuard:
+    """A condition under which a graph was traced: a Python expression over the names of free sizes, and these."""
+
+    condition: str
+    symbols: tuple[str, ...]
+
+
+def size_guards(size: torch.SymInt) -> list[SizeGuard]:
+    """The conditions under which the graph of ``size`` was traced, without repetitions."""
+    from torch.utils._sympy.printers import PythonPrinter  # loads sympy
+
+    shape_env: Any = size.node.shape_env
+    conditions = {PythonPrinter().doprint(each): each for each in (shape_env.replace(g.expr) for g in shape_env.guards)}
+    return [SizeGuard(text, tuple(sorted(map(str, each.free_symbols)))) for text, each in conditions.items()]
+
+
+@contextlib.contextmanager
+def checking_sizes(check: Callable[[], object]) -> Iterator[None]:
+    """Calls ``check`` when tracers of this thread evaluate or bound a symbolic size; what it raises ends them."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
+
+    thread = threading.get_ident()
+
+    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)  # with the attributes of a cache
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _ = threading.get_ident() == thread and check()
+            return method(*args, **kwargs)
+
+        return call
+
+    names = ("evaluate_expr", "_maybe_evaluate_static", "bound_sympy", "replace", "simplify")
+    with contextlib.ExitStack() as stack:
+        for name, method in [(name, getattr(ShapeEnv, name)) for name in names if hasattr(ShapeEnv, name)]:
+            setattr(ShapeEnv, name, checked(method))
+            stack.callback(setattr, ShapeEnv, name, method)
+        yield
 
 
 def rnn_parameter_names(net: nn.RNNBase) -> list[list[str]]:

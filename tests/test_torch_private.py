@@ -1,5 +1,6 @@
 """What qtk takes from torch's private parts exists and does what it is used for: a test for each name."""
 
+import contextlib
 import copy
 import importlib
 import pickle
@@ -21,9 +22,11 @@ from qtk.torch_private import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
+    SizeGuard,
     TorchDispatchMode,
     below_autograd,
     call_structure,
+    checking_sizes,
     custom_functions,
     drop_input_guards,
     empty_like,
@@ -49,6 +52,7 @@ from qtk.torch_private import (
     rnn_parameter_names,
     saves_result,
     schema_of,
+    size_guards,
     version_of,
 )
 
@@ -462,3 +466,42 @@ def test_onnx_translations_kept_are_what_each_call_would_parse(monkeypatch):
     assert len(parsed) == 2
     registration.ONNXRegistry.from_torchlib(opset_version=21)
     assert len(parsed) == 3
+
+
+def test_size_guards_are_each_a_sizeguard_under_which_a_graph_was_traced():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x[:2] if x.shape[0] % 2 == 0 and x.shape[1] != 7 else x
+
+    shapes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    program = torch.export.export(Halves(), (torch.ones(4, 3),), dynamic_shapes=shapes)
+    (x,) = program.graph.find_nodes(op="placeholder")
+    rows, columns = x.meta["val"].shape
+    guards = size_guards(columns)
+    assert SizeGuard(f"({rows} % 2) == 0", (str(rows),)) in guards
+    assert SizeGuard(f"{columns} != 7", (str(columns),)) in guards
+    assert len(guards) == len({*guards})
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_checking_sizes_may_end_a_trace():
+    class Even(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.shape[0] % 2 == 0 else x
+
+    def check():
+        calls.append(1)
+        if len(calls) in (1, 4):
+            raise Stop
+
+    shapes, x, calls = ({0: torch.export.Dim.AUTO},), torch.ones(4, 3), []
+    for outcome in (pytest.raises(Stop), pytest.raises(Stop), contextlib.nullcontext()):
+        with outcome, checking_sizes(check):
+            torch.export.export(Even(), (x,), dynamic_shapes=shapes)
+    seen = len(calls)
+    assert seen > 5
+    assert torch.equal(torch.export.export(Even(), (x,), dynamic_shapes=shapes).module()(x), x * 2)
+    assert len(calls) == seen

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.calls import Call
+from qtk.capture.served_sizes import ServedSizes
 from qtk.errors import CaptureError
 from qtk.public import runs_model
 from qtk.torch_private import call_structure, flatten_as, pytree
 
 ExampleInputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+
+_ANY = ServedSizes()
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -99,11 +102,19 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, object] | None:
     return arguments
 
 
-def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+def check_inputs(
+    graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str, object], sizes: ServedSizes = _ANY
+) -> None:
     """Compares the arguments of a call with those ``graph`` was captured for.
 
     A captured graph has sizes and constants written into it; with others it would compute a wrong result, or fail
     far from the cause. Arguments that do not bind to ``forward`` are left to Python's own error.
+
+    Args:
+        graph: the graph.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        sizes: what is known of its sizes besides.
 
     Raises: CaptureError naming the input, its value and the value at capture.
     """
@@ -114,7 +125,7 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
     for node, value in zip(placeholders, leaves, strict=True):
         captured = node.meta.get("val", value)
         if isinstance(captured, Tensor) and isinstance(value, Tensor):
-            _check_shape(node.target, value.shape, captured.shape)
+            _check_shape(str(node.target), value.shape, captured.shape, sizes)
             _check_kind(node.target, value.dtype, captured.dtype)
         elif isinstance(captured, Tensor):
             raise CaptureError(
@@ -127,6 +138,9 @@ def check_inputs(graph: fx.Graph, args: tuple[object, ...], kwargs: Mapping[str,
                 f"input {node.target} is {what}, and {captured!r} is written into the captured graph; "
                 "prepare the model again with that value"
             )
+    if sizes.limits or sizes.names:
+        sizes.check({(str(node.target), axis): length for node, value in zip(placeholders, leaves, strict=True)
+                     if isinstance(value, Tensor) for axis, length in enumerate(value.shape)})
 
 
 def is_free(size: object) -> bool:
@@ -206,18 +220,16 @@ def _check_nesting(name: str, value: object, spec: pytree.TreeSpec) -> None:
         _check_nesting(path, item, item_spec)
 
 
-def _check_shape(name: object, shape: torch.Size, captured: torch.Size) -> None:
+def _check_shape(name: str, shape: torch.Size, captured: torch.Size, sizes: ServedSizes) -> None:
     fixed = [(axis, int(size)) for axis, size in enumerate(captured) if not is_free(size)]
     if len(shape) == len(captured) and all(shape[axis] == size for axis, size in fixed):
         return
     needed = ", ".join("any" if is_free(size) else str(int(size)) for size in captured)
-    of_one = [axis for axis, size in fixed if size == 1 and len(shape) == len(captured) and shape[axis] != 1]
-    way = 'or with dynamic_shapes="all", or name there the axes that vary; where that is given already, the code of '
-    raise CaptureError(
-        f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); prepare it again with such an "
-        "input" + (f": axis {of_one[0]} has length 1 in the example and stays so, give one of 2 or more" if of_one else
-                   f", {way}the model fixes the axis, and its module can stay in Python: modules_to_exclude=[…]")
-    )
+    if len(shape) != len(captured):
+        way = "prepare it again with such an input"
+    else:
+        way = sizes.remedy(*next(((name, axis), size) for axis, size in fixed if shape[axis] != size))
+    raise CaptureError(f"input {name} has shape {tuple(shape)}, the model was captured for ({needed}); {way}")
 
 
 def _check_kind(name: object, dtype: torch.dtype, captured: torch.dtype) -> None:

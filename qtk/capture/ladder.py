@@ -11,10 +11,12 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -22,18 +24,22 @@ from torch import nn
 
 from qtk.capture.call_kind import Kind, call_kind, signature_of
 from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call, with_rows
+from qtk.capture.calls import Call, distinct, with_rows
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
+from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
 from qtk.capture.open_composites import open_composites
+from qtk.capture.other_sizes import LEAST_S, TIME_SHARE, try_other_sizes
 from qtk.capture.packed import build_packed, takes_packed
 from qtk.capture.prepare_report import UNCALLED, Part, PrepareReport
-from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, PreparedGraph, PreparedTree
-from qtk.capture.torch_export import RUNGS, DynamicShapes, capture
+from qtk.capture.prepared_model import ATTRIBUTES, KIND, REPORT, SIGNATURE, SIZES, PreparedGraph, PreparedTree
+from qtk.capture.served_sizes import ServedSizes, axis_text
+from qtk.capture.torch_export import RUNGS, capture
 from qtk.capture.train_only import TrainOnly, as_ops
 from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
+from qtk.capture.varying_axes import varying_axes
 from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
@@ -89,10 +95,13 @@ def capture_graph(
         with untouched(model):
             example = with_rows(model.eval(), example)
     for rung in (BUILT,) if takes_packed(model, example) else RUNGS:
+        on_rung = partial(_on_rung, rung, model, dynamic_shapes=dynamic_shapes, place=place, owns_inputs=owns_inputs,
+                          train_only=train_only)
         try:
-            with untouched(model):
-                graph, report = _on_rung(rung, model.eval(), example, dynamic_shapes, place, owns_inputs, train_only)
-            graph.meta[REPORT] = replace(report, reasons=(*reasons, *report.reasons))
+            started = time.perf_counter()
+            graph, source = on_rung(call=example)
+            capture_s = time.perf_counter() - started
+            graph.meta[REPORT] = replace(graph.report, reasons=(*reasons, *graph.report.reasons))
         except OUT_OF_MEMORY:
             raise
         except Exception as error:  # whatever torch refuses, the next rung may take
@@ -101,8 +110,24 @@ def capture_graph(
         if not verify:
             return graph
         try:
-            differences = [eval_difference(model, graph, c.args, c.kwargs, expected=expected) for c in calls]
-            graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
+            started = time.perf_counter()
+            graph = _verified(model, graph, calls, expected)
+            cost_s = (time.perf_counter() - started) * (1 if expected is None else 2) / len(calls)
+            if source is None:
+                return graph
+            trying = partial(try_other_sizes, model, cost_s=cost_s, budget_s=max(LEAST_S, TIME_SHARE * capture_s))
+            unfree, longer = trying(graph, source)
+            if longer is not None:
+                with suppress(Exception):  # then the axes of length 1 stay so
+                    freed, _ = on_rung(call=longer)
+                    freed.meta[REPORT] = replace(freed.report, reasons=(*reasons, *freed.report.reasons))
+                    graph, source = _verified(model, freed, calls, expected), longer
+                    unfree, _ = trying(graph, source)
+            if unfree:
+                fixed, _ = on_rung(call=source, unfree=unfree)
+                fixed.meta[SIZES] = graph.sizes
+                fixed.meta[REPORT] = replace(fixed.report, reasons=graph.report.reasons)
+                graph = _verified(model, fixed, calls, expected)
             return graph
         except OUT_OF_MEMORY:
             raise
@@ -113,23 +138,42 @@ def capture_graph(
     raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: " + "\n  ".join(reasons))
 
 
+def _verified(
+    model: nn.Module, graph: PreparedGraph, calls: Sequence[Call], expected: Outcome | None
+) -> PreparedGraph:
+    """``graph``, with the difference in its report. Raises: VerificationError if it is too large."""
+    graph.meta[REPORT] = replace(graph.report, eval_difference=max(
+        eval_difference(model, graph, call.args, call.kwargs, expected=expected) for call in calls))
+    return graph
+
+
 def _on_rung(
-    rung: str, model: nn.Module, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
-    train_only: TrainOnly,
-) -> tuple[PreparedGraph, PrepareReport]:
-    if rung == BUILT:
-        graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
-    else:
-        with as_ops(model, train_only):
-            captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,), owns_inputs=owns_inputs)
-        graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only)
-        report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
-    closed = open_composites(graph)
-    graph.meta[SIGNATURE] = inspect.signature(model.forward)
-    graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
-    graph.meta[ATTRIBUTES] = PlainAttributes(model)
-    graph.sign()
-    return graph, replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
+    rung: str, model: nn.Module, *, call: Call, dynamic_shapes: DynamicShapes, place: str, owns_inputs: bool,
+    train_only: TrainOnly, unfree: Collection[LeafAxis] = (),
+) -> tuple[PreparedGraph, Call | None]:
+    """The graph, and the call that it was exported with; ``None`` if it was not."""
+    with untouched(model):
+        source, sizes, model = None, ServedSizes(place=place), model.eval()
+        names: Mapping[LeafAxis, str] = {}
+        if rung == BUILT:
+            graph, report = build_packed(model, call, place), PrepareReport(rung, True, True)
+        else:
+            with as_ops(model, train_only):
+                captured = capture(model, call.args, call.kwargs, dynamic_shapes, rungs=(rung,),
+                                   owns_inputs=owns_inputs, unfree=unfree)
+            graph, swaps = canonicalize(captured.program, model, PreparedGraph, place=place, train_only=train_only)
+            report = PrepareReport(rung, True, captured.dynamic, captured.reasons, swaps)
+            source = Call(*distinct((captured.args, captured.kwargs)), None)
+            sizes, names = replace(sizes, asked=captured.asked), captured.names
+        closed = open_composites(graph)
+        graph.meta[SIGNATURE] = inspect.signature(model.forward)
+        graph.meta[KIND] = call_kind(graph.meta[SIGNATURE], call.args, call.kwargs)
+        graph.meta[ATTRIBUTES], graph.meta[SIZES] = PlainAttributes(model), sizes
+        graph.sign()
+        if names and source is not None:
+            graph.meta[SIZES] = replace(sizes, names=names_by_input(graph, source, names))
+        graph.meta[REPORT] = replace(report, unknown_ops=unknown_ops(graph), opaque_parts=closed)
+        return graph, source
 
 
 def _first_difference(model: nn.Module, graph: PreparedGraph, calls: Sequence[Call]) -> str | None:
@@ -166,7 +210,7 @@ def capture_tree(
     Raises: VerificationError if the result differs from the model although no single island does, or the model differs
         from itself when run twice.
     """
-    search = _IslandSearch(model, None if dynamic_shapes is None else "all", excluded, train_only)
+    search = _IslandSearch(model, calls, None if dynamic_shapes is None else "all", excluded, train_only)
     with untouched(model):  # the whole model: a submodule may write to modules around it
         search.inside(model, "", [*calls], reason)
     search.note_uncalled(model)
@@ -193,8 +237,10 @@ class _IslandSearch:
     """The search for islands: those captured so far, and one ``Part`` for every module that was tried."""
 
     def __init__(
-        self, model: nn.Module, dynamic_shapes: DynamicShapes, excluded: Collection[str], train_only: TrainOnly
+        self, model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: Collection[str],
+        train_only: TrainOnly,
     ) -> None:
+        self.model, self.model_calls = model, calls
         self.dynamic_shapes = dynamic_shapes
         self.train_only = train_only
         self.excluded = frozenset(excluded)
@@ -244,12 +290,25 @@ class _IslandSearch:
         for same_kind in kinds.values():
             island = capture_graph(module, same_kind, self.dynamic_shapes, verify=True, place=path,
                                    train_only=self.train_only)
-            if self.dynamic_shapes and not island.report.dynamic and not list(module.parameters()):
-                raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
+            self._refuse_fixed(module, island)
             islands.append(island)
         for kind, island in zip([*kinds][1:], islands[1:], strict=True):
             add_variant(islands[0], kind, island)
         return islands[0]
+
+    def _refuse_fixed(self, module: nn.Module, island: PreparedGraph) -> None:
+        """Raises: CaptureError if the island serves sizes of the example alone, without weights or with other data."""
+        if self.dynamic_shapes is None:
+            return
+        holds_weights = any(True for _ in module.parameters())
+        if not holds_weights and not island.report.dynamic:
+            raise CaptureError("its graph would serve the sizes of the example inputs alone, and holds no weights")
+        fixed = island.sizes.fixed
+        varying = [*(varying_axes(self.model, self.model_calls, module, island, fixed) if holds_weights else fixed)]
+        if varying:
+            reason = "it holds no weights" if not holds_weights else "other inputs have another"
+            raise CaptureError(f"its graph would serve one length of {axis_text(varying[0])} alone "
+                               f"({fixed[varying[0]]}), and {reason}")
 
     def replace(self, module: nn.Module, error: Exception) -> None:
         """Drops the island of ``module``, which makes the model fail or differ, and searches its submodules instead."""

@@ -17,6 +17,7 @@ from qtk.capture.call_kind import call_kind
 from qtk.capture.calls import Call, cloned
 from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
+from qtk.capture.served_sizes import ServedSizes
 from qtk.capture.signature import input_names
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
@@ -33,10 +34,10 @@ from qtk.torch_private import MODULE_TABLES, has_hooks, hooks, pytree
 Model = TypeVar("Model", bound="PreparedModel")
 
 REPORT, SIGNATURE, KIND, EXAMPLES = "report", "qtk_signature", "qtk_kind", "qtk_examples"
-WRITES, WARNED, ATTRIBUTES = "qtk_writes", "qtk_warned", "qtk_attributes"
+WRITES, WARNED, ATTRIBUTES, SIZES = "qtk_writes", "qtk_warned", "qtk_attributes", "qtk_sizes"
 """Keys of ``meta``: the report of the capture, the signature of the original's ``forward``, the kind of call that the
 graph is of, the calls the model was captured with, whether the original writes to its inputs, whether ``train`` has
-warned, what can be read of the original."""
+warned, what can be read of the original, the sizes that the graph serves."""
 
 
 class PreparedModel(nn.Module):
@@ -158,8 +159,14 @@ class PreparedGraph(CapturedGraph, PreparedModel):
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as this graph takes them. Raises: CaptureError if they are others than it was captured for."""
         args, kwargs = as_captured(self.graph, self.meta.get(SIGNATURE), args, kwargs)
-        check_inputs(self.graph, args, kwargs)
+        check_inputs(self.graph, args, kwargs, self.sizes)
         return args, kwargs
+
+    @property
+    def sizes(self) -> ServedSizes:
+        """What is known of the sizes it serves, besides the shapes of its placeholders."""
+        sizes: ServedSizes = self.meta.get(SIZES, ServedSizes())
+        return sizes
 
     def recompile(self) -> PythonCode:
         """As ``CapturedGraph``."""

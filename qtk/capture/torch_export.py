@@ -6,32 +6,39 @@ import contextlib
 import inspect
 import io
 import logging
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export import ExportedProgram
 
-from qtk.capture.calls import cloned, detached, distinct
+from qtk.capture.calls import cloned, distinct
+from qtk.capture.free_shapes import (
+    DynamicShapes,
+    LeafAxis,
+    batch_elsewhere,
+    free_shapes,
+    named_axes,
+    refuse_unfree_names,
+    token_axes,
+    with_batch_of_two,
+)
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
 from qtk.capture.recurrent_shapes import lengths_stay_free
+from qtk.capture.served_sizes import GIVEN, LATE, STATIC
+from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
 from qtk.errors import OUT_OF_MEMORY, CaptureError, first_line
 from qtk.torch_private import HigherOrderOperator, drop_input_guards, pytree, schema_of
 
-Shapes: TypeAlias = "Mapping[str, Shapes] | Mapping[int, object] | tuple[Shapes, ...] | list[Shapes] | None"
-"""Dynamic shapes, nested like the inputs; a tensor has axis → ``Dim``, ``Dim.AUTO``, a size, or ``None``: fixed."""
-
-DynamicShapes: TypeAlias = (
-    Literal["batch", "all"] | Mapping[str, Shapes] | tuple[Shapes, ...] | list[Shapes] | ShapesCollection | None
-)
-"""Which sizes may vary. ``"batch"``: axis 0 of every tensor; ``"all"``: every axis; ``None``: none; else as in
-``torch.export``."""
-
-GIVEN = "the given dynamic_shapes"
+ALL_LABEL, TOKENS_LABEL, BATCH_LABEL = "dynamic shapes", "dynamic batch and tokens", "dynamic batch"
+GIVEN_LABEL = "the given dynamic_shapes"
+LIMITED = (ALL_LABEL, TOKENS_LABEL)
+"""The attempts that end with the time of ``tracing_for``."""
 RUNGS = ("export", "fx + export")
 """The ways to capture a module as one graph, the better first."""
 
@@ -47,6 +54,8 @@ class Capture:
         reasons: why a better rung, or a dynamic batch, was not reached.
         args: positional arguments of the capture, where a batch of one may be doubled.
         kwargs: keyword arguments likewise.
+        asked: what was asked to be free, as in ``ServedSizes``.
+        names: axis → the name that explicit dynamic shapes give it.
     """
 
     program: ExportedProgram
@@ -55,19 +64,8 @@ class Capture:
     reasons: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def check_dynamic_shapes(dynamic_shapes: DynamicShapes) -> None:
-    """Checks the type of ``dynamic_shapes``. Raises: CaptureError if it is none of those in ``DynamicShapes``."""
-    if isinstance(dynamic_shapes, str):
-        known = dynamic_shapes in ("batch", "all")
-    else:
-        known = dynamic_shapes is None or isinstance(dynamic_shapes, (Mapping, tuple, list, ShapesCollection))
-    if not known:
-        raise CaptureError(
-            f"dynamic_shapes is {dynamic_shapes!r}; give 'batch', 'all', None, or what torch.export takes: a dict of "
-            "shapes by argument, or a tuple of them"
-        )
+    asked: str
+    names: Mapping[LeafAxis, str]
 
 
 def capture(
@@ -78,17 +76,33 @@ def capture(
     *,
     rungs: Sequence[str] = RUNGS,
     owns_inputs: bool = False,
+    unfree: Collection[LeafAxis] = (),
 ) -> Capture:
     """Exports and functionalizes ``model``, which must be in eval mode, by the first of ``rungs`` that works.
 
-    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with a free batch, then with fixed
-    shapes; with ``"batch"`` from the second on. With ``owns_inputs`` the program leaves its inputs as they are, where
-    the model writes to them; nobody reads them afterwards.
+    With ``dynamic_shapes="all"`` each rung is tried with every axis free, then with free batch and tokens, then with a
+    free batch, then with fixed shapes; with ``"batch"`` from the third on. The first two have ``FLOOR_S`` seconds, or
+    ``TIMES`` times what a free batch takes. Where the axes 0 are fixed by the batch on another axis of another
+    input (the states of a recurrent net), that axis is free too.
+
+    Args:
+        model: the module, in eval mode.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        dynamic_shapes: see ``DynamicShapes``.
+        rungs: those of ``RUNGS`` to try.
+        owns_inputs: the program leaves its inputs as they are, where the model writes to them; nobody reads them
+            afterwards.
+        unfree: axes that stay fixed, by the number of the leaf in the arguments.
 
     Raises: CaptureError with the reason of every rung, or naming a tensor that cannot be traced.
     """
     _refuse_quantized(model, args, kwargs)
-    attempts = _attempts(model, args, kwargs, dynamic_shapes)
+    names: dict[LeafAxis, str] = {}
+    if not isinstance(dynamic_shapes, str | None):
+        args, kwargs = distinct((args, kwargs))
+        dynamic_shapes, names = named_axes(dynamic_shapes, model, args, kwargs)
+    attempts = _attempts(model, args, kwargs, dynamic_shapes, unfree)
     reasons: list[str] = []
     for rung in rungs:
         try:
@@ -98,31 +112,56 @@ def capture(
         except Exception as error:
             reasons.append(f"{rung}: {first_line(error)}")
             continue
-        for label, some_args, some_kwargs, shapes in attempts:
+        late: list[_Attempt] = []
+        for attempt in attempts:
+            started = time.thread_time()
             try:
-                program = _export(source, some_args, some_kwargs, shapes)
-                if owns_inputs and program.graph_signature.user_inputs_to_mutate:
-                    with _on_copies(source):
-                        program = _export(source, some_args, some_kwargs, shapes)
+                with tracing_for(FLOOR_S if attempt.label in LIMITED else None):
+                    program = _attempted(source, attempt, owns_inputs=owns_inputs)
+            except OutOfTime:
+                late.append(attempt)
+                continue
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
-                reasons.append(f"{rung}, {label}: {error if label == GIVEN else first_line(error)}")
+                text = error if attempt.label == GIVEN_LABEL else first_line(error)
+                reasons.append(f"{rung}, {attempt.label}: {text}")
                 continue
-            inputs = _tensor_inputs(program)
-            tied = _tied_sizes(inputs)
-            if tied is not None and label != GIVEN:
-                reasons.append(f"{rung}, {label}: only sizes with {tied} would do")
+            longer_s = TIMES * (time.thread_time() - started)
+            if late and attempt.label not in LIMITED and longer_s > FLOOR_S:
+                attempt, program = _in_time(source, late, longer_s, owns_inputs=owns_inputs) or (attempt, program)
+            tied = _tied_sizes(_tensor_inputs(program))
+            if tied is not None and attempt.label != GIVEN_LABEL:
+                reasons.append(f"{rung}, {attempt.label}: only sizes with {tied} would do")
                 continue
-            dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
-            if label == "dynamic batch":
-                reasons += [
-                    f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
-                    for name, value in inputs.items()
-                    if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
-                ]
-            return Capture(program, rung, dynamic, tuple(reasons), some_args, some_kwargs)
+            return _captured(program, rung, attempt, reasons, late, dynamic_shapes, names)
     raise CaptureError("\n  ".join(reasons))
+
+
+def _captured(
+    program: ExportedProgram, rung: str, attempt: _Attempt, reasons: list[str], late: Collection[_Attempt],
+    dynamic_shapes: DynamicShapes, names: Mapping[LeafAxis, str],
+) -> Capture:
+    inputs = _tensor_inputs(program)
+    asked = STATIC if dynamic_shapes is None else dynamic_shapes if isinstance(dynamic_shapes, str) else GIVEN
+    if late and attempt not in late:
+        asked = LATE
+        free = attempt.label.removeprefix("dynamic ")
+        reasons.append(f"{rung}: freeing every axis takes more than {TIMES:.0f} times as long as freeing the batch and "
+                       f"was stopped; free: {free}. Others can be freed by name, without a limit of time: "
+                       'dynamic_shapes={"input": {0: "batch", 2: "height"}}')
+        warnings.warn(reasons[-1], stacklevel=2)
+    if attempt.label == BATCH_LABEL:
+        batches = {str(value.shape[0]) for value in inputs.values() if value.ndim and is_free(value.shape[0])}
+        reasons += [
+            f"{rung}: the code of the model fixes axis 0 of input {name} to {int(value.shape[0])}"
+            for name, value in inputs.items()
+            if value.ndim and not is_free(value.shape[0]) and int(value.shape[0]) > 1
+            and batches.isdisjoint(map(str, value.shape))
+        ]
+    dynamic = any(is_free(size) for value in inputs.values() for size in value.shape)
+    refuse_unfree_names(names, *_leaf_sizes(inputs, attempt.args, attempt.kwargs))
+    return Capture(program, rung, dynamic, tuple(reasons), attempt.args, attempt.kwargs, asked, names)
 
 
 def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,19 +173,86 @@ def _refuse_quantized(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             raise CaptureError(f"{name} is {kind}, and torch cannot trace quantized tensors; give it dequantized")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Attempt:
+    """Arguments and dynamic shapes to export with; ``shapes_with`` gives those in which further axes are free."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: DynamicShapes
+    shapes_with: Callable[[Collection[LeafAxis]], DynamicShapes] | None = None
+
+
 def _attempts(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
-) -> list[tuple[str, tuple[Any, ...], dict[str, Any], DynamicShapes]]:
-    """The attempts of each rung, in order: label, arguments, dynamic shapes."""
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes,
+    unfree: Collection[LeafAxis],
+) -> list[_Attempt]:
+    """The attempts of each rung, in order."""
+    static = _Attempt("static shapes", args, kwargs, None)
     if dynamic_shapes is None:
-        return [("static shapes", args, kwargs, None)]
-    if dynamic_shapes not in ("all", "batch"):
-        return [(GIVEN, args, kwargs, dynamic_shapes)]
+        return [static]
+    if not isinstance(dynamic_shapes, str):
+        return [_Attempt(GIVEN_LABEL, args, kwargs, dynamic_shapes)]
     doubled = with_batch_of_two(model, args, kwargs)
-    attempts = [("dynamic batch", *doubled, free_shapes(model, *doubled)), ("static shapes", args, kwargs, None)]
-    if dynamic_shapes == "all":
-        attempts.insert(0, ("dynamic shapes", *doubled, free_shapes(model, *doubled, every_axis=True)))
-    return attempts
+
+    def with_others(others: Collection[LeafAxis]) -> DynamicShapes:
+        return free_shapes(model, *doubled, lambda axis: (axis[1] == 0 or axis in others) and axis not in unfree)
+
+    batch = _Attempt(BATCH_LABEL, *doubled, with_others(()), with_others)
+    if dynamic_shapes == "batch":
+        return [batch, static]
+    every = free_shapes(model, *doubled, lambda axis: axis not in unfree)
+    tokens = token_axes(*doubled)
+    between = [_Attempt(TOKENS_LABEL, *doubled, with_others(tokens))] if tokens else []
+    return [_Attempt(ALL_LABEL, *doubled, every), *between, batch, static]
+
+
+def _attempted(source: nn.Module, attempt: _Attempt, *, owns_inputs: bool) -> ExportedProgram:
+    shapes = attempt.shapes
+    program = _export(source, attempt.args, attempt.kwargs, shapes)
+    if attempt.shapes_with is not None:
+        program, shapes = _with_batch(source, program, attempt.args, attempt.kwargs, attempt.shapes_with)
+    if owns_inputs and program.graph_signature.user_inputs_to_mutate:
+        with _on_copies(source):
+            program = _export(source, attempt.args, attempt.kwargs, shapes)
+    return program
+
+
+def _in_time(
+    source: nn.Module, late: Collection[_Attempt], seconds: float, *, owns_inputs: bool
+) -> tuple[_Attempt, ExportedProgram] | None:
+    """The first of ``late`` that ends in so many seconds, and its program."""
+    for attempt in late:
+        try:
+            with tracing_for(seconds):
+                return attempt, _attempted(source, attempt, owns_inputs=owns_inputs)
+        except OUT_OF_MEMORY:
+            raise
+        except (OutOfTime, Exception):  # a free batch does in its place
+            continue
+    return None
+
+
+def _with_batch(
+    source: nn.Module, program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any],
+    shapes_with: Callable[[Collection[LeafAxis]], DynamicShapes],
+) -> tuple[ExportedProgram, DynamicShapes]:
+    """``program``, or one in which the batch is free that another axis than 0 holds fixed in it, and its shapes."""
+    asked = {*batch_elsewhere(_tensor_inputs(program), args, kwargs)}
+    fixed = {name for name, value in _tensor_inputs(program).items() if value.ndim and not is_free(value.shape[0])}
+    while asked:
+        freed = _export(source, args, kwargs, shapes_with(asked))
+        values = _tensor_inputs(freed)
+        batches = {str(values[name].shape[0]) for name in fixed if is_free(values[name].shape[0])}
+        sizes, _ = _leaf_sizes(values, args, kwargs)
+        others = {axis for axis in asked if is_free(sizes[axis]) and str(sizes[axis]) not in batches}
+        if not batches:
+            break
+        if not others:
+            return freed, shapes_with(asked)
+        asked -= others
+    return program, shapes_with(())
 
 
 def _export(
@@ -207,40 +313,14 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> f
     return fx.symbolic_trace(model, concrete_args=defaults if defaults and not kwargs else None)
 
 
-def with_batch_of_two(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Doubles a batch of 1, which ``torch.export`` takes for a constant, if the model runs on two samples."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
-    if all(tensor.shape[0] != 1 for tensor in tensors):
-        return args, kwargs
-    doubled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf,
-        (args, kwargs),
-    )
-    try:
-        with torch.no_grad():
-            model(*detached(doubled[0]), **detached(doubled[1]))
-    except OUT_OF_MEMORY:
-        raise
-    except Exception:
-        return args, kwargs
-    return doubled
-
-
-def free_shapes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_axis: bool = False
-) -> DynamicShapes:
-    """Dynamic shapes by argument name in which axis 0 of every tensor may vary, or every axis."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-
-    def free(leaf: object) -> dict[int, Any] | None:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return None
-        return dict.fromkeys(range(leaf.ndim if every_axis else 1), Dim.AUTO)
-
-    shapes: DynamicShapes = pytree.tree_map(free, bound)
-    return shapes
+def _leaf_sizes(
+    inputs: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[LeafAxis, int], dict[int, str]]:
+    """Axis → size in a program, and the number of a leaf → its name there."""
+    numbers = [number for number, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)]
+    pairs = [*zip(numbers, inputs, strict=True)]
+    sizes = {(number, axis): size for number, name in pairs for axis, size in enumerate(inputs[name].shape)}
+    return sizes, dict(pairs)
 
 
 def _tied_sizes(inputs: Mapping[str, Tensor]) -> str | None:

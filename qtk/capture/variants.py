@@ -13,9 +13,9 @@ from qtk.capture.call_kind import Kind, call_kind, signature_of
 from qtk.capture.calls import Call, leaves_text
 from qtk.capture.composites import Composite
 from qtk.capture.correspondence import Pairs, corresponding
+from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.holders import Holder, holder, replace_module
 from qtk.capture.prepared_model import KIND, REPORT, PreparedGraph, PreparedModel
-from qtk.capture.torch_export import DynamicShapes
 from qtk.capture.verify_prepared import Outcome, eval_difference
 from qtk.errors import CaptureError
 from qtk.graph.arithmetic import arithmetic_digest

@@ -76,6 +76,7 @@ def export(
     force: bool = False,
     opset: int | None = None,
     run: bool = True,
+    output_names: Sequence[str] | None = None,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -91,6 +92,7 @@ def export(
         force: replace an existing directory.
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
         run: run ONNX files on the example inputs, if ONNX Runtime is installed; warns of what departs.
+        output_names: names of the outputs of the ONNX file, in order; ``None``: see ``output_nodes``.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -101,10 +103,11 @@ def export(
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if "onnx" in exporters:
-        exporters["onnx"] = partial(_onnx, opset=opset, run=run)
-    elif opset is not None:
-        raise ExportError(f"opset={opset} has no effect on the formats {', '.join(exporters)}; add 'onnx' or leave "
-                          "opset out")
+        exporters["onnx"] = partial(_onnx, opset=opset, run=run, output_names=output_names)
+    for name, value in (("opset", opset), ("output_names", output_names)):
+        if value is not None and "onnx" not in exporters:
+            raise ExportError(f"{name}={value} has no effect on the formats {', '.join(exporters)}; add 'onnx' or "
+                              f"leave {name} out")
     check()
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
@@ -218,7 +221,8 @@ def _read_back(path: Path) -> Iterator[None]:
 
 
 def _onnx(
-    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None, run: bool = True
+    simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None, run: bool = True,
+    output_names: Sequence[str] | None = None,
 ) -> None:
     try:
         # loaded here: onnx is an extra, and slow to import
@@ -226,6 +230,9 @@ def _onnx(
     except ImportError as error:
         raise ExportError(f"the format 'onnx' needs the package {error.name}; pip install 'qtk[onnx]'") from error
     calls = _graph_calls(simulation.model, example_inputs)
+    if output_names is not None and [*calls] != [""]:
+        raise ExportError(f"output_names are those of one file, and this model is exported as {len(calls)}, one for "
+                          "each graph in its Python; leave them out")
     for path, (graph, _) in calls.items():
         bfloat16 = values_of(graph, torch.bfloat16)
         if bfloat16:
@@ -235,7 +242,7 @@ def _onnx(
             warnings.warn(reason, stacklevel=2)
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
-        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target)
+        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 
 from qtk.capture.calls import Call, detached, leaves_text, raised_in
 from qtk.capture.exclusion import exclude, module_names
+from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
 from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
-from qtk.capture.torch_export import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.tracing_lock import TRACING
 from qtk.capture.train_branches import failure
 from qtk.capture.train_only import TrainOnly, finding_train_only
@@ -111,8 +111,9 @@ def prepare_model(
             has inputs, finishes it.
         variants: further example inputs, one for each other kind of call: inputs given or left out, other ranks or
             dtypes, other flags. The graphs share parameters, and a value that several of them compute is one site.
-        dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, ``"all"`` every axis, ``None`` none; else as
-            ``torch.export``, and then one graph or an error.
+        dynamic_shapes: ``"batch"`` lets axis 0 of every tensor vary, and the axes that must be as long; ``"all"``
+            every axis, unless that takes too long; ``None`` none; else as ``torch.export``, or with names, which files
+            have too: ``{"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}}``, and then one graph or an error.
         modules_to_exclude: submodules, or their names, or one name, that stay in float, and so does what they read.
         verify: compare with the original on ``example_inputs``, in eval mode and in train mode with dropout off.
 

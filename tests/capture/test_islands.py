@@ -342,3 +342,114 @@ def test_a_tied_weight_has_a_quantizer_in_each_island_that_reads_it():
     sim = simulated("tied_islands")
     assert {"encoder.embedding.weight", "head.weight"} <= set(sim.quantizers)
     assert sim.model.head.weight is sim.model.encoder.embedding.weight
+
+
+class Pool(nn.Module):
+    """A value for each box from the map: a loop over the boxes, which a graph has unrolled."""
+
+    def forward(self, features, boxes):
+        return torch.stack([features.mean((2, 3))[0] * box.sum() for box in boxes])
+
+
+class WeightedPool(Pool):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, features, boxes):
+        return super().forward(features, boxes) + torch.stack([self.fc(box) for box in boxes])
+
+
+class Proposals(nn.Module):
+    """As many boxes as have a positive score go through the pool."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.conv, self.score, self.pool, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 1), pool, nn.Linear(8, 4)
+
+    def forward(self, x):
+        features = self.conv(x)
+        rows = features.flatten(2)[0].T
+        boxes = rows[self.score(rows)[:, 0] > 0]
+        return self.head(self.pool(features, boxes))
+
+
+def proposals(pool):
+    torch.manual_seed(0)
+    model = Proposals(pool).eval()
+    return model, qtk.prepare_model(model, torch.randn(1, 3, 6, 6)), [torch.randn(1, 3, 6, 6) for _ in range(3)]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("pool", "rung", "reason"), [
+    (Pool, "opaque", "the loop over it is unrolled), and it holds no weights"),
+    (WeightedPool, "python", "the loop over it is unrolled), and other inputs have another"),
+])
+def test_a_module_whose_graph_would_serve_one_count_of_boxes_stays_in_python(pool, rung, reason):
+    model, prepared, batches = proposals(pool())
+    (part,) = [part for part in prepared.report.parts if part.path == "pool"]
+    assert part.rung == rung
+    assert part.reason.startswith("its graph would serve one length of boxes.shape[0] alone (")
+    assert part.reason.endswith(reason)
+    assert len({len(model(x)) for x in batches}) > 1
+    for x in batches:
+        assert torch.equal(prepared(x), model(x))
+    sim = qtk.QuantSim(prepared, torch.randn(1, 3, 6, 6))
+    sim.compute_encodings(batches, progress=False)
+    assert ("pool.fc.weight" in sim.quantizers) == (pool is WeightedPool)
+    assert sim.model(batches[0]).isfinite().all()
+
+
+@pytest.mark.medium
+def test_an_island_of_one_length_that_data_do_not_change_stays_and_names_its_remedy():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            state = x[:, 0]
+            for step in range(x.shape[1]):
+                state = torch.tanh(self.fc(x[:, step]) + state)
+            return state
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.head = Recurrent(), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.net(x) * (1 if float(x.sum()) > 0 else -1))
+
+    model, x = Around().eval(), torch.randn(2, 5, 8)
+    prepared = qtk.prepare_model(model, x)
+    with pytest.raises(CaptureError, match=r"the loop over it is unrolled; .*modules_to_exclude=\['net'\]") as caught:
+        prepared(torch.randn(2, 7, 8))
+    assert 'dynamic_shapes="all"' not in str(caught.value)
+    excluded, longer = qtk.prepare_model(model, x, modules_to_exclude=["net"]), torch.randn(2, 7, 8)
+    assert torch.equal(excluded(longer), model(longer))
+
+
+class Steps(nn.Module):
+    """Calls its child with as many steps of axis 1 as are above a threshold, at least one."""
+
+    threshold = 5.0
+
+    def __init__(self):
+        super().__init__()
+        self.child, self.head = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        count = max(1, int((x[:, :, 0].mean(0) > self.threshold).sum()))
+        return self.head(self.child(x[:, :count]))
+
+
+@pytest.mark.medium
+def test_a_module_called_with_one_step_takes_several_later():
+    model, x = Steps().eval(), torch.randn(2, 6, 8)
+    prepared = qtk.prepare_model(model, x)
+    assert torch.equal(prepared(x), model(x))
+    model.threshold = prepared.threshold = -5.0
+    assert model(x).shape == (2, 6, 3)
+    assert torch.equal(prepared(x), model(x))
+    assert {part.path: part.rung for part in prepared.report.parts}["child"] == "export"

@@ -3,11 +3,10 @@ import logging
 import pytest
 import torch
 from torch import fx, nn
-from torch.export import Dim, ShapesCollection
 
 import qtk
 from qtk.capture.inputs import split_inputs
-from qtk.capture.torch_export import capture, check_dynamic_shapes, with_batch_of_two
+from qtk.capture.torch_export import capture
 from qtk.errors import CaptureError
 
 
@@ -157,19 +156,6 @@ def test_split_inputs():
         split_inputs(3)
 
 
-@pytest.mark.parametrize("dynamic_shapes", ["bach", 1, True, Dim.AUTO])
-def test_dynamic_shapes_of_another_type_are_an_error_that_says_what_to_give(dynamic_shapes):
-    with pytest.raises(CaptureError, match=r"dynamic_shapes is .*; give 'batch', 'all', None, or what torch\.export"):
-        check_dynamic_shapes(dynamic_shapes)
-
-
-@pytest.mark.parametrize(
-    "dynamic_shapes", ["batch", "all", None, {"x": {0: Dim.AUTO}}, ({0: Dim("n")},), [None], ShapesCollection()]
-)
-def test_dynamic_shapes_that_may_be_given(dynamic_shapes):
-    check_dynamic_shapes(dynamic_shapes)
-
-
 def test_one_tensor_passed_twice_is_two_inputs():
     class Difference(nn.Module):
         def __init__(self):
@@ -213,25 +199,3 @@ def test_tensors_that_cannot_be_traced_are_named_and_the_layers_beside_them_quan
     assert "fc.weight" in sim.quantizers
     assert sim.model.report.parts[0].rung == "python"
     assert named in sim.model.report.parts[0].reason
-
-
-class TooLarge(nn.Module):
-    """Has memory for one sample only."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.linear, self.error = nn.Linear(4, 4), error
-
-    def forward(self, x):
-        if not torch.compiler.is_exporting() and x.shape[0] > 1:
-            raise self.error
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr)
-def test_running_out_of_memory_is_no_answer_of_the_model(error):
-    model, x = TooLarge(error).eval(), torch.randn(1, 4)
-    with pytest.raises(type(error)):
-        with_batch_of_two(model, (x,), {})
-    with pytest.raises(type(error)):
-        qtk.prepare_model(model, x)

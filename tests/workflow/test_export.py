@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -323,3 +324,48 @@ def test_opset_reaches_the_file_and_is_refused_without_one(sim, tmp_path):
     assert onnx.load(tmp_path / "out" / "model.onnx").opset_import[0].version == 22
     with pytest.raises(ExportError, match="opset=22 has no effect on the formats encodings; add 'onnx'"):
         export(sim, EXAMPLE, tmp_path / "new", check=fit, formats="encodings", opset=22)
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.LSTM(4, 8, 2, batch_first=True)
+
+    def forward(self, x, h, c):
+        y, (h, c) = self.net(x, (h, c))
+        return y, h, c
+
+
+def lengths(values):
+    return {value.name: [each.dim_param or each.dim_value for each in value.type.tensor_type.shape.dim]
+            for value in values}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("dynamic_shapes", "frames"), [
+    ("batch", 3), ({"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}, "c": {1: "batch"}}, "frames"),
+])
+def test_axes_and_outputs_have_the_names_that_are_given(dynamic_shapes, frames, tmp_path):
+    inputs = torch.randn(5, 3, 4), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    step = qtk.QuantSim(Step().eval(), inputs, dynamic_shapes=dynamic_shapes)
+    step.compute_encodings([inputs], progress=False)
+    step.export(tmp_path / "out", formats="onnx", output_names=["y", "h_next", "c_next"])
+    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    assert lengths(graph.input) == {"x": ["batch", frames, 4], "h": [2, "batch", 8], "c": [2, "batch", 8]}
+    assert lengths(graph.output) == {"y": ["batch", frames, 8], "h_next": [2, "batch", 8], "c_next": [2, "batch", 8]}
+    others = torch.randn(2, 3, 4), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    results = session.run(["c_next", "y"], {name: x.numpy() for name, x in zip("xhc", others, strict=True)})
+    for result, expected in zip(results, [step.model(*others)[index] for index in (2, 0)], strict=True):
+        error = (torch.from_numpy(result) - expected).square().sum()
+        assert 10 * torch.log10(expected.square().sum() / error) > 30
+
+
+def test_names_of_outputs_are_one_for_each_and_of_one_onnx_file(sim, tmp_path):
+    with pytest.raises(ExportError, match=r"output_names has 2 names, and the model has 1 outputs: output; give"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx", output_names=["a", "b"])
+    with pytest.raises(ExportError, match=r"output_names has 'input', which is .* of another output or of an input"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="onnx", output_names=["input"])
+    with pytest.raises(ExportError, match=r"output_names=\['a'\] has no effect on the formats encodings; add 'onnx'"):
+        export(sim, EXAMPLE, tmp_path / "out", check=fit, formats="encodings", output_names=["a"])
+    assert not (tmp_path / "out").exists()

@@ -27,8 +27,8 @@ from qtk.export.onnx.value_names import (
     ValueNames,
     drop_inferred_types,
     fix_lengths,
-    name_batch,
     name_inputs_and_outputs,
+    name_lengths,
 )
 from qtk.export.simulated_sites import simulated_sites
 
@@ -65,7 +65,7 @@ def export(
     OutputFixPass()(marked.model)
     values = ValueNames(graph)
     name_inputs_and_outputs(graph, values, marked.input_names, marked.output_names)
-    name_batch(graph)
+    name_lengths(graph, marked.equal_axes)
     named: set[ir.Value] = set()
     for identity, name in wanted.items():
         _name(identity, name, graph, values, named)

@@ -30,7 +30,7 @@ from qtk.capture.signature import input_names, output_nodes
 from qtk.capture.torch_export import silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError, first_line
-from qtk.export.free_axes import doubled, free_axes
+from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
 from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
@@ -70,11 +70,13 @@ class MarkedGraph:
         model: the graph; the node ``qtk::FakeQuantize`` with attribute ``site`` marks a quantized value.
         input_names: names of the tensors the model takes, in order.
         output_names: names of the tensors it returns, in order.
+        equal_axes: (input, axis) pairs of one length each, and the name of the length where it has one.
     """
 
     model: ir.Model
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    equal_axes: tuple[EqualAxes, ...] = ()
 
 
 def trace(
@@ -99,7 +101,7 @@ def trace(
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
         graph = _translate(program, opset)
-    return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)))
+    return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)), equal_axes(model))
 
 
 def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:

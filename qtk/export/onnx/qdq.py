@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -23,7 +25,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
-from qtk.export.onnx.marked_graph import trace
+from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.stacked_products import multiply_stacks
@@ -54,6 +56,7 @@ def export(
     opset: int | None = None,
     target: str | None = None,
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
+    output_names: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -66,12 +69,13 @@ def export(
             19 is logged, and in the metadata ``qtk.opset`` of the file.
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
+        output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
-    Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
-        granularity cannot be expressed in ONNX, the result is not valid ONNX or cannot be written; CaptureError if
-        the inputs are not nested as those the model was prepared with.
+    Raises: ExportError if a quantizer has no encoding, the opset is not supported, the names are not one for each
+        output or are taken, an op, a number format or a granularity cannot be expressed in ONNX, the result is not
+        valid ONNX or cannot be written; CaptureError if the inputs are not nested as those the model was prepared with.
     """
     path = Path(path)
     sites = simulated_sites(model)
@@ -83,6 +87,8 @@ def export(
     reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
     marked = trace(model, sites, example_inputs, opset=opset)
+    if output_names is not None:
+        marked = replace(marked, output_names=_checked_names(output_names, marked))
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
     multiply_stacks(graph)
@@ -129,6 +135,20 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
             _compare_site(stored, simulated[stored.name])
     if missing:
         raise ExportError(f"{next(iter(missing))} is missing in the file")
+
+
+def _checked_names(names: Sequence[str], marked: MarkedGraph) -> tuple[str, ...]:
+    """Raises: ExportError if they are not one for each output, each of another value."""
+    if len(names) != len(marked.output_names):
+        raise ExportError(f"output_names has {len(names)} names, and the model has {len(marked.output_names)} outputs: "
+                          f"{', '.join(marked.output_names)}; give one for each, in this order")
+    seen = [*marked.input_names]
+    for name in names:
+        if not name or name in seen:
+            raise ExportError(f"output_names has {name!r}, which is empty or the name of another output or of an "
+                              "input; give each output a name of its own")
+        seen.append(name)
+    return tuple(names)
 
 
 def _checked_opset(opset: int, reason: str | None) -> int:

@@ -42,7 +42,7 @@ from qtk.export.onnx.quantized_scan import carry_codes
 from qtk.export.onnx.right_weights import put_weights_right
 from qtk.export.onnx.scalar_ranks import rank_scalars
 from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
-from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
 
@@ -78,7 +78,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     OutputFixPass()(marked.model)
     names = ValueNames(graph)
     name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
-    name_batch(graph)
+    name_lengths(graph, marked.equal_axes)
     _name_sites(names, entries)
     carry_codes(graph, names)
     move_codes(graph, names)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from qtk.export.free_axes import EqualAxes
 from qtk.export.tensor_names import free_name, unique
 
 
@@ -47,18 +48,28 @@ def name_inputs_and_outputs(graph: ir.Graph, names: ValueNames, inputs: Sequence
         names.give(value, name)
 
 
-def name_batch(graph: ir.Graph) -> None:
-    """Renames the dynamic first dimension of the inputs from torch's symbol (``s77``) to ``batch``."""
-    firsts = [value.shape[0] for value in graph.inputs if value.shape]
-    symbol = next((first.value for first in firsts if isinstance(first, ir.SymbolicDim) and first.value), None)
-    if symbol is None:
-        return
-    pattern = re.compile(rf"\b{re.escape(symbol)}\b")
+def name_lengths(graph: ir.Graph, equal: Sequence[EqualAxes]) -> None:
+    """Gives each dynamic length of the inputs one name in place of torch's symbols (``s77``).
+
+    That of ``equal``, else ``batch`` for the first dynamic axis 0, else the first of torch's symbols for it.
+    """
+    lengths = {(value.name, axis): length.value for value in graph.inputs
+               for axis, length in enumerate(value.shape or ()) if isinstance(length, ir.SymbolicDim) and length.value}
+    taken = {each.name for each in equal}
+    names: dict[str, str] = {}
+    for each in equal:
+        symbols = [lengths[axis] for axis in lengths if axis in each.axes]
+        names |= dict.fromkeys(symbols, each.name or next(iter(symbols), ""))
+    first = next((length for (_, axis), length in lengths.items() if axis == 0), None)
+    if first is not None and "batch" not in taken and names.get(first, first) not in taken:
+        batch = names.get(first, first)
+        names[first] = "batch"
+        names |= {symbol: "batch" for symbol, name in names.items() if name == batch}
     for value in _values(graph):
         if value.shape is not None:
             value.shape = ir.Shape([
-                pattern.sub("batch", length.value) if isinstance(length, ir.SymbolicDim) and length.value else length
-                for length in value.shape
+                re.sub(r"\w+", lambda word: names.get(word[0], word[0]), length.value)
+                if isinstance(length, ir.SymbolicDim) and length.value else length for length in value.shape
             ])
 
 

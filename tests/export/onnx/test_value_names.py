@@ -4,7 +4,8 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_batch, name_inputs_and_outputs
+from qtk.export.free_axes import EqualAxes
+from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
 
 
 def graph_of(nodes=None, shape=("s77", 4)):
@@ -48,7 +49,7 @@ def test_names_inside_subgraphs_are_taken():
     names.give(graph.inputs[0], "inside_else")
     assert graph.inputs[0].name == "inside_else"
     assert value(graph, "inside_else_1").producer().op_type == "Neg"
-    name_batch(graph)
+    name_lengths(graph, ())
     assert str(value(graph, "inside_then").shape) == "[batch,4]"
 
 
@@ -61,7 +62,7 @@ def test_inputs_and_outputs_have_the_names_of_the_signature_and_inputs_go_first(
 
 def test_the_dynamic_first_dimension_is_called_batch_everywhere():
     graph = graph_of(shape=("s77", "2*s77", "s770", 4))
-    name_batch(graph)
+    name_lengths(graph, ())
     assert str(graph.inputs[0].shape) == "[batch,2*batch,s770,4]"
     assert str(graph.outputs[0].shape) == "[batch,2*batch,s770,4]"
 
@@ -72,5 +73,20 @@ def test_symbols_that_are_numbers_become_numbers():
     assert graph.inputs[0].shape[0] == 16
     assert isinstance(graph.inputs[0].shape[1], ir.SymbolicDim)
     fixed = graph_of(shape=(3, 4))
-    name_batch(fixed)
+    name_lengths(fixed, ())
     assert list(fixed.inputs[0].shape) == [3, 4]
+
+
+def lengths_of(*equal, shape=("s77", "s7 + 1", "s12")):
+    graph = graph_of(shape=shape)
+    name_lengths(graph, equal)
+    return str(graph.inputs[0].shape)
+
+
+def test_equal_lengths_have_one_name():
+    first, last = ("a", 0), ("a", 2)
+    assert lengths_of(EqualAxes(frozenset({first})), EqualAxes(frozenset({last}))) == "[batch,s7 + 1,s12]"
+    assert lengths_of(EqualAxes(frozenset({first, last}))) == "[batch,s7 + 1,batch]"
+    assert lengths_of(EqualAxes(frozenset({last}), "frames")) == "[batch,s7 + 1,frames]"
+    assert lengths_of(EqualAxes(frozenset({first, last}), "n")) == "[n,s7 + 1,n]"
+    assert lengths_of(EqualAxes(frozenset({last}), "batch")) == "[s77,s7 + 1,batch]"

@@ -1,0 +1,126 @@
+"""The sizes of inputs that a captured graph serves, and what to do about others."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+
+from qtk.errors import CaptureError
+
+Axis = tuple[str, int]
+"""The name of a graph's input, and one of its axes."""
+
+BATCH, ALL, LATE, GIVEN, STATIC = "batch", "all", "late", "given", "static"
+"""Which sizes a capture was asked to free: axis 0, every axis, every axis but that took too long, those of explicit
+dynamic shapes, none."""
+
+
+def axis_text(axis: Axis) -> str:
+    """``x.shape[0]``."""
+    return f"{axis[0]}.shape[{axis[1]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimit:
+    """A condition on free sizes without which a graph computes something else than its module.
+
+    >>> limit = SizeLimit("s0 > 3", (("s0", ("x", 0)),))
+    >>> str(limit), limit.holds({("x", 0): 4}), limit.holds({("x", 0): 3})
+    ('x.shape[0] > 3', True, False)
+
+    Args:
+        condition: a Python expression over the names in ``axes``.
+        axes: name → the axis whose length it is.
+    """
+
+    condition: str
+    axes: tuple[tuple[str, Axis], ...]
+
+    def holds(self, lengths: Mapping[Axis, int]) -> bool:
+        """Whether it holds for these lengths."""
+        return evaluate(self.condition, {name: lengths[axis] for name, axis in self.axes})
+
+    def __str__(self) -> str:
+        names = {name: axis_text(axis) for name, axis in self.axes}
+        return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), self.condition)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSizes:
+    """The sizes that one graph serves besides those its placeholders show.
+
+    Args:
+        asked: what capture was asked to free: one of ``BATCH``, ``ALL``, ``LATE``, ``GIVEN``, ``STATIC``.
+        place: module path of the graph in the whole model; empty for the model itself.
+        fixed: an axis that the graph fixes and its module does not → why.
+        limits: conditions on free sizes.
+        names: axis → its name in files; axes of one name have one length.
+        ties: axes with symbols of their own, with which the graph runs only if they have one length.
+    """
+
+    asked: str = BATCH
+    place: str = ""
+    fixed: Mapping[Axis, str] = field(default_factory=dict)
+    limits: tuple[SizeLimit, ...] = ()
+    names: Mapping[Axis, str] = field(default_factory=dict)
+    ties: tuple[tuple[Axis, ...], ...] = ()
+
+    def check(self, lengths: Mapping[Axis, int]) -> None:
+        """Checks the lengths of all axes in a call. Raises: CaptureError naming the condition that fails."""
+        for limit in self.limits:
+            if not limit.holds(lengths):
+                sizes = ", ".join(f"{axis_text(axis)} is {lengths[axis]}" for _, axis in limit.axes)
+                raise CaptureError(f"{sizes}, and the captured graph computes what the model does only where {limit}; "
+                                   f"{self._way_out('pass inputs of such sizes')}")
+        first: dict[str, Axis] = {}
+        for axis, name in self.names.items():
+            other = first.setdefault(name, axis)
+            if lengths[axis] != lengths[other]:
+                raise CaptureError(f"{axis_text(other)} is {lengths[other]} and {axis_text(axis)} is {lengths[axis]}; "
+                                   f"both are {name!r}, pass inputs in which they are equal")
+
+    def is_asked(self, axis: Axis) -> bool:
+        """Whether capture was asked to free an axis, by ``dynamic_shapes`` in words."""
+        return self.asked == ALL or (self.asked in (BATCH, LATE) and axis[1] == 0)
+
+    def remedy(self, axis: Axis, size: int) -> str:
+        """What to do for another length of an axis that the graph has fixed to ``size``."""
+        asked = self.is_asked(axis)
+        if size == 1:
+            every = "" if asked or self.asked in (LATE, GIVEN) else ', and dynamic_shapes="all"'
+            return (f"axis {axis[1]} has length 1 in the example and stays so; prepare the model again with one of 2 "
+                    f"or more{every}")
+        reason = self.fixed.get(axis)
+        if reason is not None or asked:
+            why = "the code of the model fixes it" if reason is None else reason
+            return f"axis {axis[1]} is fixed: {why}; {self._way_out(f'pass inputs with {size} there')}"
+        if self.asked == LATE:
+            shapes = f'{{{axis[0]!r}: {{0: "batch", {axis[1]}: "length"}}}}'
+            return (f"freeing every axis took too long; free this one by name, dynamic_shapes={shapes}, or prepare the "
+                    "model again with such an input")
+        if self.asked == GIVEN:
+            return f"free axis {axis[1]} of {axis[0]} in dynamic_shapes, or prepare the model again with such an input"
+        return ('prepare it again with such an input, or with dynamic_shapes="all", which frees each axis that the '
+                "code leaves free")
+
+    def _way_out(self, way: str) -> str:
+        """``way``, or what helps an island."""
+        if self.place:
+            return f"{way}, or leave the module in Python: modules_to_exclude=[{self.place!r}]"
+        return f"{way} (pad or cut them), or prepare the model again for the others"
+
+
+def evaluate(condition: str, lengths: Mapping[str, int]) -> bool:
+    """The value of a Python expression over names of lengths; false where it divides by 0."""
+    try:
+        return bool(eval(_compiled(condition), {"__builtins__": {}, "max": max, "min": min}, dict(lengths)))
+    except ZeroDivisionError:
+        return False
+
+
+@functools.cache
+def _compiled(condition: str) -> CodeType:
+    return compile(condition, "<sizes>", "eval")

@@ -1,0 +1,45 @@
+"""Limits the time that a trace with free sizes may take.
+
+Torch derives a bound for each expression of symbolic sizes, and each reshape of an axis that was rolled, padded or cut
+into windows makes the expressions longer: of a Swin V2 with three blocks the capture with every axis free takes 25
+times as long as with a free batch, of most models 1 to 2 times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from qtk.torch_private import checking_sizes
+
+FLOOR_S = 10.0
+"""Seconds of computing that freeing every axis may always take: captures of models with up to some dozen layers, which
+take 2 to 9 s so, end in it."""
+
+TIMES = 5.0
+"""How many times as long as the capture with a free batch it may take in large models; between the 1 to 2 of those that
+profit and the 25 of those that do not end in time."""
+
+
+class OutOfTime(BaseException):
+    """A trace has reached its limit; a ``BaseException``, so that torch and the model's code do not catch it."""
+
+
+@contextlib.contextmanager
+def tracing_for(seconds: float | None) -> Iterator[None]:
+    """Ends traces of this thread once it has computed for so long; other threads' load does not count.
+
+    Raises: OutOfTime.
+    """
+    if seconds is None:
+        yield
+        return
+    deadline = time.thread_time() + seconds
+
+    def check() -> None:
+        if time.thread_time() > deadline:
+            raise OutOfTime
+
+    with checking_sizes(check):
+        yield
