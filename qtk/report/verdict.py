@@ -59,6 +59,8 @@ class Run:
         float_latency_ms: that of the float export in the same runtime, measured in turns with it.
         refusal: the runtime's message if it does not run the file.
         unseen_sites: the number of sites in the bodies of loops, whose values no runtime returns.
+        ops: the differences of each site and output where each op is given the reference values of its inputs; ``None``
+            if that was not run.
     """
 
     way: str
@@ -72,6 +74,7 @@ class Run:
     float_latency_ms: float | None = None
     refusal: str | None = None
     unseen_sites: int = 0
+    ops: tuple[Difference, ...] | None = None
 
     @property
     def differing(self) -> float:
@@ -105,6 +108,7 @@ class Run:
             "total": None if self.total is None else self.total.to_json(),
             "outputs": [output.to_json() for output in self.outputs],
             "sites": [site.to_json() for site in self.sites], "unseen_sites": self.unseen_sites,
+            "ops": None if self.ops is None else [op.to_json() for op in self.ops],
             "nodes": None if self.nodes is None else self.nodes.to_json(),
             "latency_ms": self.latency_ms, "float_latency_ms": self.float_latency_ms,
         }

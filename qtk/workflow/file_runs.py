@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,24 +19,28 @@ from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
 from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
 from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
 from qtk.numerics.top1 import Top1
+from qtk.report.difference import Difference
+from qtk.report.findings import agrees
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.latency import median_latencies_ms
+from qtk.workflow.op_runs import op_differences
+from qtk.workflow.simulated_values import Reference
 
 if TYPE_CHECKING:
     import onnxruntime
 
-Compared = tuple[Tensor, Tensor | None]
-"""A reference value, and the step of its quantizer, which broadcasts; ``None`` without quantizer."""
-
-SiteValues = Mapping[tuple[str, int], Compared]
+SiteValues = Mapping[tuple[str, int], Reference]
 """Site and ordinal of its node in the file → value."""
 
 Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Inputs by name → values by name."""
 
 FLOAT, FLOAT_IN_OPENVINO = "float", "float in OpenVINO"
+
+OPTIMIZED = "on.optimized.onnx"
+"""What ONNX Runtime makes of a file by default."""
 
 OTHER_SIMULATION = "verify a file with the simulation it was exported from"
 
@@ -80,7 +85,7 @@ class FileRuns:
             (site.site, site.step): values[site.name] for site in self.off.sites
         }
 
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Compared], sites: SiteValues) -> None:
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
         """Runs the file in every way, and adds up the differences from the reference values.
 
         Raises: ExportError if the file has other inputs or outputs, or does not run with the optimizations off.
@@ -103,6 +108,23 @@ class FileRuns:
     def runs(self) -> tuple[Run, ...]:
         """Every run, compared with what was given so far."""
         return tuple(way.result(self.unseen_sites) for way in self.ways)
+
+    def run_ops(
+        self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues
+    ) -> None:
+        """Runs each op on reference values, in the ways of ONNX Runtime that have no high SQNR, without and with them.
+
+        Nothing is known of the ops of a way where the runtime refuses the file cut at its sites, or fuses other ops.
+        """
+        feed = self._feed(inputs)
+        for way, optimizations in ((self.off, Optimizations.OFF), (self.ways[1], Optimizations.ON)):
+            if way.refusal is None and not agrees(way.result(0)):
+                is_on = optimizations is Optimizations.ON
+                with suppress(ExportError):
+                    way.ops = op_differences(
+                        self.file, site_outputs(self.file, codes=is_on), feed, outputs, sites,
+                        optimizations=optimizations, optimized=self.folder / OPTIMIZED if is_on else None,
+                    )
 
     def measure(
         self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool
@@ -144,7 +166,7 @@ class FileRuns:
         return {name: inputs[name] for name in names}
 
     def _optimized(self, name: str, optimizations: Optimizations) -> _Way:
-        optimized = self.folder / f"{optimizations.value}.optimized.onnx"
+        optimized = self.folder / (OPTIMIZED if optimizations is Optimizations.ON else "exact.optimized.onnx")
         try:
             session, runtime = session_with(self.file, optimizations, optimized_file=optimized)
         except Exception as error:
@@ -205,6 +227,7 @@ class _Way:
         self.top1 = Top1()
         self.output_sums: dict[int, DifferenceSums] = {}
         self.site_sums: dict[str, DifferenceSums] = {}
+        self.ops: tuple[Difference, ...] | None = None
         self.latency_ms: float | None = None
         self.float_latency_ms: float | None = None
 
@@ -219,22 +242,22 @@ class _Way:
         return values
 
     def add(
-        self, names: Sequence[str], outputs: Sequence[Compared], sites: SiteValues, values: Mapping[str, Tensor]
+        self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
     ) -> None:
-        for index, (name, (ours, step)) in enumerate(zip(names, outputs, strict=True)):
-            theirs = values[name]
+        for index, (name, reference) in enumerate(zip(names, outputs, strict=True)):
+            ours, theirs = reference.value, values[name]
             if ours.shape != theirs.shape:
                 raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
                                   f"{tuple(ours.shape)}")
-            self.output_sums.setdefault(index, DifferenceSums(name)).add(ours, theirs, step)
+            self.output_sums.setdefault(index, DifferenceSums(name)).add(reference, theirs)
             if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
-                self.top1.add(ours.detach().cpu(), theirs.argmax(-1))
+                self.top1.add(_scores(ours.detach(), reference), _scores(theirs, reference).argmax(-1))
         for site in self.sites:
             if (site.site, site.step) in sites:
-                ours, step = sites[site.site, site.step]
+                reference = sites[site.site, site.step]
                 theirs = site.reals(values[site.name])
-                if ours.shape == theirs.shape:
-                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(ours, theirs, step)
+                if reference.value.shape == theirs.shape:
+                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, theirs)
 
     def result(self, unseen_sites: int) -> Run:
         total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
@@ -243,6 +266,7 @@ class _Way:
             tuple(sums.difference() for sums in self.output_sums.values()),
             tuple(sums.difference() for sums in self.site_sums.values()),
             self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
+            self.ops,
         )
 
 
@@ -262,6 +286,16 @@ def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
             way.float_latency_ms = sum(each.float_latency_ms or 0.0 for each in ways)
         merged.append(way.result(sum(file.unseen_sites for file in files)))
     return tuple(merged)
+
+
+def _scores(values: Tensor, reference: Reference) -> Tensor:
+    """The rows along the last axis in which an element counts, without the elements that do not."""
+    values = values.cpu()
+    if reference.counted is None:
+        return values
+    counted = reference.counted.cpu()
+    lowest = -torch.inf if values.is_floating_point() else torch.iinfo(values.dtype).min
+    return values.masked_fill(~counted, lowest)[counted.any(-1)]
 
 
 def _run_session(

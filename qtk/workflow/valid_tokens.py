@@ -13,15 +13,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qtk.capture.signature import output_nodes
 from qtk.capture.token_inputs import TokenInputs
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import entered, roots, with_nested
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.token_layouts import Followed
+from qtk.graph.token_layouts import Followed, TokenLayouts
 from qtk.numerics.token_layout import TokenLayout
 from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import pytree
 from qtk.workflow.forward_pass import Batch, Forward, run_batch
 
 Valid: TypeAlias = str | Callable[[Batch], Tensor]
@@ -45,6 +47,9 @@ class ValidTokens:
         self._inputs = TokenInputs()
         self._pending: dict[Quantizer, list[Followed]] = defaultdict(list)
         self._unfollowed: dict[Quantizer, str] = {}
+        self._layouts: dict[nn.Module, TokenLayouts | None] = {}
+        self._returned: list[tuple[Tensor, Followed]] = []
+        self._lost_output: str | None = None
         self._matched = False
 
     @contextmanager
@@ -60,10 +65,9 @@ class ValidTokens:
             module.register_forward_pre_hook(self._of_call, prepend=True, with_kwargs=True)
             for module in entered(self._model)
         ]
-        handles += [
-            graph.register_forward_pre_hook(self._follow, with_kwargs=True)
-            for graph in roots(self._model).values()
-        ]
+        for graph in roots(self._model).values():
+            handles.append(graph.register_forward_pre_hook(self._follow, with_kwargs=True))
+            handles.append(graph.register_forward_hook(self._note_outputs, prepend=True))
         try:
             yield
         finally:
@@ -114,6 +118,38 @@ class ValidTokens:
 
         return rows
 
+    def counted(self, quantizer: Quantizer, value: Tensor) -> Tensor | None:
+        """Which elements of what ``quantizer`` returns are those of valid tokens; asked for once for each of its calls.
+
+        Returns: bool, of the shape of ``value``; ``None``: all.
+        """
+        return None if self.valid is None else _elements(self.selector(quantizer), value)
+
+    def counted_of_output(self, value: Tensor) -> Tensor | None:
+        """Which elements of a value that the model, or ``forward``, returned are those of valid tokens.
+
+        The tokens are followed to what a graph returns. Another value whose first two axes have their lengths is taken
+        to have them; all elements of what has no tokens count.
+
+        Returns: bool, of the shape of ``value``; ``None``: all.
+        """
+        if self._mask is None:
+            return None
+        known = [each for leaf, each in self._returned if leaf is value]
+        followed, mask = known[0] if known else None, self._mask.to(value.device)
+        if known and followed is None:
+            return None
+        if not isinstance(followed, TokenLayout):
+            if value.ndim < 2 or value.shape[:2] != mask.shape:
+                self._lost_output = followed if isinstance(followed, str) else self._lost_output
+                return None
+            followed = TokenLayout.of_shape(value.shape)
+        layout = followed
+        if layout.rows(value, mask) is None:
+            self._lost_output = "a length that changes"
+            return None
+        return _elements(lambda each: layout.rows(each, mask), value)
+
     def mask(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
         """The valid tokens of a call of the model. Shape: bool [samples, tokens].
 
@@ -132,6 +168,9 @@ class ValidTokens:
     def warn_of_unfollowed(self, names: Mapping[Quantizer, str]) -> None:
         """Warns of the quantizers that saw all rows, though some are no tokens. ``names``: of those that matter."""
         found = {names[quantizer]: op for quantizer, op in self._unfollowed.items() if quantizer in names}
+        if self._lost_output is not None:
+            warnings.warn(f"valid={self._shown}: tokens cannot be followed to an output behind {self._lost_output}, of "
+                          "which all elements count", stacklevel=3)
         if found:
             shown = ", ".join(f"{name} (behind {op})" for name, op in list(found.items())[:3])
             warnings.warn(f"valid={self._shown}: tokens cannot be followed to {len(found)} sites, where all rows "
@@ -148,14 +187,16 @@ class ValidTokens:
         return repr(self.valid) if isinstance(self.valid, str) else getattr(self.valid, "__name__", "function")
 
     def _of_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._returned.clear()
         self.mask(args, kwargs)
 
     def _follow(self, graph: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(graph, CapturedGraph)
         self._pending.clear()
+        self._layouts.pop(graph, None)
         if self._mask is None:
             return
-        layouts = self._inputs.followed(graph, args, kwargs, self._mask)
+        layouts = self._layouts[graph] = self._inputs.followed(graph, args, kwargs, self._mask)
         if layouts is None:
             for inner in with_nested(graph):
                 self._unfollowed |= dict.fromkeys(quantizer_nodes(inner).values(), "inputs without these axes")
@@ -163,6 +204,14 @@ class ValidTokens:
         self._matched = True
         for quantizer, followed in layouts.calls:
             self._pending[quantizer].append(followed)
+
+    def _note_outputs(self, graph: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        assert isinstance(graph, CapturedGraph)
+        layouts = self._layouts.get(graph)
+        nodes = list(output_nodes(graph).values())
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if layouts is not None and len(nodes) == len(leaves):
+            self._returned += [(leaf, layouts[node]) for leaf, node in zip(leaves, nodes, strict=True)]
 
     def _checked(self, mask: object) -> Tensor:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -172,6 +221,15 @@ class ValidTokens:
             raise CalibrationError(f"valid={self._shown} must be true or 1 for tokens that count, else false or 0; got "
                                    f"{mask.dtype} with other values")
         return mask.bool()
+
+
+def _elements(rows: Callable[[Tensor], Tensor | None], value: Tensor) -> Tensor:
+    """The elements of ``value`` that ``rows`` picks, as bool of its shape."""
+    chosen = rows(torch.arange(value.numel(), device=value.device).reshape(value.shape))
+    assert chosen is not None
+    elements = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    elements[chosen.flatten()] = True
+    return elements.reshape(value.shape)
 
 
 class _OfRows:

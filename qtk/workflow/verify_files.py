@@ -25,8 +25,9 @@ from qtk.public import public
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.torch_private import pytree
-from qtk.workflow.file_runs import Compared, FileRuns
+from qtk.workflow.file_runs import FileRuns
 from qtk.workflow.forward_pass import read
+from qtk.workflow.simulated_values import Reference
 from qtk.workflow.verify_export import TURNS, check_runtime, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
@@ -84,20 +85,23 @@ def _verify(
     except Exception as error:
         raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
     try:
-        first: dict[str, Tensor] | None = None
+        examples: tuple[dict[str, Tensor], list[Reference], dict[tuple[str, int], Reference]] | None = None
         batches = _random_batches(runs, encodings) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
             inputs = _named(runs, batch)
-            first = first or inputs
             outputs, sites = runs.reference(inputs)
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
-            compared: list[Compared] = [
-                (value, _step(value, returned.get(name))) for name, value in zip(runs.outputs, outputs, strict=True)
+            compared = [
+                Reference(value, _step(value, returned.get(name)))
+                for name, value in zip(runs.outputs, outputs, strict=True)
             ]
-            values = {key: (value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
+            values = {key: Reference(value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
             runs.compare(inputs, compared, values)
-        if first is None:
+            examples = examples or (inputs, compared, values)
+        if examples is None:
             raise ExportError(f"{file}: no batches to verify it on")
+        first = examples[0]
+        runs.run_ops(*examples)
         float_file = None if float_export is None else Path(float_export)
         if float_file is not None and float_file.is_dir():
             float_file = float_file / file.name
@@ -109,7 +113,7 @@ def _verify(
     has_minifloats = any(isinstance(site.spec.dtype, FloatDtype) for site in stored)
     circumstances = Circumstances(
         runtime, integer_sums_saturate(), saturating_weights(file), has_minifloats, random_inputs=data is None,
-        is_half=any(tensor.dtype is torch.float16 for tensor in first.values()),
+        is_half=any(tensor.dtype is torch.float16 for tensor in first.values()), reference=REFERENCE,
     )
     found = judge(results, circumstances)
     float_bytes = None if float_file is None else size_bytes(float_file)

@@ -7,6 +7,7 @@ from qtk.export.onnx.qdq import export
 from qtk.report.verdict import EXACT, OFF, ON
 from qtk.workflow import file_runs
 from qtk.workflow.file_runs import FileRuns, merged_runs
+from qtk.workflow.simulated_values import Reference
 from tests.export.onnx.simulated import simulate
 
 INPUTS = torch.randn(5, 8)
@@ -40,8 +41,8 @@ def test_the_reference_is_the_simulation(file, runs):
 def test_differences_add_up_over_batches(runs):
     for batch in (INPUTS, -INPUTS):
         (output,), sites = runs.reference({"input": batch})
-        runs.compare({"input": batch}, [(output + 1.0, torch.tensor(0.5))], {
-            key: (value, torch.tensor(1.0)) for key, value in sites.items()
+        runs.compare({"input": batch}, [Reference(output + 1.0, torch.tensor(0.5))], {
+            key: Reference(value, torch.tensor(1.0)) for key, value in sites.items()
         })
     off = runs.runs()[0]
     assert off.way == OFF
@@ -62,7 +63,7 @@ def test_a_runtime_that_refuses_is_told_and_the_others_go_on(file, monkeypatch):
     monkeypatch.setattr(file_runs, "session_with", refusing)
     runs = FileRuns(file[1], {})
     (output,), _ = runs.reference({"input": INPUTS})
-    runs.compare({"input": INPUTS}, [(output, None)], {})
+    runs.compare({"input": INPUTS}, [Reference(output)], {})
     by_way = {run.way: run for run in runs.runs()}
     assert by_way[EXACT].refusal == "several operators share a weight"
     assert by_way[EXACT].total is None
@@ -89,16 +90,16 @@ def test_one_row_is_timed(runs, monkeypatch):
 
 def test_inputs_of_another_model_are_refused(runs):
     with pytest.raises(ExportError, match="the file takes input, the model x"):
-        runs.compare({"x": INPUTS}, [(INPUTS, None)], {})
+        runs.compare({"x": INPUTS}, [Reference(INPUTS)], {})
     with pytest.raises(ExportError, match="the file returns 1 tensors, the model 2"):
-        runs.compare({"input": INPUTS}, [(INPUTS, None)] * 2, {})
+        runs.compare({"input": INPUTS}, [Reference(INPUTS)] * 2, {})
 
 
 def test_files_are_summed_up(file):
     both = [FileRuns(file[1], {}) for _ in range(2)]
     for runs, offset in zip(both, (0.0, 1.0), strict=True):
         (output,), _ = runs.reference({"input": INPUTS})
-        runs.compare({"input": INPUTS}, [(output + offset, None)], {})
+        runs.compare({"input": INPUTS}, [Reference(output + offset)], {})
     total = merged_runs(both)[0]
     assert (total.total.elements, total.differing, total.top1) == (40, 0.5, None)
     for runs in both:
