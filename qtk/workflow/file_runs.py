@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from qtk.errors import ExportError
 from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.op_times import op_times
 from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
 from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
 from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
@@ -22,6 +24,7 @@ from qtk.numerics.top1 import Top1
 from qtk.report.difference import Difference
 from qtk.report.findings import agrees
 from qtk.report.runtime_nodes import RuntimeNodes
+from qtk.report.timing import OpTime, Timing, slowest
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.latency import median_latencies_ms
@@ -51,13 +54,15 @@ class FileRuns:
     Args:
         file: the file.
         reasons: name of a site that is not quantized → why.
+        threads: threads within an op of every run; ``None`` leaves the number to the runtime.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load with the
         optimizations off.
     """
 
-    def __init__(self, file: Path, reasons: Mapping[str, str]) -> None:
-        self.file, self.reasons = file, reasons
+    def __init__(self, file: Path, reasons: Mapping[str, str], *, threads: int | None = None) -> None:
+        self.file, self.reasons, self.threads = file, reasons, threads or 0
+        self.timing: Timing | None = None
         self._temporary = tempfile.TemporaryDirectory(prefix="qtk-")
         self.folder = Path(self._temporary.name)
         try:
@@ -127,37 +132,55 @@ class FileRuns:
                     )
 
     def measure(
-        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool
+        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool,
+        batch_size: int = 1,
     ) -> None:
-        """Measures the latency of every optimized way, and of the float file if there is one.
+        """Measures the latency of every optimized way, of the float file if there is one, and of the ops of both.
 
-        On one row of the inputs; on all where the file does not run on one, as with packed sequences.
+        On ``batch_size`` rows of the inputs, again and again the same ones where there are fewer; on the rows that
+        there are where the file does not run on other ones, as with packed sequences. ``timing`` says which.
         """
-        feed = self._one_row(self._feed(inputs))
+        feed = self._rows(self._feed(inputs), batch_size)
         runners: dict[str, Callable[[], object]] = {}
         if float_file is not None:
-            runners[FLOAT] = partial(_run_session, session_with(float_file, Optimizations.ON)[0], [], feed)
+            session, _ = session_with(float_file, Optimizations.ON, threads=self.threads)
+            runners[FLOAT] = partial(_run_session, session, [], feed)
         for way in self.ways:
             if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
                 runners[way.way] = partial(way.runners[0], feed)
         if OPENVINO in runners and float_file is not None:
-            runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file).run, feed)
+            runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file, threads=self.threads).run, feed)
         latencies = median_latencies_ms(runners, turns=turns, progress=progress)
         for way in self.ways:
             if way.way in latencies:
                 way.latency_ms = latencies[way.way]
                 way.float_latency_ms = latencies.get(FLOAT_IN_OPENVINO if way.way == OPENVINO else FLOAT)
+                if way.way == ON:
+                    way.slowest = self._slowest(feed, float_file, turns)
 
-    def _one_row(self, feed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The first row of each input with a batch axis; all rows if the file does not run on that."""
-        row = {
-            name: feed[name][:1] if shape and shape[0] == "batch" else feed[name] for name, shape, _ in self.inputs
+    def _slowest(self, feed: Mapping[str, Tensor], float_file: Path | None, turns: int) -> tuple[OpTime, ...]:
+        times = op_times(self.file, feed, turns=turns, threads=self.threads)
+        if float_file is None:
+            return slowest(times, None)
+        in_float = op_times(float_file, feed, turns=turns, threads=self.threads)
+        return slowest(times, {op: sum(ms for _, ms in nodes) for op, nodes in in_float.items()})
+
+    def _rows(self, feed: Mapping[str, Tensor], batch_size: int) -> Mapping[str, Tensor]:
+        """``batch_size`` rows of each input with a batch axis, if the file runs on them; else all that there are."""
+        batched = [name for name, shape, _ in self.inputs if shape and shape[0] == "batch"]
+        given = max((len(feed[name]) for name in batched), default=None)
+        threads, cpus = self.threads or None, _cpus()
+        rows = {
+            name: value[torch.arange(batch_size) % max(len(value), 1)] if name in batched else value
+            for name, value in feed.items()
         }
         try:
-            self.off.runners[0](row)
+            self.off.runners[0](rows)
         except Exception:  # whatever the runtime says: the rows belong together
+            self.timing = Timing(batch_size, given, threads, cpus)
             return feed
-        return row
+        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus)
+        return rows
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = [name for name, _, _ in self.inputs]
@@ -168,7 +191,9 @@ class FileRuns:
     def _optimized(self, name: str, optimizations: Optimizations) -> _Way:
         optimized = self.folder / (OPTIMIZED if optimizations is Optimizations.ON else "exact.optimized.onnx")
         try:
-            session, runtime = session_with(self.file, optimizations, optimized_file=optimized)
+            session, runtime = session_with(
+                self.file, optimizations, threads=self.threads, optimized_file=optimized
+            )
         except Exception as error:
             return _Way(name, f"ONNX Runtime, {name}", [], refusal=_first_line(error))
         way = _Way(name, runtime, [partial(_run_session, session, self.outputs)])
@@ -198,7 +223,7 @@ class FileRuns:
 
     def _openvino(self) -> _Way:
         try:
-            model = OpenVinoModel(self.file)
+            model = OpenVinoModel(self.file, threads=self.threads)
         except ExportError as error:
             return _Way(OPENVINO, OPENVINO, [], refusal=_first_line(error))
         way = _Way(OPENVINO, model.runtime, [lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))])
@@ -228,6 +253,7 @@ class _Way:
         self.output_sums: dict[int, DifferenceSums] = {}
         self.site_sums: dict[str, DifferenceSums] = {}
         self.ops: tuple[Difference, ...] | None = None
+        self.slowest: tuple[OpTime, ...] = ()
         self.latency_ms: float | None = None
         self.float_latency_ms: float | None = None
 
@@ -266,7 +292,7 @@ class _Way:
             tuple(sums.difference() for sums in self.output_sums.values()),
             tuple(sums.difference() for sums in self.site_sums.values()),
             self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
-            self.ops,
+            self.ops, self.slowest,
         )
 
 
@@ -303,6 +329,11 @@ def _run_session(
 ) -> dict[str, Tensor]:
     arrays = session.run(list(names) or None, {name: tensor.detach().cpu().numpy() for name, tensor in feed.items()})
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=False)}
+
+
+def _cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_line(error: Exception) -> str:

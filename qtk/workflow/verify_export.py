@@ -52,6 +52,8 @@ def verify_export(
     turns: int = TURNS,
     progress: bool = True,
     valid: Valid | None = None,
+    batch_size: int = 1,
+    threads: int | None = None,
 ) -> Verdict:
     """The verdict on the ONNX files in an export directory; of a model with islands, also file by file.
 
@@ -65,16 +67,22 @@ def verify_export(
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
         progress: show bars where it takes longer than seconds.
         valid: which tokens count in the comparison, as in ``compute_encodings``; ``None``: all.
+        batch_size: the rows that the latency is of; all of the first batch, as the verdict says, where the file does
+            not run on so many.
+        threads: threads within an op while the file runs; ``None`` leaves the number to the runtime.
 
-    Raises: ExportError if a file is missing or belongs to another simulation, onnxruntime is not installed or does not
-        run the file even with the optimizations off; CalibrationError without any batch, or any of the exported kind.
+    Raises: ExportError if ``batch_size`` or ``threads`` is below 1, a file is missing or belongs to another simulation,
+        onnxruntime is not installed or does not run the file even with the optimizations off; CalibrationError without
+        any batch, or any of the exported kind, or as ``compute_encodings`` for ``valid``.
     """
     require_onnxruntime()
     check_runtime(runtime)
+    check_timing(batch_size, threads)
     with folded(simulation) as deployed:  # as the files are: so are the float files that are made
         tokens = ValidTokens(deployed.model, valid)
         return _verdict(
-            deployed, Path(directory), data, tokens, forward, runtime, float_export, turns, progress=progress
+            deployed, Path(directory), data, tokens, forward, runtime, float_export, turns, batch_size, threads,
+            progress=progress,
         )
 
 
@@ -87,6 +95,8 @@ def _verdict(
     runtime: str,
     float_export: str | os.PathLike[str] | None,
     turns: int,
+    batch_size: int,
+    threads: int | None,
     *,
     progress: bool,
 ) -> Verdict:
@@ -100,7 +110,7 @@ def _verdict(
     witnesses: list[_Witness] = []
     try:
         for path, graph in files.items():
-            witnesses.append(_Witness(graph, path, reasons, tokens))
+            witnesses.append(_Witness(graph, path, reasons, tokens, threads))
         with buffers_kept(simulation.model), tokens.listening():
             run_all(simulation.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                     progress=progress)
@@ -110,7 +120,7 @@ def _verdict(
         for witness in witnesses:
             witness.stop()
             if turns:
-                witness.measure(simulation, float_export, turns, progress=progress)
+                witness.measure(float_export, turns, batch_size, progress=progress)
         tokens.warn_of_unfollowed({
             quantizer: site.name for site, quantizer in simulation.quantizers.items() if not quantizer.static
         })
@@ -134,6 +144,7 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
     return Verdict(
         directory, SIMULATION, runs, findings, sum(verdict.size_bytes for verdict in verdicts),
         sum(size or 0 for size in floats) if None not in floats else None, verdicts,
+        timing=witnesses[0].files.timing,
     )
 
 
@@ -155,6 +166,22 @@ def check_runtime(runtime: str) -> None:
         raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
 
 
+def check_timing(batch_size: int, threads: int | None) -> None:
+    """Raises: ExportError if the rows or the threads of a latency are below 1."""
+    for name, number in (("batch_size", batch_size), ("threads", threads)):
+        if number is not None and number < 1:
+            raise ExportError(f"{name} must be at least 1; got {number}")
+
+
+def float_file(float_export: str | os.PathLike[str], file: Path) -> Path:
+    """The float export of ``file``, which is ``float_export`` or in it. Raises: ExportError if there is none."""
+    given = Path(float_export)
+    found = given / file.name if given.is_dir() else given
+    if not found.is_file():
+        raise ExportError(f"there is no float export {found}; leave float_export out, or name the file or its folder")
+    return found
+
+
 def size_bytes(file: Path) -> int:
     """Size of an ONNX file with its external data."""
     return sum(path.stat().st_size for path in (file, file.with_name(f"{file.name}.data")) if path.is_file())
@@ -165,7 +192,7 @@ class _Witness:
     """Runs the file of a graph on the inputs of each call of the graph, and compares outputs and sites."""
 
     def __init__(
-        self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str], tokens: ValidTokens
+        self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str], tokens: ValidTokens, threads: int | None
     ) -> None:
         from qtk.workflow.file_runs import FileRuns
 
@@ -177,7 +204,7 @@ class _Witness:
         self.notes: list[Finding] = []
         self.float_bytes: int | None = None
         try:
-            self.files = FileRuns(path, reasons)
+            self.files = FileRuns(path, reasons, threads=threads)
         except ExportError:
             raise
         except Exception as error:
@@ -199,16 +226,18 @@ class _Witness:
         self.files.close()
 
     def measure(
-        self, simulation: Simulation, float_export: str | os.PathLike[str] | None, turns: int, *, progress: bool
+        self, float_export: str | os.PathLike[str] | None, turns: int, batch_size: int, *, progress: bool
     ) -> None:
         """Measures size and latency of the float file, which is made if it is not given."""
         if self.first_call is None:
             return
+        if float_export is not None:
+            float_file(float_export, self.path)
         with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
             try:
                 file = self._float_file(Path(folder), float_export)
                 self.float_bytes = size_bytes(file)
-                self.files.measure(self.inputs, file, turns=turns, progress=progress)
+                self.files.measure(self.inputs, file, turns=turns, progress=progress, batch_size=batch_size)
             except ExportError as error:
                 self.notes.append(Finding(Level.YELLOW, f"no latency: {error}", "pass float_export="))
 
@@ -217,7 +246,8 @@ class _Witness:
             self._run_ops()
         runs = self.files.runs()
         found = judge(runs, replace(_circumstances(self.graph, self.path, runtime), tolerance_db=self._tolerance()))
-        return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes)
+        return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes,
+                       timing=self.files.timing)
 
     def _tolerance(self) -> float:
         """The SQNR that a right file may have; computed where a run does not have a high one."""
@@ -249,7 +279,7 @@ class _Witness:
         from qtk.export.onnx import qdq  # loaded here: slow to import
 
         if given is not None:
-            return Path(given) / self.path.name if Path(given).is_dir() else Path(given)
+            return float_file(given, self.path)
         assert self.first_call is not None
         quantizers = [module for module in self.graph.modules() if isinstance(module, Quantizer)]
         with in_mode(quantizers, Mode.BYPASS):

@@ -28,7 +28,7 @@ from qtk.torch_private import pytree
 from qtk.workflow.file_runs import FileRuns
 from qtk.workflow.forward_pass import read
 from qtk.workflow.simulated_values import Reference
-from qtk.workflow.verify_export import TURNS, check_runtime, size_bytes
+from qtk.workflow.verify_export import TURNS, check_runtime, check_timing, float_file, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
 
@@ -44,6 +44,8 @@ def verify_files(
     float_export: str | os.PathLike[str] | None = None,
     turns: int = TURNS,
     progress: bool = True,
+    batch_size: int = 1,
+    threads: int | None = None,
 ) -> list[Verdict]:
     """The verdict on each ONNX file in a directory, or on one file.
 
@@ -54,11 +56,15 @@ def verify_files(
         float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
         progress: show bars where it takes longer than seconds.
+        batch_size: the rows that the latency is of; all of the first batch where a file does not run on so many.
+        threads: threads within an op while a file runs; ``None`` leaves the number to the runtime.
 
-    Raises: ExportError if there is no file, one was not written by qtk, or does not run on the data.
+    Raises: ExportError if ``batch_size`` or ``threads`` is below 1, there is no file, one was not written by qtk, or
+        does not run on the data.
     """
     require_onnxruntime()
     check_runtime(runtime)
+    check_timing(batch_size, threads)
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
@@ -69,17 +75,20 @@ def verify_files(
         raise ExportError(f"{directory} holds no .onnx file to verify; {remedy}")
     if data is not None and files[1:]:
         raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
-    return [_verify(file, data, runtime, float_export, turns, progress=progress) for file in files]
+    return [
+        _verify(file, data, runtime, float_export, turns, batch_size, threads, progress=progress) for file in files
+    ]
 
 
 def _verify(
     file: Path, data: Iterable[object] | None, runtime: str, float_export: str | os.PathLike[str] | None, turns: int,
-    *, progress: bool,
+    batch_size: int, threads: int | None, *, progress: bool,
 ) -> Verdict:
+    in_float = None if float_export is None else float_file(float_export, file)
     stored = list(stored_sites(file))
     encodings = {site.name: site.encoding for site in stored if site.encoding is not None}
     try:
-        runs = FileRuns(file, {})
+        runs = FileRuns(file, {}, threads=threads)
     except ExportError:
         raise
     except Exception as error:
@@ -102,11 +111,8 @@ def _verify(
             raise ExportError(f"{file}: no batches to verify it on")
         first = examples[0]
         runs.run_ops(*examples)
-        float_file = None if float_export is None else Path(float_export)
-        if float_file is not None and float_file.is_dir():
-            float_file = float_file / file.name
         if turns:
-            runs.measure(first, float_file, turns=turns, progress=progress)
+            runs.measure(first, in_float, turns=turns, progress=progress, batch_size=batch_size)
         results = runs.runs()
     finally:
         runs.close()
@@ -116,8 +122,8 @@ def _verify(
         is_half=any(tensor.dtype is torch.float16 for tensor in first.values()), reference=REFERENCE,
     )
     found = judge(results, circumstances)
-    float_bytes = None if float_file is None else size_bytes(float_file)
-    return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes)
+    float_bytes = None if in_float is None else size_bytes(in_float)
+    return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes, timing=runs.timing)
 
 
 def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:

@@ -181,6 +181,15 @@ def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
     assert result.optimized.latency_ms > 0
     assert result.optimized.float_latency_ms > 0
     assert result.exact.latency_ms is None
+    assert (result.timing.rows, result.timing.threads) == (1, None)
+    many = verify_export(sim, directory, batches(1), turns=1, batch_size=7, threads=1, float_export=directory)
+    assert "batch 7, 1 thread" in str(many)
+    assert many.to_json()["timing"]["rows"] == 7
+    with pytest.raises(ExportError, match="there is no float export"):
+        verify_export(sim, directory, batches(1), turns=1, float_export=tmp_path / "absent")
+    for options in ({"batch_size": 0}, {"threads": 0}):
+        with pytest.raises(ExportError, match="must be at least 1; got 0"):
+            verify_export(sim, directory, batches(1), **options)
     assert result.size_bytes == (directory / "model.onnx").stat().st_size
     assert result.float_size_bytes > 0
     assert all(module.mode is Mode.SIMULATE for module in sim.modules() if isinstance(module, Quantizer))

@@ -70,21 +70,61 @@ def executed_nodes(optimized: Path, exported: Path, reasons: Mapping[str, str]) 
     return RuntimeNodes(dict(integer), tuple(floats))
 
 
+def ops_of_nodes(optimized: Path, exported: Path) -> dict[str, str]:
+    """Name of each node of a file that ONNX Runtime has optimized → the op of the model that it belongs to.
+
+    Arguments as for ``executed_nodes``. A node that quantizes or dequantizes the value of a site belongs to the op that
+    makes the value; one whose op is not known is named by itself.
+    """
+    graph, names = onnx.load(optimized, load_external_data=False).graph, ExportedNames(exported)
+    return {node.name: names.op(node) for each in _graphs(graph) for node in each.node}
+
+
 def computing_kinds(optimized: Path) -> Counter[str]:
     """The kinds of the nodes that compute, each with its number; two graphs with equal ones are fused alike."""
     graph = onnx.load(optimized, load_external_data=False).graph
     return Counter(node.op_type for each in _graphs(graph) for node in each.node if node.op_type not in MOVING)
 
 
-class _ExportedFile:
+class ExportedNames:
+    """The nodes of an exported file, by name and by what they make."""
+
+    def __init__(self, path: Path) -> None:
+        self.graph = onnx.load(path, load_external_data=False).graph
+        self.nodes = [node for each in _graphs(self.graph) for node in each.node]
+        self.makers = {output: node for node in self.nodes for output in node.output}
+        self.named = {node.name: node for node in self.nodes}
+
+    def op(self, node: onnx.NodeProto) -> str:
+        """The op that a node of the optimized graph belongs to; its own name where that is not known."""
+        name = re.sub(r"_token_\d+$", "", node.name)
+        while name and name not in self.named:  # ONNX Runtime appends to the names of what it fuses
+            name = name.rpartition("/")[0]
+        original = self.named.get(name) or self._by_output(node)
+        if original is None:
+            return str(node.name or node.op_type)
+        if original.op_type == "DequantizeLinear":
+            return str(original.name).partition(":")[0]
+        named = str(original.name) if ":" not in original.output[0] else str(original.output[0])
+        return (op_of(original.name) or named).partition(":")[0]
+
+    def _by_output(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+        for output in (*node.output, node.name.removesuffix("_nchwc")):
+            maker = self.makers.get(output)
+            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
+                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
+            if maker is not None:
+                return maker
+        return None
+
+
+class _ExportedFile(ExportedNames):
     """The graph as it was exported, and why values in it are not quantized."""
 
     def __init__(self, path: Path, reasons: Mapping[str, str]) -> None:
-        graph = onnx.load(path, load_external_data=False).graph
-        nodes = [node for each in _graphs(graph) for node in each.node]
+        super().__init__(path)
+        graph, nodes = self.graph, self.nodes
         self.reasons = reasons
-        self.makers = {output: node for node in nodes for output in node.output}
-        self.named = {node.name: node for node in nodes}
         self.readers = {name: node for node in nodes for name in node.input}
         self.initializers = {tensor.name for each in _graphs(graph) for tensor in each.initializer}
         self.specs: dict[str, QuantSpec] = {site.node.name or "": site.spec for site in stored_sites(path)}
@@ -98,14 +138,7 @@ class _ExportedFile:
         return op, self._reason(original, node.op_type, op_of(original.name))
 
     def _original(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
-        for output in node.output:
-            maker = self.makers.get(output)
-            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
-                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
-            if maker is not None:
-                return maker
-        name = re.sub(r"_token_\d+$", "", node.name)
-        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # channels in blocks
+        return self._by_output(node) or self.named.get(re.sub(r"_token_\d+$", "", node.name))
 
     def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
         if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:

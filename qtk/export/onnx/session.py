@@ -167,13 +167,15 @@ def session_with(
     return session, f"ONNX Runtime {_version()}, optimizations on{f', {EXACT_MODE}=1' if is_exact else ''}"
 
 
-def profiling_session(file: Path, profile: Path) -> onnxruntime.InferenceSession:
+def profiling_session(file: Path, profile: Path, *, threads: int = 0) -> onnxruntime.InferenceSession:
     """An optimized session that notes how long each kernel takes, in a file whose name begins with ``profile``.
+
+    ``threads`` as for ``create_session``.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load.
     """
     require_onnxruntime()
-    return _session(file, 0, profile=profile)
+    return _session(file, threads, profile=profile)
 
 
 @functools.cache
@@ -211,12 +213,11 @@ def _session(
         options.optimized_model_filepath = str(optimized_file)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    options.log_severity_level = 3  # errors only: warnings would list constants that cannot be folded
+    options.log_severity_level = 4  # nothing on stderr: an error is raised, and some are expected
     options.add_session_config_entry(FLOAT_PRODUCTS, "1")
     options.add_session_config_entry(SPINNING, "0")
     if exact:
         options.add_session_config_entry(EXACT_MODE, "1")
-        options.log_severity_level = 4  # fatal errors only: a file that this mode refuses is opened without it
     source = file if isinstance(file, bytes) else str(file)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes, ops_of_nodes
 from qtk.export.onnx.qdq import export
 from qtk.export.onnx.session import Optimizations, session_with
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
@@ -84,3 +84,25 @@ def test_moved_values_do_not_count_as_computing(tmp_path):
     kinds = computing_kinds(tmp_path / "optimized.onnx")
     assert not kinds & Counter(["Transpose", "QuantizeLinear", "DequantizeLinear"])
     assert kinds["QLinearConv"] == 1
+
+
+@pytest.mark.medium
+def test_nodes_belong_to_ops_of_the_model_whatever_they_are_fused_to(tmp_path):
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    x = torch.randn(2, 3, 8)
+    sim = qtk.QuantSim(Mlp().eval(), x, config="onnxruntime")  # linear layers on three axes: Reshape, Gemm, Reshape
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    file, optimized = tmp_path / "out" / "model.onnx", tmp_path / "optimized.onnx"
+    session_with(file, Optimizations.ON, optimized_file=optimized)
+    kinds = {node.name: node.op_type for node in onnx.load(optimized).graph.node}
+    ops = {ops_of_nodes(optimized, file)[name]: kind for name, kind in kinds.items() if kind == "QGemm"}
+    assert set(ops) == {"first", "second"}
+    assert ops_of_nodes(optimized, file)["x:input/QuantizeLinear"] == "x"
