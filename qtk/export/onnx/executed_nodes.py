@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx
 
 from qtk.core.spec import QuantSpec
+from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.node_names import op_of
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
@@ -41,6 +42,13 @@ MOVING = frozenset((
     "MemcpyFromHost", "MemcpyToHost", "ArgMax", "ArgMin", "TopK", "Upsample", "ReverseSequence", "Compress",
 ))
 """Kinds that move, choose or convert values, and those around bodies, whose nodes are counted themselves."""
+
+PASSED = (*FOLLOWED, "Cast", "Max")
+"""Kinds between a DequantizeLinear and a product that do not keep it in float, and Max of one input, which is there for
+a reason of its own."""
+
+LOOPS = ("Scan", "Loop", "If")
+"""Kinds with bodies."""
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 
@@ -144,6 +152,9 @@ class _ExportedFile(ExportedNames):
         if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:
             return f"ONNX Runtime has no integer kernel for {original.op_type}"
         count = 2 if original.op_type in WEIGHTED else len(original.input)
+        barrier = next(filter(None, map(self._barrier, original.input[:count])), None)
+        if barrier is not None:
+            return f"{barrier} stands between DequantizeLinear and {original.op_type}"
         found = [self._input_reason(name, op) for name in original.input[:count] if name]
         missing = [reason for reason in found if reason is not None]
         if missing:
@@ -173,6 +184,17 @@ class _ExportedFile(ExportedNames):
             return "inside an op that ONNX writes as several nodes"
         return f"input in float ({self.reasons.get(f'{made_by}:out', 'not quantized in the file')})"
 
+    def _barrier(self, name: str) -> str | None:
+        """The kind of the node, next to ``name``, by which ONNX Runtime does not see that ``name`` is dequantized."""
+        kinds: list[str] = []
+        while (maker := self.makers.get(name)) is not None and maker.op_type != "DequantizeLinear":
+            if not _moves(maker) or not maker.input or maker.op_type in LOOPS:
+                return None
+            kinds.append(maker.op_type)
+            name = self._mover_input(maker)
+        is_computed = maker is not None and maker.input[0] not in self.initializers
+        return next((kind for kind in kinds if kind not in PASSED), None) if is_computed else None
+
     def _output_reason(self, node: onnx.NodeProto, op: str | None) -> str | None:
         """Why the output is in float; ``None`` if it is quantized, or an activation behind it is."""
         name = node.output[0]
@@ -196,15 +218,26 @@ class _ExportedFile(ExportedNames):
     def _moved(self, name: str) -> str:
         """The value that ``name`` is, before it was moved."""
         while (maker := self.makers.get(name)) is not None and _moves(maker) and maker.input:
-            if maker.op_type in ("DequantizeLinear", "Scan", "Loop", "If"):
+            if maker.op_type in ("DequantizeLinear", *LOOPS):
                 break
-            name = maker.input[1 if maker.op_type == "Where" else 0]
+            name = self._mover_input(maker)
         return name
+
+    def _mover_input(self, node: onnx.NodeProto) -> str:
+        """The input whose values a node moves; of a mask that hides values behind a constant, these values."""
+        if node.op_type != "Where":
+            return str(node.input[0])
+        hidden = node.input[1] in self.initializers or _is_constant(self.makers.get(node.input[1]))
+        return str(node.input[2 if hidden else 1])
 
 
 def _moves(node: onnx.NodeProto) -> bool:
     """Whether a node moves or converts values; Max of one input returns it."""
     return node.op_type in MOVING or (node.op_type == "Max" and len(node.input) == 1)
+
+
+def _is_constant(node: onnx.NodeProto | None) -> bool:
+    return node is not None and node.op_type in ("Constant", "ConstantOfShape")
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
