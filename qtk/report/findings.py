@@ -31,12 +31,6 @@ MOST_STRAY, STRAY_STEPS = 2, 4.0
 WORSE_DB = 1.0
 """A run that loses more than this against another one is worse."""
 
-SATURATION_REMEDY = (
-    "use config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
-    "sessions with session.x64quantprecision=1, which reaches neither loops over time nor stacks of matrices"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Circumstances:
     """What a file is, and where it ran.
@@ -60,6 +54,20 @@ class Circumstances:
     random_inputs: bool = False
     tolerance_db: float = HIGH_SQNR_DB
     reference: str = "the simulation"
+
+
+def saturation_remedy(*, opens: bool) -> str:
+    """What to do about u8 × s8 sums that saturate; ``opens``: whether ONNX Runtime opens the file in its exact mode.
+
+    >>> saturation_remedy(opens=False)
+    "use config='onnxruntime' (or weight: {reduced_range: true}), or weight: {dtype: uint8, symmetric: true}"
+    """
+    first, second = ("use config='onnxruntime' (or weight: {reduced_range: true})",
+                     "weight: {dtype: uint8, symmetric: true}")
+    if not opens:
+        return f"{first}, or {second}"
+    return (f"{first}, {second}, or open sessions with session.x64quantprecision=1, which reaches neither loops over "
+            "time nor stacks of matrices")
 
 
 def agrees(run: Run, tolerance_db: float = HIGH_SQNR_DB) -> bool:
@@ -158,6 +166,7 @@ def _amplified(run: Run, circumstances: Circumstances, *, explained: bool, is_ri
 
 def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Finding]:
     off, on, exact = runs[OFF], runs[ON], runs[EXACT]
+    remedy = saturation_remedy(opens=exact.refusal is None)
     level = Level.RED if circumstances.runtime == "onnxruntime" else Level.YELLOW
     without_optimizations = "set session_options.graph_optimization_level to ORT_DISABLE_ALL"
     if on.total is None:
@@ -172,7 +181,7 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
     if is_off and not wrong and _are_too_few(on.total, on.total.beyond_one_step):
         return [_too_few(on.total)]
     if circumstances.saturates and (_is_worse(on, exact) or (is_off and circumstances.saturating_weights)):
-        return [Finding(level, f"u8 × s8 saturates on this CPU, which has no VNNI{where}", SATURATION_REMEDY)]
+        return [Finding(level, f"u8 × s8 saturates on this CPU, which has no VNNI{where}", remedy)]
     if is_off:
         cause = "ONNX Runtime's optimizations change the results"
         if circumstances.has_minifloats:
@@ -184,7 +193,7 @@ def _optimized(runs: dict[str, Run], circumstances: Circumstances) -> list[Findi
         first, *others = circumstances.saturating_weights
         more = f" and {len(others)} other weights" if others else ""
         return [Finding(
-            Level.YELLOW, f"u8 × s8 products of {first}{more} can saturate on x86 without VNNI", SATURATION_REMEDY
+            Level.YELLOW, f"u8 × s8 products of {first}{more} can saturate on x86 without VNNI", remedy
         )]
     return []
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.report.difference import Difference
-from qtk.report.findings import SATURATION_REMEDY, Circumstances, agrees, judge
+from qtk.report.findings import Circumstances, agrees, judge, saturation_remedy
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Level, Run
 
@@ -42,14 +42,15 @@ def test_a_file_that_is_wrong_without_optimizations_is_red():
 def test_saturation_is_told_from_what_the_optimizer_changes():
     spoilt = run(ON, 12.0, 0.4)
     (saturated,) = judged(spoilt, saturates=True)
-    assert (saturated.level, saturated.remedy) == (Level.RED, SATURATION_REMEDY)
+    assert (saturated.level, saturated.remedy) == (Level.RED, saturation_remedy(opens=True))
     (changed,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True)
     assert "optimizations change the results" in changed.cause
     assert "ORT_DISABLE_ALL" in changed.remedy
     (beyond,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True, saturating_weights=("weight",))
-    assert (beyond.level, beyond.remedy) == (Level.RED, SATURATION_REMEDY)  # the exact mode does not reach all
+    assert (beyond.level, beyond.remedy) == (Level.RED, saturation_remedy(opens=True))  # the mode does not reach all
     refused = Run(EXACT, "runtime", refusal="shared weight")
-    assert judged(spoilt, refused, saturates=True, saturating_weights=("weight",))[0].remedy == SATURATION_REMEDY
+    (first, *_) = judged(spoilt, refused, saturates=True, saturating_weights=("weight",))
+    assert first.remedy == saturation_remedy(opens=False)
     (elsewhere,) = judged(spoilt, saturates=False)
     assert "saturates" not in elsewhere.cause
 

@@ -19,7 +19,7 @@ from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.qdq import export
 from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.findings import SATURATION_REMEDY
+from qtk.report.findings import saturation_remedy
 from qtk.report.verdict import EXACT, OFF, ON, Level
 from qtk.workflow import file_runs
 from qtk.workflow import verify_export as verification
@@ -152,7 +152,7 @@ def test_saturating_sums_are_red_with_the_remedy(written, monkeypatch):
     result = verify_export(sim, directory, batches(), turns=0)
     assert result.level is Level.RED
     assert result.findings[0].cause.startswith("u8 × s8 saturates on this CPU")
-    assert result.findings[0].remedy == SATURATION_REMEDY
+    assert result.findings[0].remedy == saturation_remedy(opens=True)
 
 
 def has_entry(options):

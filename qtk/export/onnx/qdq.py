@@ -25,6 +25,7 @@ from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import trace
 from qtk.export.onnx.qdq_nodes import replace_markers
+from qtk.export.onnx.separate_weights import separate_weights
 from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
@@ -53,6 +54,7 @@ def export(
     opset: int | None = None,
     target: str | None = None,
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
+    int16_sums: bool = False,
 ) -> None:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -65,6 +67,7 @@ def export(
             19 is logged, and in the metadata ``qtk.opset`` of the file.
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
+        int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, an op, a number format or a
         granularity cannot be expressed in ONNX, the result is not valid ONNX or cannot be written; CaptureError if
@@ -84,6 +87,8 @@ def export(
     graph = marked.model
     multiply_stacks(graph)
     read_as_produced(graph)
+    if int16_sums:
+        separate_weights(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:

@@ -167,6 +167,17 @@ def session_with(
     return session, f"ONNX Runtime {_version()}, optimizations on{f', {EXACT_MODE}=1' if is_exact else ''}"
 
 
+def opens_in_exact_mode(file: Path) -> bool:
+    """Whether ONNX Runtime opens a file in its exact mode, ``EXACT_MODE``; true where it is not installed."""
+    try:
+        session_with(file, Optimizations.EXACT)
+    except ExportError:
+        return True
+    except Exception:  # whatever the runtime says
+        return False
+    return True
+
+
 def profiling_session(file: Path, profile: Path, *, threads: int = 0) -> onnxruntime.InferenceSession:
     """An optimized session that notes how long each kernel takes, in a file whose name begins with ``profile``.
 
