@@ -34,7 +34,8 @@ def computing_ms(file: Path, inputs: Sequence[Tensor], *, turns: int) -> float:
 
 
 def kernel_times(
-    file: Path, feed: Callable[[list[str]], Mapping[str, Tensor]], turns: int, threads: int
+    file: Path, feed: Callable[[list[str]], Mapping[str, Tensor]], turns: int, threads: int,
+    optimized_file: Path | None = None,
 ) -> dict[tuple[str, str], list[float]]:
     """Name of a node and its kind → the time in ms of each of its calls, in ``turns`` runs and one before.
 
@@ -43,11 +44,12 @@ def kernel_times(
         feed: the names of its inputs → these.
         turns: how often it runs after the first time.
         threads: threads within an op; 0 leaves the number to ONNX Runtime.
+        optimized_file: where the optimized graph is written, with these nodes; ``None``: nowhere.
 
     Raises: whatever ONNX Runtime raises for a file that it does not run.
     """
     with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
-        session = profiling_session(file, Path(folder) / "profile", threads=threads)
+        session = profiling_session(file, Path(folder) / "profile", threads=threads, optimized_file=optimized_file)
         inputs = feed([value.name for value in session.get_inputs()])
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}
         for _ in range(turns + 1):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qtk.export.onnx.executed_nodes import ops_of_nodes
 from qtk.export.onnx.kernel_times import kernel_times
-from qtk.export.onnx.session import Optimizations, session_with
 
 
 def op_times(
@@ -33,9 +32,9 @@ def op_times(
     ops: dict[str, list[tuple[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
         optimized = Path(folder) / "optimized.onnx"
-        session_with(file, Optimizations.ON, threads=threads, optimized_file=optimized)
+        kernels = kernel_times(file, lambda _: inputs, turns, threads, optimized)
         names = ops_of_nodes(optimized, file)
-    for (kernel, kind), times in kernel_times(file, lambda _: inputs, turns, threads).items():
+    for (kernel, kind), times in kernels.items():
         calls = len(times) // (turns + 1)  # more than one in a loop
         ops[names.get(kernel, kernel)].append((kind, calls * statistics.median(times[calls:])))
     return dict(ops)

@@ -178,15 +178,17 @@ def opens_in_exact_mode(file: Path) -> bool:
     return True
 
 
-def profiling_session(file: Path, profile: Path, *, threads: int = 0) -> onnxruntime.InferenceSession:
+def profiling_session(
+    file: Path, profile: Path, *, threads: int = 0, optimized_file: Path | None = None
+) -> onnxruntime.InferenceSession:
     """An optimized session that notes how long each kernel takes, in a file whose name begins with ``profile``.
 
-    ``threads`` as for ``create_session``.
+    ``threads`` and ``optimized_file`` as for ``create_session``.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load.
     """
     require_onnxruntime()
-    return _session(file, threads, profile=profile)
+    return _session(file, threads, profile=profile, optimized_file=optimized_file)
 
 
 @functools.cache
