@@ -20,6 +20,7 @@ class Timing:
         rows: those that were; ``None`` if no input has a batch axis.
         threads: threads within an op; ``None``: as many as the runtime takes by itself.
         cpus: the CPUs that it may use.
+        shapes: the names and shapes of the inputs.
 
     >>> print(Timing(1, 1, 2, 8))
     batch 1, 2 threads
@@ -31,9 +32,11 @@ class Timing:
     rows: int | None
     threads: int | None
     cpus: int
+    shapes: str = ""
 
     def __str__(self) -> str:
-        rows = "the file's fixed batch" if self.rows is None else f"batch {self.rows}"
+        fixed = f"the file's fixed batch{self.shapes and f', {self.shapes}'}"
+        rows = fixed if self.rows is None else f"batch {self.rows}"
         if self.rows not in (None, self.asked):
             rows += f" (the file does not run on {_count(self.asked, 'row')})"
         own = f"the runtime's own number of threads on {_count(self.cpus, 'CPU')}"
@@ -41,7 +44,8 @@ class Timing:
 
     def to_json(self) -> dict[str, object]:
         """Every field."""
-        return {"asked": self.asked, "rows": self.rows, "threads": self.threads, "cpus": self.cpus}
+        return {"asked": self.asked, "rows": self.rows, "threads": self.threads, "cpus": self.cpus,
+                "shapes": self.shapes}
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,9 +177,9 @@ class FileRuns:
         try:
             self.off.runners[0](rows)
         except Exception:  # whatever the runtime says: the rows belong together
-            self.timing = Timing(batch_size, given, threads, cpus)
+            self.timing = Timing(batch_size, given, threads, cpus, _shapes(feed))
             return feed
-        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus)
+        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus, _shapes(rows))
         return rows
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,6 +329,10 @@ def _run_session(
 ) -> dict[str, Tensor]:
     arrays = session.run(list(names) or None, {name: tensor.detach().cpu().numpy() for name, tensor in feed.items()})
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=False)}
+
+
+def _shapes(feed: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in feed.items())
 
 
 def _cpus() -> int:

@@ -29,6 +29,6 @@ def test_it_prints():
     assert text.startswith("slowest ops, batch 1, 1 thread\n")
     assert "QLinearAdd, QuantizeLinear" in text
     assert "68%" in text
-    assert "fixed batch" in str(Timing(1, None, 1, 2))
+    assert str(Timing(1, None, 1, 2, "x [64, 1, 8]")) == "the file's fixed batch, x [64, 1, 8], 1 thread"
     assert slowest(TIMES, None)[0].to_json()["float_ms"] is None
-    assert Timing(1, 64, None, 2).to_json() == {"asked": 1, "rows": 64, "threads": None, "cpus": 2}
+    assert Timing(1, 64, None, 2).to_json() == {"asked": 1, "rows": 64, "threads": None, "cpus": 2, "shapes": ""}
