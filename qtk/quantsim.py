@@ -260,7 +260,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,
         runtime: str = "onnxruntime", float_export: str | os.PathLike[str] | None = None, turns: int = 30,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None, batch_size: int = 1, threads: int | None = None,
     ) -> Verdict:
         """Runs the exported files on ``data`` against the simulation; arguments as ``qtk.workflow.verify_export``.
 
@@ -273,7 +273,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         1.0
         """
         return verify_export(self.simulation, directory, data, forward=forward, runtime=runtime,
-                             float_export=float_export, turns=turns, progress=progress)
+                             float_export=float_export, turns=turns, progress=progress, valid=valid,
+                             batch_size=batch_size, threads=threads)
 
     def load_float_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a float checkpoint of the original model; batch norms are folded again, and so on.

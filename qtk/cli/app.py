@@ -156,6 +156,8 @@ def verify(
     ] = None,
     runtime: Annotated[str, typer.Option(help="What the files are for: onnxruntime or openvino.")] = "onnxruntime",
     turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
+    batch_size: Annotated[int, typer.Option(help="Rows that the latency is of.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads of a run; left out: the runtime's own number.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Quiet = False,
     show_traceback: Traceback = False,
@@ -164,7 +166,8 @@ def verify(
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
         sound = verification.verify(
             directory, results_console(), data=data, num_batches=num_batches, float_export=float_export,
-            runtime=runtime, turns=turns, as_json=as_json, progress=shows_bars(progress_console(quiet=quiet)),
+            runtime=runtime, turns=turns, batch_size=batch_size, threads=threads, as_json=as_json,
+            progress=shows_bars(progress_console(quiet=quiet)),
         )
     if not sound:
         raise typer.Exit(1)

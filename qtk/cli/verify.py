@@ -28,6 +28,8 @@ def verify(
     float_export: str | os.PathLike[str] | None = None,
     runtime: str = "onnxruntime",
     turns: int = 30,
+    batch_size: int = 1,
+    threads: int | None = None,
     as_json: bool = False,
     progress: bool = True,
 ) -> bool:
@@ -41,6 +43,8 @@ def verify(
         float_export: the float export; ``None``: the one that ``qtk quantize`` writes beside it, if there is one.
         runtime: the runtime the files are for.
         turns: how often each runtime runs for the median of its latency.
+        batch_size: the rows that the latency is of.
+        threads: threads within an op; ``None`` leaves the number to the runtime.
         as_json: print JSON instead of tables.
         progress: show bars.
 
@@ -59,7 +63,8 @@ def verify(
         pairs, _ = Batches(data, "--data", num_batches).open()
         batches = (inputs for inputs, _ in pairs)
     verdicts = verify_files(
-        directory, batches, runtime=runtime, float_export=float_export, turns=turns, progress=progress
+        directory, batches, runtime=runtime, float_export=float_export, turns=turns, progress=progress,
+        batch_size=batch_size, threads=threads,
     )
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))
@@ -70,9 +75,10 @@ def verify(
 
 
 def _print(verdict: Verdict, console: Console) -> None:
-    console.print(f"{verdict.path}: {verdict.level.value}", style=f"bold {COLORS[verdict.level]}", highlight=False,
-                  markup=False)
-    console.print(f"compared with {verdict.reference}", markup=False, highlight=False)
+    first, *others = verdict.summary()
+    console.print(first, style=f"bold {COLORS[verdict.level]}", highlight=False, markup=False)
+    for line in others:
+        console.print(line, markup=False, highlight=False)
     for table in verdict.tables():
         console.print(table.rich())
     for line in verdict.lines():

@@ -19,6 +19,7 @@ class Difference:
         max_difference: the largest ``|runtime - simulation|``.
         max_steps: the largest, in steps; ``None`` without a quantizer.
         sqnr_db: ``10·log10(Σ simulation² / Σ (runtime - simulation)²)``; inf if all are equal.
+        other_codes: share of the values that are off by more than half a step, 0…1; ``None`` without a quantizer.
     """
 
     name: str
@@ -28,13 +29,15 @@ class Difference:
     max_difference: float
     max_steps: float | None
     sqnr_db: float
+    other_codes: float | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every field; numbers that are not finite are null, as in JSON."""
         return {
             "name": self.name, "elements": self.elements, "differing": self.differing,
-            "beyond_one_step": self.beyond_one_step, "max_difference": _finite(self.max_difference),
-            "max_steps": _finite(self.max_steps), "sqnr_db": _finite(self.sqnr_db),
+            "beyond_one_step": self.beyond_one_step, "other_codes": self.other_codes,
+            "max_difference": _finite(self.max_difference), "max_steps": _finite(self.max_steps),
+            "sqnr_db": _finite(self.sqnr_db),
         }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from qtk.report.difference import Difference
 from qtk.report.runtime_nodes import RuntimeNodes
 from qtk.report.table import Column, Table
+from qtk.report.timing import OpTime, Timing, slowest_table
 
 NOTHING = "–"
 
@@ -59,6 +60,9 @@ class Run:
         float_latency_ms: that of the float export in the same runtime, measured in turns with it.
         refusal: the runtime's message if it does not run the file.
         unseen_sites: the number of sites in the bodies of loops, whose values no runtime returns.
+        ops: the differences of each site and output where each op is given the reference values of its inputs; ``None``
+            if that was not run.
+        slowest: the ops that take most of the time, or more than in float; empty if it was not measured.
     """
 
     way: str
@@ -72,6 +76,8 @@ class Run:
     float_latency_ms: float | None = None
     refusal: str | None = None
     unseen_sites: int = 0
+    ops: tuple[Difference, ...] | None = None
+    slowest: tuple[OpTime, ...] = ()
 
     @property
     def differing(self) -> float:
@@ -105,6 +111,8 @@ class Run:
             "total": None if self.total is None else self.total.to_json(),
             "outputs": [output.to_json() for output in self.outputs],
             "sites": [site.to_json() for site in self.sites], "unseen_sites": self.unseen_sites,
+            "ops": None if self.ops is None else [op.to_json() for op in self.ops],
+            "slowest": [op.to_json() for op in self.slowest],
             "nodes": None if self.nodes is None else self.nodes.to_json(),
             "latency_ms": self.latency_ms, "float_latency_ms": self.float_latency_ms,
         }
@@ -122,6 +130,7 @@ class Verdict:
         size_bytes: size of the file with its external data.
         float_size_bytes: size of the float export; ``None`` if there is none.
         islands: the verdict on each file, if there are several.
+        timing: what the latencies are of; ``None`` if they were not measured.
     """
 
     path: Path
@@ -131,6 +140,7 @@ class Verdict:
     size_bytes: int
     float_size_bytes: int | None = None
     islands: tuple[Verdict, ...] = ()
+    timing: Timing | None = None
 
     @property
     def level(self) -> Level:
@@ -157,7 +167,8 @@ class Verdict:
         """Everything in the verdict, for a file."""
         return {
             "format": "qtk.verdict", "version": 1, "level": self.level.value, "path": str(self.path),
-            "reference": self.reference, "size_bytes": self.size_bytes, "float_size_bytes": self.float_size_bytes,
+            "reference": self.reference, "timing": None if self.timing is None else self.timing.to_json(),
+            "size_bytes": self.size_bytes, "float_size_bytes": self.float_size_bytes,
             "findings": [
                 {"level": each.level.value, "cause": each.cause, "remedy": each.remedy} for each in self.findings
             ],
@@ -166,8 +177,9 @@ class Verdict:
         }
 
     def tables(self) -> list[Table]:
-        """The runs; outputs if there are several; the sites that differ; the nodes in float."""
+        """The runs; the slowest ops; outputs if there are several; the sites that differ; the nodes in float."""
         tables = [self._runs()]
+        tables += [slowest_table(run.slowest, self.timing) for run in self.runs if run.slowest]
         if any(run.outputs[1:] for run in self.runs):
             tables.append(_differences("outputs", {run.way: run.outputs for run in self.runs}))
         sites = {run.way: tuple(site for site in run.sites if site.differing) for run in self.runs}
@@ -178,11 +190,27 @@ class Verdict:
             tables.append(nodes.float_table())
         return tables
 
+    def summary(self) -> list[str]:
+        """Colour, the first reason, accuracy, size and latency: at most five lines."""
+        lines = [f"{self.path}: {self.level.value}, compared with {self.reference}"]
+        if self.findings:
+            more = f" (and {len(self.findings) - 1} more below)" if self.findings[1:] else ""
+            lines.append(f"why: {self.findings[0].cause}{more}")
+        run = next((run for run in self.runs if run.way == ON and run.total is not None), self.runs[0])
+        if run.total is not None:
+            lines.append(f"accuracy, {run.way}: {_accuracy(run)}")
+        lines.append(f"size: {self.size_bytes:,} bytes" + (
+            f", {self.size_bytes / self.float_size_bytes:.3f} of float's" if self.float_size_bytes else ""))
+        if run.latency_ms is not None:
+            beside = "" if not run.float_latency_ms else (
+                f", {run.latency_ms / run.float_latency_ms:.2f} × float ({_milliseconds(run.float_latency_ms)} ms)")
+            lines.append(f"latency: {_milliseconds(run.latency_ms)} ms{beside}"
+                         f"{'' if self.timing is None else f', {self.timing}'}")
+        return lines
+
     def lines(self) -> list[str]:
-        """Size, integer nodes, the first tensors to depart, and the findings, a line each."""
-        lines = [f"{self.size_bytes:,} bytes" + (
-            f", {self.size_bytes / self.float_size_bytes:.3f} of float's" if self.float_size_bytes else "")]
-        lines += [f"{run.way}: integer nodes: {run.nodes.integers()}" for run in self.runs if run.nodes is not None]
+        """Integer nodes, the first tensors to depart, and the findings, a line each."""
+        lines = [f"{run.way}: integer nodes: {run.nodes.integers()}" for run in self.runs if run.nodes is not None]
         for run in self.runs:
             first = run.first_departure
             if first is not None:
@@ -196,7 +224,7 @@ class Verdict:
         return [*lines, *map(str, self.findings)]
 
     def __str__(self) -> str:
-        parts = [f"{self.path}: {self.level.value}, compared with {self.reference}"]
+        parts = ["\n".join(self.summary())]
         parts += [table.text() for table in self.tables()]
         parts.append("\n".join(self.lines()))
         return "\n\n".join([*parts, *map(str, self.islands)])
@@ -206,7 +234,16 @@ class Verdict:
                     "float nodes", "latency, ms", "float, ms")
         rows = tuple((run.runtime, *_cells(run)) for run in self.runs)
         columns = (Column("runtime"), *(Column(heading, number=True) for heading in headings))
-        return Table("against the simulation", columns, rows)
+        title = f"against {self.reference}{'' if self.timing is None else f'; latency of {self.timing}'}"
+        return Table(title, columns, rows)
+
+
+def _accuracy(run: Run) -> str:
+    assert run.total is not None
+    parts = [] if run.top1 is None else [f"{_share(run.top1)} of top-1 equal"]
+    if run.total.beyond_one_step is not None:
+        parts.append(f"{_share(run.total.beyond_one_step)} of the outputs off by more than one step")
+    return ", ".join([*parts, f"SQNR {_decibels(run.total.sqnr_db)} dB"])
 
 
 def _cells(run: Run) -> tuple[str, ...]:

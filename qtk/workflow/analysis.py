@@ -45,7 +45,7 @@ class Analysis:
     def sensitivity(
         self, data: Iterable[Batch], *, loss: Loss | None = None, top: int = 10,
         groups: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> Sensitivities:
         """How much the loss rises when a site alone is quantized: estimated for all, measured for the ``top`` worst.
 
@@ -71,18 +71,19 @@ class Analysis:
             forward: as for ``compute_encodings``.
             num_batches: as for ``compute_encodings``.
             progress: as for ``compute_encodings``.
+            valid: as for ``compute_encodings``; not beside a loss, which says itself what counts.
 
-        Raises: CalibrationError without data, for a loss that is not finite, no number or without gradient, or a group
-            that matches nothing.
+        Raises: CalibrationError without data, for a loss that is not finite, no number or without gradient, a group
+            that matches nothing, or ``valid`` beside a loss.
         """
         return sensitivity(self.simulation, data, loss=loss, top=top, groups=groups, forward=forward,
-                           num_batches=num_batches, progress=progress)
+                           num_batches=num_batches, progress=progress, valid=valid)
 
     def report(
         self, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str = "Quantized model",
         forward: Forward | None = None, num_batches: int | None = None, sensitivity: bool = True,
         account: Account | None = None, headline: Mapping[str, str] | None = None, force: bool = False,
-        progress: bool = True,
+        progress: bool = True, valid: Valid | None = None,
     ) -> None:
         """Writes a page of HTML to look at: errors and ranges of the sites, what each costs, and the plan.
 
@@ -95,4 +96,5 @@ class Analysis:
         Further arguments: ``qtk.workflow.report``.
         """
         report(self.simulation, path, data, title=title, forward=forward, num_batches=num_batches,
-               sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress)
+               sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress,
+               valid=valid)

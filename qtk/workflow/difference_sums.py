@@ -9,9 +9,13 @@ from torch import Tensor
 
 from qtk.numerics.error import decibels
 from qtk.report.difference import Difference
+from qtk.workflow.simulated_values import Reference
 
 MORE_THAN_ONE_STEP = 1.5
 """In steps: quantized values differ by whole ones, up to the rounding of the product with the scale."""
+
+OTHER_CODE = 0.5
+"""In steps: more is another code; dynamic scales, and products with them, differ by float rounding."""
 
 
 class DifferenceSums:
@@ -23,12 +27,16 @@ class DifferenceSums:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.elements = self.differing = self.in_steps = self.beyond = 0
+        self.elements = self.differing = self.in_steps = self.beyond = self.other_codes = 0
         self.signal = self.noise = self.max_difference = self.max_steps = 0.0
 
-    def add(self, ours: Tensor, theirs: Tensor, step: Tensor | None) -> None:
-        """Adds one batch. Shape: ``ours``, ``theirs`` any, alike; ``step`` broadcasts, ``None`` without quantizer."""
-        ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
+    def add(self, reference: Reference, theirs: Tensor) -> None:
+        """Adds what counts of one batch. Shape: ``theirs`` as ``reference.value``."""
+        ours, theirs, step = reference.value.detach().cpu(), theirs.detach().cpu(), reference.step
+        if reference.counted is not None:
+            counted = reference.counted.cpu()
+            step = None if step is None else step.detach().cpu().expand_as(ours)[counted]
+            ours, theirs = ours[counted], theirs[counted]
         difference = absolute_difference(ours, theirs)
         self.elements += difference.numel()
         self.differing += int(difference.count_nonzero())
@@ -39,6 +47,7 @@ class DifferenceSums:
             steps = difference / step.detach().cpu()
             self.in_steps += steps.numel()
             self.beyond += int((steps > MORE_THAN_ONE_STEP).sum())
+            self.other_codes += int((steps > OTHER_CODE).sum())
             self.max_steps = max(self.max_steps, _largest(steps))
 
     def difference(self) -> Difference:
@@ -46,6 +55,7 @@ class DifferenceSums:
             self.name, self.elements, self.differing / max(self.elements, 1),
             self.beyond / self.in_steps if self.in_steps else None,
             self.max_difference, self.max_steps if self.in_steps else None, decibels(self.signal, self.noise),
+            self.other_codes / self.in_steps if self.in_steps else None,
         )
 
     @classmethod
@@ -53,7 +63,7 @@ class DifferenceSums:
         """The sum over several tensors."""
         total = cls(name)
         for part in parts:
-            for field in ("elements", "differing", "in_steps", "beyond", "signal", "noise"):
+            for field in ("elements", "differing", "in_steps", "beyond", "other_codes", "signal", "noise"):
                 setattr(total, field, getattr(total, field) + getattr(part, field))
             total.max_difference = max(total.max_difference, part.max_difference)
             total.max_steps = max(total.max_steps, part.max_steps)

@@ -39,6 +39,7 @@ from qtk.graph.simulation import Simulation
 from qtk.graph.written_buffers import written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
+from qtk.report.findings import saturation_remedy
 from qtk.transforms.keep_batch_norms import folded
 from qtk.transforms.steps import ScaleParameter, steps_of
 
@@ -240,9 +241,11 @@ def _onnx(
             if run:
                 raise ExportError(f"{reason}; check=False writes the file for another runtime")
             warnings.warn(reason, stacklevel=2)
+    int16_sums = _may_run_without_vnni(simulation.target)
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
-        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names)
+        rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names,
+                             int16_sums=int16_sums)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "
@@ -250,13 +253,12 @@ def _onnx(
         with _read_back(file):
             qdq.compare_with_simulation(file, graph)
     names = [name for path in calls for name in saturation.saturating_weights(folder / onnx_name(path))]
-    if names and _may_run_without_vnni(simulation.target):
+    if names and int16_sums:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
             f"products of 8-bit inputs and the int8 codes of {names[0]}{others} can overflow the int16 that "
-            "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; use "
-            "config='onnxruntime' (or weight: {reduced_range: true}), weight: {dtype: uint8, symmetric: true}, or open "
-            "sessions with session.x64quantprecision=1, which reaches neither loops over time nor stacks of matrices",
+            "ONNX Runtime adds them in on x86 without VNNI, and the file is then inaccurate there; "
+            f"{saturation_remedy(opens=all(session.opens_in_exact_mode(folder / onnx_name(path)) for path in calls))}",
             stacklevel=2,
         )
     names = [name for graph, _ in calls.values() for name in float_inputs.weights_of_floats(graph)]

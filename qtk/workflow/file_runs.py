@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,28 +16,34 @@ from torch import Tensor
 
 from qtk.errors import ExportError
 from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.op_times import op_times
 from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
 from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
 from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
 from qtk.numerics.top1 import Top1
+from qtk.report.difference import Difference
+from qtk.report.findings import agrees
 from qtk.report.runtime_nodes import RuntimeNodes
+from qtk.report.timing import OpTime, Timing, slowest
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Run
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.latency import median_latencies_ms
+from qtk.workflow.op_runs import op_differences
+from qtk.workflow.simulated_values import Reference
 
 if TYPE_CHECKING:
     import onnxruntime
 
-Compared = tuple[Tensor, Tensor | None]
-"""A reference value, and the step of its quantizer, which broadcasts; ``None`` without quantizer."""
-
-SiteValues = Mapping[tuple[str, int], Compared]
+SiteValues = Mapping[tuple[str, int], Reference]
 """Site and ordinal of its node in the file → value."""
 
 Runner = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Inputs by name → values by name."""
 
 FLOAT, FLOAT_IN_OPENVINO = "float", "float in OpenVINO"
+
+OPTIMIZED = "on.optimized.onnx"
+"""What ONNX Runtime makes of a file by default."""
 
 OTHER_SIMULATION = "verify a file with the simulation it was exported from"
 
@@ -46,13 +54,15 @@ class FileRuns:
     Args:
         file: the file.
         reasons: name of a site that is not quantized → why.
+        threads: threads within an op of every run; ``None`` leaves the number to the runtime.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load with the
         optimizations off.
     """
 
-    def __init__(self, file: Path, reasons: Mapping[str, str]) -> None:
-        self.file, self.reasons = file, reasons
+    def __init__(self, file: Path, reasons: Mapping[str, str], *, threads: int | None = None) -> None:
+        self.file, self.reasons, self.threads = file, reasons, threads or 0
+        self.timing: Timing | None = None
         self._temporary = tempfile.TemporaryDirectory(prefix="qtk-")
         self.folder = Path(self._temporary.name)
         try:
@@ -80,7 +90,7 @@ class FileRuns:
             (site.site, site.step): values[site.name] for site in self.off.sites
         }
 
-    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Compared], sites: SiteValues) -> None:
+    def compare(self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues) -> None:
         """Runs the file in every way, and adds up the differences from the reference values.
 
         Raises: ExportError if the file has other inputs or outputs, or does not run with the optimizations off.
@@ -104,38 +114,73 @@ class FileRuns:
         """Every run, compared with what was given so far."""
         return tuple(way.result(self.unseen_sites) for way in self.ways)
 
-    def measure(
-        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool
+    def run_ops(
+        self, inputs: Mapping[str, Tensor], outputs: Sequence[Reference], sites: SiteValues
     ) -> None:
-        """Measures the latency of every optimized way, and of the float file if there is one.
+        """Runs each op on reference values, in the ways of ONNX Runtime that have no high SQNR, without and with them.
 
-        On one row of the inputs; on all where the file does not run on one, as with packed sequences.
+        Nothing is known of the ops of a way where the runtime refuses the file cut at its sites, or fuses other ops.
         """
-        feed = self._one_row(self._feed(inputs))
+        feed = self._feed(inputs)
+        for way, optimizations in ((self.off, Optimizations.OFF), (self.ways[1], Optimizations.ON)):
+            if way.refusal is None and not agrees(way.result(0)):
+                is_on = optimizations is Optimizations.ON
+                with suppress(ExportError):
+                    way.ops = op_differences(
+                        self.file, site_outputs(self.file, codes=is_on), feed, outputs, sites,
+                        optimizations=optimizations, optimized=self.folder / OPTIMIZED if is_on else None,
+                    )
+
+    def measure(
+        self, inputs: Mapping[str, Tensor], float_file: Path | None, *, turns: int, progress: bool,
+        batch_size: int = 1,
+    ) -> None:
+        """Measures the latency of every optimized way, of the float file if there is one, and of the ops of both.
+
+        On ``batch_size`` rows of the inputs, again and again the same ones where there are fewer; on the rows that
+        there are where the file does not run on other ones, as with packed sequences. ``timing`` says which.
+        """
+        feed = self._rows(self._feed(inputs), batch_size)
         runners: dict[str, Callable[[], object]] = {}
         if float_file is not None:
-            runners[FLOAT] = partial(_run_session, session_with(float_file, Optimizations.ON)[0], [], feed)
+            session, _ = session_with(float_file, Optimizations.ON, threads=self.threads)
+            runners[FLOAT] = partial(_run_session, session, [], feed)
         for way in self.ways:
             if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
                 runners[way.way] = partial(way.runners[0], feed)
         if OPENVINO in runners and float_file is not None:
-            runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file).run, feed)
+            runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file, threads=self.threads).run, feed)
         latencies = median_latencies_ms(runners, turns=turns, progress=progress)
         for way in self.ways:
             if way.way in latencies:
                 way.latency_ms = latencies[way.way]
                 way.float_latency_ms = latencies.get(FLOAT_IN_OPENVINO if way.way == OPENVINO else FLOAT)
+                if way.way == ON:
+                    way.slowest = self._slowest(feed, float_file, turns)
 
-    def _one_row(self, feed: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The first row of each input with a batch axis; all rows if the file does not run on that."""
-        row = {
-            name: feed[name][:1] if shape and shape[0] == "batch" else feed[name] for name, shape, _ in self.inputs
+    def _slowest(self, feed: Mapping[str, Tensor], float_file: Path | None, turns: int) -> tuple[OpTime, ...]:
+        times = op_times(self.file, feed, turns=turns, threads=self.threads)
+        if float_file is None:
+            return slowest(times, None)
+        in_float = op_times(float_file, feed, turns=turns, threads=self.threads)
+        return slowest(times, {op: sum(ms for _, ms in nodes) for op, nodes in in_float.items()})
+
+    def _rows(self, feed: Mapping[str, Tensor], batch_size: int) -> Mapping[str, Tensor]:
+        """``batch_size`` rows of each input with a batch axis, if the file runs on them; else all that there are."""
+        batched = [name for name, shape, _ in self.inputs if shape and shape[0] == "batch"]
+        given = max((len(feed[name]) for name in batched), default=None)
+        threads, cpus = self.threads or None, _cpus()
+        rows = {
+            name: value[torch.arange(batch_size) % max(len(value), 1)] if name in batched else value
+            for name, value in feed.items()
         }
         try:
-            self.off.runners[0](row)
+            self.off.runners[0](rows)
         except Exception:  # whatever the runtime says: the rows belong together
+            self.timing = Timing(batch_size, given, threads, cpus, _shapes(feed))
             return feed
-        return row
+        self.timing = Timing(batch_size, batch_size if batched else None, threads, cpus, _shapes(rows))
+        return rows
 
     def _feed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = [name for name, _, _ in self.inputs]
@@ -144,9 +189,11 @@ class FileRuns:
         return {name: inputs[name] for name in names}
 
     def _optimized(self, name: str, optimizations: Optimizations) -> _Way:
-        optimized = self.folder / f"{optimizations.value}.optimized.onnx"
+        optimized = self.folder / (OPTIMIZED if optimizations is Optimizations.ON else "exact.optimized.onnx")
         try:
-            session, runtime = session_with(self.file, optimizations, optimized_file=optimized)
+            session, runtime = session_with(
+                self.file, optimizations, threads=self.threads, optimized_file=optimized
+            )
         except Exception as error:
             return _Way(name, f"ONNX Runtime, {name}", [], refusal=_first_line(error))
         way = _Way(name, runtime, [partial(_run_session, session, self.outputs)])
@@ -176,7 +223,7 @@ class FileRuns:
 
     def _openvino(self) -> _Way:
         try:
-            model = OpenVinoModel(self.file)
+            model = OpenVinoModel(self.file, threads=self.threads)
         except ExportError as error:
             return _Way(OPENVINO, OPENVINO, [], refusal=_first_line(error))
         way = _Way(OPENVINO, model.runtime, [lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))])
@@ -205,6 +252,8 @@ class _Way:
         self.top1 = Top1()
         self.output_sums: dict[int, DifferenceSums] = {}
         self.site_sums: dict[str, DifferenceSums] = {}
+        self.ops: tuple[Difference, ...] | None = None
+        self.slowest: tuple[OpTime, ...] = ()
         self.latency_ms: float | None = None
         self.float_latency_ms: float | None = None
 
@@ -219,22 +268,22 @@ class _Way:
         return values
 
     def add(
-        self, names: Sequence[str], outputs: Sequence[Compared], sites: SiteValues, values: Mapping[str, Tensor]
+        self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
     ) -> None:
-        for index, (name, (ours, step)) in enumerate(zip(names, outputs, strict=True)):
-            theirs = values[name]
+        for index, (name, reference) in enumerate(zip(names, outputs, strict=True)):
+            ours, theirs = reference.value, values[name]
             if ours.shape != theirs.shape:
                 raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
                                   f"{tuple(ours.shape)}")
-            self.output_sums.setdefault(index, DifferenceSums(name)).add(ours, theirs, step)
+            self.output_sums.setdefault(index, DifferenceSums(name)).add(reference, theirs)
             if index == 0 and ours.ndim > 1 and ours.shape[-1] > 1:
-                self.top1.add(ours.detach().cpu(), theirs.argmax(-1))
+                self.top1.add(_scores(ours.detach(), reference), _scores(theirs, reference).argmax(-1))
         for site in self.sites:
             if (site.site, site.step) in sites:
-                ours, step = sites[site.site, site.step]
+                reference = sites[site.site, site.step]
                 theirs = site.reals(values[site.name])
-                if ours.shape == theirs.shape:
-                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(ours, theirs, step)
+                if reference.value.shape == theirs.shape:
+                    self.site_sums.setdefault(site.site, DifferenceSums(site.site)).add(reference, theirs)
 
     def result(self, unseen_sites: int) -> Run:
         total = None if self.refusal else DifferenceSums.total(self.output_sums.values(), "outputs").difference()
@@ -243,6 +292,7 @@ class _Way:
             tuple(sums.difference() for sums in self.output_sums.values()),
             tuple(sums.difference() for sums in self.site_sums.values()),
             self.nodes, self.latency_ms, self.float_latency_ms, self.refusal, unseen_sites,
+            self.ops, self.slowest,
         )
 
 
@@ -264,11 +314,30 @@ def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
     return tuple(merged)
 
 
+def _scores(values: Tensor, reference: Reference) -> Tensor:
+    """The rows along the last axis in which an element counts, without the elements that do not."""
+    values = values.cpu()
+    if reference.counted is None:
+        return values
+    counted = reference.counted.cpu()
+    lowest = -torch.inf if values.is_floating_point() else torch.iinfo(values.dtype).min
+    return values.masked_fill(~counted, lowest)[counted.any(-1)]
+
+
 def _run_session(
     session: onnxruntime.InferenceSession, names: Sequence[str], feed: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     arrays = session.run(list(names) or None, {name: tensor.detach().cpu().numpy() for name, tensor in feed.items()})
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=False)}
+
+
+def _shapes(feed: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in feed.items())
+
+
+def _cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from qtk.errors import CalibrationError
 from qtk.numerics.error import decibels
 from qtk.torch_private import pytree
 from qtk.workflow.forward_pass import Batch, Forward, outputs
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 
 class FloatOutputs:
@@ -20,14 +21,23 @@ class FloatOutputs:
         model: the float model.
         batches: the data.
         forward: how to run a model on a batch.
+        valid: which tokens count; ``None``: all.
 
     Raises: CalibrationError if the model has no output in floating point, or none that is finite.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], forward: Forward | None) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], forward: Forward | None, valid: Valid | None = None
+    ) -> None:
         self.batches = batches
         self._forward = forward
-        self._expected = [_floats(output) for output in outputs(model, batches, forward=forward)]
+        tokens = ValidTokens(model, valid)
+        with tokens.listening():
+            self._expected = [
+                [_without_padding(value, tokens) for value in _float_leaves(output)]
+                for output in outputs(model, batches, forward=tokens.forward(forward))
+            ]
+        tokens.warn_of_unfollowed({})
         if not any(bool(value.isfinite().any()) for values in self._expected for value in values):
             raise CalibrationError("the model has no finite output in floating point, whose error could be measured; "
                                    "pass forward=lambda model, batch: … that returns one")
@@ -79,6 +89,15 @@ def _finite(value: Tensor, reference: Tensor) -> Tensor:
     return value.double()[reference.isfinite()]
 
 
+def _without_padding(value: Tensor, tokens: ValidTokens) -> Tensor:
+    """``value`` on the CPU, NaN, which is not compared, where a token does not count."""
+    counted = tokens.counted_of_output(value)
+    return (value if counted is None else value.masked_fill(~counted, math.nan)).detach().cpu()
+
+
 def _floats(output: object) -> list[Tensor]:
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf.detach().cpu() for leaf in leaves]
+    return [leaf.detach().cpu() for leaf in _float_leaves(output)]
+
+
+def _float_leaves(output: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

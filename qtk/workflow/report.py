@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +20,7 @@ from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
 from qtk.numerics.affine import expand
 from qtk.quantizers.modes import in_mode
-from qtk.quantizers.quantizer import Mode
+from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.account import Account
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
 from qtk.report.svg import Histogram
@@ -27,6 +28,7 @@ from qtk.workflow.compare import compare
 from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
 from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ MOST_CHANNELS = 256
 def report(
     simulation: Simulation, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str,
     forward: Forward | None, num_batches: int | None, sensitivity: bool, account: Account | None,
-    headline: Mapping[str, str] | None, force: bool, progress: bool,
+    headline: Mapping[str, str] | None, force: bool, progress: bool, valid: Valid | None = None,
 ) -> None:
     """Writes the report.
 
@@ -56,6 +58,7 @@ def report(
         headline: further numbers to show at the top: name → number with its unit.
         force: replace an existing file.
         progress: show bars.
+        valid: which tokens count, as in ``compute_encodings``; ``None``: all.
 
     Raises: ExportError if the file exists or its directory does not, or jinja2 is not installed; CalibrationError as
         ``compare``.
@@ -70,15 +73,16 @@ def report(
     batches = in_memory(data, num_batches)
     float_weights = FloatWeights(simulation)
     notes = [] if float_weights.missing is None else [float_weights.missing]
-    db = _measured("the SQNR of the outputs", lambda: _outputs_sqnr_db(simulation, batches, forward, float_weights),
-                   notes)
+    db = _measured("the SQNR of the outputs", lambda: _outputs_sqnr_db(
+        simulation, batches, forward, float_weights, valid), notes)
     costs = None if not sensitivity else _measured("what the outputs lose by each site", lambda: measure_sensitivity(
-        simulation, batches, forward=forward, progress=progress), notes)
-    errors = compare(simulation, batches, forward=forward, progress=progress)
+        simulation, batches, forward=forward, progress=progress, valid=valid), notes)
+    errors = compare(simulation, batches, forward=forward, progress=progress, valid=valid)
     sites = {site.name: site for site in simulation.plan}
     ranked = [sites[error.site] for error in errors]
     weights = [site for site in ranked if simulation.plan[site].static][:SHOWN_WEIGHTS]
-    values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward, float_weights)
+    values = _values(simulation, dict.fromkeys([*ranked[:SHOWN_SITES], *weights]), batches, forward, float_weights,
+                     valid)
     in_float, quantized = _parameter_bytes(simulation)
     tiles = {
         **(headline or {}), **({} if db is None else {"SQNR of the outputs": decibels_text(db)}),
@@ -104,34 +108,41 @@ def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None
 
 
 def _outputs_sqnr_db(
-    simulation: Simulation, batches: Sequence[Batch], forward: Forward | None, float_weights: FloatWeights
+    simulation: Simulation, batches: Sequence[Batch], forward: Forward | None, float_weights: FloatWeights,
+    valid: Valid | None,
 ) -> float:
     with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place():
-        expected = FloatOutputs(simulation.model, batches, forward)
+        expected = FloatOutputs(simulation.model, batches, forward, valid)
     return sqnr_db(expected.error(simulation.model))
 
 
 def _values(
     simulation: Simulation, sites: Iterable[Site], batches: Sequence[Batch], forward: Forward | None,
-    float_weights: FloatWeights,
+    float_weights: FloatWeights, valid: Valid | None,
 ) -> dict[Site, list[Tensor]]:
     """The float values of sites, call by call: whole of parameters, of others at most ``MOST_SAMPLES`` a call."""
     values: dict[Site, list[Tensor]] = {site: [] for site in sites}
+    tokens = ValidTokens(simulation.model, valid)
 
-    def hook(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].detach().float()
+    sites_of: dict[Quantizer, list[Site]] = defaultdict(list)
+    for site in values:
+        sites_of[simulation.quantizers[site]].append(site)
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, Quantizer)
+        x = tokens.rows(module, inputs[0]).detach().float()
+        for site in sites_of[module]:
             if not simulation.plan[site].static:
                 values[site].append(x.flatten()[:: max(1, x.numel() // MOST_SAMPLES)].cpu())
             elif not values[site]:
                 values[site].append(x.cpu())
 
-        return record
-
-    handles = [simulation.quantizers[site].register_forward_pre_hook(hook(site)) for site in values]
+    handles = [quantizer.register_forward_pre_hook(record) for quantizer in sites_of]
     try:
-        with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place():
-            for _ in outputs(simulation.model, batches, forward=forward):
+        with (
+            in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place(), tokens.listening(),
+        ):
+            for _ in outputs(simulation.model, batches, forward=tokens.forward(forward)):
                 pass
     finally:
         for handle in handles:

@@ -27,6 +27,7 @@ from qtk.report.sensitivities import Sensitivities, Sensitivity
 from qtk.torch_private import pytree
 from qtk.workflow.error_gradients import ErrorGradients
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 Loss: TypeAlias = Callable[[object, Batch], Tensor | float]
 """A function of what the model returns and the batch, the lower the better."""
@@ -44,10 +45,12 @@ def sensitivity(
     forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
+    valid: Valid | None = None,
 ) -> Sensitivities:
     """How much the loss rises when each site, or group, alone is quantized, and how much it falls when it alone is not.
 
-    By default the loss is the power of the outputs' error relative to that of the float outputs, ``10^(-SQNR/10)``.
+    By default the loss is the power of the outputs' error relative to that of the float outputs, ``10^(-SQNR/10)``, of
+    the ``valid`` tokens alone where there are others; a loss of one's own decides itself what counts.
 
     Let ``e`` be the error that a site's quantizer makes of the float value, ``J`` the Jacobian of the outputs with
     respect to the value, ``g`` and ``H`` gradient and Hessian of the loss at the float outputs. To second order, with
@@ -68,26 +71,32 @@ def sensitivity(
     Where a layer-wise method has rewritten a weight, the float model has the weight that it had before, and so has the
     simulation in which this site alone is not quantized.
 
-    Raises: CalibrationError without data, for a loss that is not finite or no scalar, an output without a gradient, or
-        groups that match no module.
+    Raises: CalibrationError without data, for a loss that is not finite or no scalar, an output without a gradient,
+        groups that match no module, or ``valid`` beside a loss.
     """
+    if loss is not None and valid is not None:
+        raise CalibrationError("loss and valid exclude each other: a loss of one's own says which tokens count; leave "
+                               "valid out, or compute the loss of the valid tokens")
     if top < 0:
         raise CalibrationError(f"top must be at least 0, the number of rows to measure; got {top}")
     grouped = _groups(simulation, groups)
     batches = data
     if isinstance(data, Iterator) and top and (num_batches is None or num_batches > 0):  # read twice
         batches = list(itertools.islice(data, None if num_batches is None else min(num_batches, sys.maxsize)))
-    float_weights = FloatWeights(simulation)
-    estimates = _Estimates(simulation, loss, forward or run_batch, float_weights)
-    _run(simulation.model, batches, estimates.observe, num_batches, "estimating", progress)
+    tokens, float_weights = ValidTokens(simulation.model, valid), FloatWeights(simulation)
+    run = tokens.forward(forward) or run_batch
+    estimates = _Estimates(simulation, loss, run, float_weights, tokens)
+    with tokens.listening():
+        _run(simulation.model, batches, estimates.observe, num_batches, "estimating", progress)
     rows, totals = {name: estimates.row(name, members) for name, members in grouped.items()}, estimates.totals
     worst = sorted(rows, key=lambda name: -_unknown_first(rows[name].increase))[:top]
     if worst:
-        measured = _Measured(simulation, loss, forward or run_batch, {name: grouped[name] for name in worst},
-                             float_weights)
-        _run(simulation.model, batches, measured.observe, num_batches, "measuring", progress)
+        measured = _Measured(simulation, loss, run, tokens, {name: grouped[name] for name in worst}, float_weights)
+        with tokens.listening():
+            _run(simulation.model, batches, measured.observe, num_batches, "measuring", progress)
         rows |= {name: measured.row(rows[name]) for name in worst}
         totals = measured.totals
+    tokens.warn_of_unfollowed({})
     return Sensitivities(rows.values(), float_loss=_divided(totals.in_float, totals.unit),
                          loss=_divided(totals.simulated, totals.unit) if worst else math.nan)
 
@@ -144,15 +153,15 @@ class _Totals:
         """What a sum over batches is divided by."""
         return float(self.batches) if self.user_loss is not None else self.signal
 
-    def loss(self, output: object, batch: Batch, reference: Sequence[Tensor]) -> Tensor:
+    def loss(self, output: object, batch: Batch, reference: Sequence[_Output]) -> Tensor:
         """The loss of one batch; by default the squared distance to the float outputs."""
         if self.user_loss is None:
             leaves = _values(output)
-            if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in reference]:
+            if [leaf.shape for leaf in leaves] != [each.value.shape for each in reference]:
                 raise CalibrationError("the simulation returns values of other shapes than the float model, which the "
                                        "default loss cannot compare; pass loss=")
             pairs = zip(leaves, reference, strict=True)
-            value: object = sum(((a - b)[b.isfinite()].double().square().sum() for a, b in pairs),
+            value: object = sum(((a - b.value)[b.counted].double().square().sum() for a, b in pairs),
                                 torch.zeros((), dtype=torch.float64))
         else:
             value = self.user_loss(output, batch)
@@ -174,6 +183,7 @@ class _Estimates:
     user_loss: Loss | None
     run: Forward
     float_weights: FloatWeights
+    tokens: ValidTokens
     totals: _Totals = field(init=False)
     gradients: ErrorGradients = field(init=False)
     probes: torch.Generator = field(init=False)
@@ -194,15 +204,16 @@ class _Estimates:
     def _observe(self, model: nn.Module, batch: Batch) -> object:
         with in_mode(self.simulation.quantizers.values(), Mode.BYPASS), self.gradients.listening(model):
             output = self.run(model, batch)
-        reference = [leaf.detach() for leaf in _values(output)]
+        reference = _counted(output, self.tokens)
         leaves = [leaf for leaf in _values(output) if leaf.requires_grad]
         if not leaves:
             raise CalibrationError("no output of the model has a gradient: none is a tensor of floats, with an axis, "
                                    "that depends on a quantized value")
         self.totals.batches += 1
-        self.totals.signal += sum(float(leaf[leaf.isfinite()].double().square().sum()) for leaf in reference)
+        self.totals.signal += sum(each.power for each in reference)
         self.gradients.count_samples(leaves)
-        signs = [random_signs(leaf, self.probes) * leaf.isfinite() for leaf in leaves]  # masked scores are -inf
+        counted = [each.counted for leaf, each in zip(_values(output), reference, strict=True) if leaf.requires_grad]
+        signs = [random_signs(leaf, self.probes) * which for leaf, which in zip(leaves, counted, strict=True)]
         if self.user_loss is None:
             errors = self.gradients.products(leaves, signs)
             self.pairs.append((errors, {each: (2 * samples, 2 * rest) for each, (samples, rest) in errors.items()}))
@@ -215,7 +226,7 @@ class _Estimates:
         return None
 
     def _derivatives(
-        self, output: object, batch: Batch, reference: Sequence[Tensor], leaves: list[Tensor],
+        self, output: object, batch: Batch, reference: Sequence[_Output], leaves: list[Tensor],
         signs: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         """The loss, and the product of its Hessian at the outputs with the signs."""
@@ -266,6 +277,7 @@ class _Measured:
     simulation: Simulation
     user_loss: Loss | None
     run: Forward
+    tokens: ValidTokens
     groups: dict[str, dict[Site, Quantizer]]
     float_weights: FloatWeights
     totals: _Totals = field(init=False)
@@ -280,13 +292,13 @@ class _Measured:
         modes = {quantizer: quantizer.mode for quantizer in quantizers}
         with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place():
             output = self.run(model, batch)
-        reference = [leaf.detach() for leaf in _values(output)]
+        reference = _counted(output, self.tokens)
 
         def loss(output: object) -> float:
             return float(self.totals.loss(output, batch, reference))
 
         self.totals.batches += 1
-        self.totals.signal += sum(float(leaf[leaf.isfinite()].double().square().sum()) for leaf in reference)
+        self.totals.signal += sum(each.power for each in reference)
         self.totals.in_float += loss(output)
         self.totals.simulated += loss(self.run(model, batch))
         for name, members in self.groups.items():
@@ -305,6 +317,26 @@ class _Measured:
             estimate.name, estimate.sites, _divided(self.alone[estimate.name] - totals.in_float, unit),
             _divided(totals.simulated - self.without[estimate.name], unit), True, estimate.increase,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """A float output, and which of its elements count: the finite ones (masked scores are -inf) of valid tokens."""
+
+    value: Tensor
+    counted: Tensor
+
+    @property
+    def power(self) -> float:
+        return float(self.value[self.counted].double().square().sum())
+
+
+def _counted(output: object, tokens: ValidTokens) -> list[_Output]:
+    found = []
+    for leaf in _values(output):
+        valid, finite = tokens.counted_of_output(leaf), leaf.detach().isfinite()
+        found.append(_Output(leaf.detach(), finite if valid is None else finite & valid))
+    return found
 
 
 def _values(output: object) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
@@ -11,9 +12,25 @@ from qtk.export.simulated_sites import SimulatedSite, simulated_sites
 from qtk.numerics import dynamic
 from qtk.numerics.affine import expand
 from qtk.quantizers.quantizer import Quantizer
+from qtk.workflow.valid_tokens import ValidTokens
 
 Step = Tensor | None
 """The scale of a value, which broadcasts against it; ``None`` without one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """A value that what a runtime computes is compared with.
+
+    Args:
+        value: the value.
+        step: the scale of its quantizer, which broadcasts; ``None`` without one.
+        counted: which elements are compared, bool of the shape of ``value``; ``None``: all.
+    """
+
+    value: Tensor
+    step: Step = None
+    counted: Tensor | None = None
 
 
 class SimulatedValues:
@@ -25,19 +42,22 @@ class SimulatedValues:
     Args:
         graph: a simulating graph.
         steps: site → the ordinal of its last node in the file.
+        tokens: which elements of a value count; ``None``: all.
     """
 
-    def __init__(self, graph: fx.GraphModule, steps: Mapping[str, int]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, steps: Mapping[str, int], tokens: ValidTokens | None = None
+    ) -> None:
         self._sites: dict[Quantizer, list[SimulatedSite]] = defaultdict(list)
         for site in simulated_sites(graph):
             self._sites[site.quantizer].append(site)
-        self._steps = steps
-        self._values: dict[Quantizer, list[tuple[Tensor, Step]]] = defaultdict(list)
+        self._steps, self._tokens = steps, tokens
+        self._values: dict[Quantizer, list[Reference]] = defaultdict(list)
         self._handles = [quantizer.register_forward_hook(self._record) for quantizer in self._sites]
 
-    def take(self) -> dict[tuple[str, int], tuple[Tensor, Step]]:
+    def take(self) -> dict[tuple[str, int], Reference]:
         """Site and ordinal → value and scale, since the last call."""
-        taken: dict[tuple[str, int], tuple[Tensor, Step]] = {}
+        taken: dict[tuple[str, int], Reference] = {}
         for quantizer, sites in self._sites.items():
             calls = [
                 (step, position) for position, site in enumerate(sites)
@@ -57,7 +77,8 @@ class SimulatedValues:
 
     def _record(self, quantizer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(quantizer, Quantizer)
-        self._values[quantizer].append((output.detach(), step_of(quantizer, output, inputs[0])))
+        counted = None if self._tokens is None else self._tokens.counted(quantizer, output)
+        self._values[quantizer].append(Reference(output.detach(), step_of(quantizer, output, inputs[0]), counted))
 
 
 def step_of(quantizer: Quantizer | None, value: Tensor, before: Tensor | None = None) -> Step:

@@ -31,7 +31,9 @@ def tensor_outputs(model: nn.Module, call: Call) -> list[Tensor]:
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def tolerance_db(model: nn.Module, call: Call, expected: Sequence[Tensor]) -> float:
+def tolerance_db(
+    model: nn.Module, call: Call, expected: Sequence[Tensor], counted: Sequence[Tensor | None] = ()
+) -> float:
     """The SQNR that a right file of a simulation may have on a call.
 
     The less of two: of the simulation against itself, with noise of float rounding in front of each quantizer of an
@@ -43,19 +45,23 @@ def tolerance_db(model: nn.Module, call: Call, expected: Sequence[Tensor]) -> fl
         model: a simulating graph.
         call: what it is called with.
         expected: what ``tensor_outputs`` returns for this call.
+        counted: for each of these which elements count, bool of its shape; ``None``: all, as where there are none.
     """
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     with in_mode(quantizers, Mode.BYPASS):
         in_float = tensor_outputs(model, call)
     with _noisy([each for each in quantizers if not each.static]):
         noisy = tensor_outputs(model, call)
-    return min(_sqnr_db(expected, noisy) - MARGIN_DB, _sqnr_db(in_float, expected) + MARGIN_DB)
+    which = counted or [None] * len(expected)
+    return min(_sqnr_db(expected, noisy, which) - MARGIN_DB, _sqnr_db(in_float, expected, which) + MARGIN_DB)
 
 
-def _sqnr_db(references: Sequence[Tensor], values: Sequence[Tensor]) -> float:
+def _sqnr_db(references: Sequence[Tensor], values: Sequence[Tensor], counted: Sequence[Tensor | None]) -> float:
     signal = noise = 0.0
-    for reference, value in zip(references, values, strict=True):
+    for reference, value, which in zip(references, values, counted, strict=True):
         if reference.shape == value.shape:  # what data decide may have other lengths
+            if which is not None:
+                reference, value = reference[which], value[which]
             signal += float(reference.double().nan_to_num().square().sum())
             noise += float((reference.double() - value.double()).nan_to_num().square().sum())
     return decibels(signal, noise)

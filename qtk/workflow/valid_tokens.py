@@ -13,14 +13,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.token_inputs import Covered, Masked, TokenInputs, Unmasked
+from qtk.capture.signature import output_nodes
+from qtk.capture.token_inputs import Covered, CoveredLayouts, Masked, TokenInputs, Unmasked
 from qtk.capture.token_masks import TokenMasks
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import entered, roots, with_nested
 from qtk.graph.insert import quantizer_nodes
+from qtk.numerics.token_layout import TokenLayout
 from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
+from qtk.torch_private import pytree
 from qtk.workflow.forward_pass import Batch, Forward, run_batch
 
 Valid: TypeAlias = (
@@ -49,6 +52,9 @@ class ValidTokens:
         self._pending: dict[Quantizer, list[Covered]] = defaultdict(list)
         self._unfollowed: dict[Quantizer, str] = {}
         self._unmasked: dict[Quantizer, tuple[str, ...]] = {}
+        self._layouts: dict[nn.Module, CoveredLayouts | None] = {}
+        self._returned: list[tuple[Tensor, Covered]] = []
+        self._lost_output: str | None = None
         self._matched = False
 
     @contextmanager
@@ -64,10 +70,9 @@ class ValidTokens:
             module.register_forward_pre_hook(self._of_call, prepend=True, with_kwargs=True)
             for module in entered(self._model)
         ]
-        handles += [
-            graph.register_forward_pre_hook(self._follow, with_kwargs=True)
-            for graph in roots(self._model).values()
-        ]
+        for graph in roots(self._model).values():
+            handles.append(graph.register_forward_pre_hook(self._follow, with_kwargs=True))
+            handles.append(graph.register_forward_hook(self._note_outputs, prepend=True))
         try:
             yield
         finally:
@@ -121,6 +126,39 @@ class ValidTokens:
 
         return rows
 
+    def counted(self, quantizer: Quantizer, value: Tensor) -> Tensor | None:
+        """Which elements of what ``quantizer`` returns are those of valid tokens; asked for once for each of its calls.
+
+        Returns: bool, of the shape of ``value``; ``None``: all.
+        """
+        return None if self.valid is None else _elements(self.selector(quantizer), value)
+
+    def counted_of_output(self, value: Tensor) -> Tensor | None:
+        """Which elements of a value that the model, or ``forward``, returned are those of valid tokens.
+
+        The tokens are followed to what a graph returns. Another value whose first two axes are those of a mask is taken
+        to have its tokens; all elements of what has no tokens count.
+
+        Returns: bool, of the shape of ``value``; ``None``: all.
+        """
+        if self._masks is None:
+            return None
+        masks, known = self._masks, [each for leaf, each in self._returned if leaf is value]
+        followed = known[0] if known else None
+        if known and followed is None:
+            return None
+        if not isinstance(followed, Masked):
+            fitting = [index for index, mask in enumerate(masks.masks) if value.shape[:2] == mask.shape]
+            if value.ndim < 2 or not fitting or isinstance(followed, Unmasked):
+                self._lost_output = followed if isinstance(followed, str) else self._lost_output
+                return None
+            followed = Masked(TokenLayout.of_shape(value.shape), fitting[0])
+        masked = followed
+        if masked.rows(value, masks) is None:
+            self._lost_output = "a length that changes"
+            return None
+        return _elements(lambda each: masked.rows(each, masks), value)
+
     def masks(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TokenMasks | None:
         """The valid tokens of a call of the model.
 
@@ -150,6 +188,9 @@ class ValidTokens:
             warnings.warn(f"valid={self._shown}: {len(missed)} sites have tokens of inputs that no mask covers "
                           f"({inputs}), where all rows count: {shown}; name the mask of each side, "
                           "valid=[\"attention_mask\", \"decoder_attention_mask\"]", stacklevel=3)
+        if self._lost_output is not None:
+            warnings.warn(f"valid={self._shown}: tokens cannot be followed to an output behind {self._lost_output}, of "
+                          "which all elements count", stacklevel=3)
         if found:
             shown = ", ".join(f"{name} (behind {op})" for name, op in list(found.items())[:3])
             warnings.warn(f"valid={self._shown}: tokens cannot be followed to {len(found)} sites, where all rows "
@@ -166,14 +207,16 @@ class ValidTokens:
         return getattr(self.valid, "__name__", "function") if callable(self.valid) else repr(self.valid)
 
     def _of_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._returned.clear()
         self.masks(args, kwargs)
 
     def _follow(self, graph: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(graph, CapturedGraph)
         self._pending.clear()
+        self._layouts.pop(graph, None)
         if self._masks is None:
             return
-        layouts = self._inputs.followed(graph, args, kwargs, self._masks)
+        layouts = self._layouts[graph] = self._inputs.followed(graph, args, kwargs, self._masks)
         if layouts is None:
             for inner in with_nested(graph):
                 self._unfollowed |= dict.fromkeys(quantizer_nodes(inner).values(), "inputs without these axes")
@@ -181,6 +224,14 @@ class ValidTokens:
         self._matched = True
         for quantizer, followed in layouts.calls:
             self._pending[quantizer].append(followed)
+
+    def _note_outputs(self, graph: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        assert isinstance(graph, CapturedGraph)
+        layouts = self._layouts.get(graph)
+        nodes = list(output_nodes(graph).values())
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if layouts is not None and len(nodes) == len(leaves):
+            self._returned += [(leaf, layouts[node]) for leaf, node in zip(leaves, nodes, strict=True)]
 
     def _checked(self, mask: object) -> Tensor:
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -200,6 +251,15 @@ def _inputs_by_mask(
         return {name: None if inputs is None else frozenset([inputs] if isinstance(inputs, str) else inputs)
                 for name, inputs in valid.items()}
     return dict.fromkeys([valid] if isinstance(valid, str) else valid)
+
+
+def _elements(rows: Callable[[Tensor], Tensor | None], value: Tensor) -> Tensor:
+    """The elements of ``value`` that ``rows`` picks, as bool of its shape."""
+    chosen = rows(torch.arange(value.numel(), device=value.device).reshape(value.shape))
+    assert chosen is not None
+    elements = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    elements[chosen.flatten()] = True
+    return elements.reshape(value.shape)
 
 
 class _OfRows:

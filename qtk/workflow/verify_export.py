@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +25,14 @@ from qtk.nn.kept_buffers import buffers_kept
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
-from qtk.report.verdict import Finding, Level, Run, Verdict
+from qtk.report.verdict import Finding, Level, Verdict
 from qtk.torch_private import pytree
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
-from qtk.workflow.simulated_values import SimulatedValues, step_of
+from qtk.workflow.simulated_values import Reference, SimulatedValues, step_of
 from qtk.workflow.tolerance import tensor_outputs, tolerance_db
-
-if TYPE_CHECKING:
-    from qtk.workflow.file_runs import Compared  # loaded in the functions: onnx is an extra, and slow to import
+from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 SIMULATION = "the simulation"
 TURNS = 30
@@ -54,6 +51,9 @@ def verify_export(
     float_export: str | os.PathLike[str] | None = None,
     turns: int = TURNS,
     progress: bool = True,
+    valid: Valid | None = None,
+    batch_size: int = 1,
+    threads: int | None = None,
 ) -> Verdict:
     """The verdict on the ONNX files in an export directory; of a model with islands, also file by file.
 
@@ -66,24 +66,37 @@ def verify_export(
         float_export: a directory with float exports of the same files, or the file; ``None``: they are made.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
         progress: show bars where it takes longer than seconds.
+        valid: which tokens count in the comparison, as in ``compute_encodings``; ``None``: all.
+        batch_size: the rows that the latency is of; all of the first batch, as the verdict says, where the file does
+            not run on so many.
+        threads: threads within an op while the file runs; ``None`` leaves the number to the runtime.
 
-    Raises: ExportError if a file is missing or belongs to another simulation, onnxruntime is not installed or does not
-        run the file even with the optimizations off; CalibrationError without any batch, or any of the exported kind.
+    Raises: ExportError if ``batch_size`` or ``threads`` is below 1, a file is missing or belongs to another simulation,
+        onnxruntime is not installed or does not run the file even with the optimizations off; CalibrationError without
+        any batch, or any of the exported kind, or as ``compute_encodings`` for ``valid``.
     """
     require_onnxruntime()
     check_runtime(runtime)
+    check_timing(batch_size, threads)
     with folded(simulation) as deployed:  # as the files are: so are the float files that are made
-        return _verdict(deployed, Path(directory), data, forward, runtime, float_export, turns, progress=progress)
+        tokens = ValidTokens(deployed.model, valid)
+        return _verdict(
+            deployed, Path(directory), data, tokens, forward, runtime, float_export, turns, batch_size, threads,
+            progress=progress,
+        )
 
 
 def _verdict(
     simulation: Simulation,
     directory: Path,
     data: Data,
+    tokens: ValidTokens,
     forward: Forward | None,
     runtime: str,
     float_export: str | os.PathLike[str] | None,
     turns: int,
+    batch_size: int,
+    threads: int | None,
     *,
     progress: bool,
 ) -> Verdict:
@@ -97,16 +110,20 @@ def _verdict(
     witnesses: list[_Witness] = []
     try:
         for path, graph in files.items():
-            witnesses.append(_Witness(graph, path, reasons))
-        with buffers_kept(simulation.model):
-            run_all(simulation.model, data, forward=forward, most_uncounted=None, label="verifying", progress=progress)
+            witnesses.append(_Witness(graph, path, reasons, tokens, threads))
+        with buffers_kept(simulation.model), tokens.listening():
+            run_all(simulation.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
+                    progress=progress)
         if not any(witness.is_called for witness in witnesses):
             names = ", ".join(name for graph in files.values() for name in input_names(graph))
             raise CalibrationError(f"no batch is a call of the kind that was exported, with the inputs {names}")
         for witness in witnesses:
             witness.stop()
             if turns:
-                witness.measure(simulation, float_export, turns, progress=progress)
+                witness.measure(float_export, turns, batch_size, progress=progress)
+        tokens.warn_of_unfollowed({
+            quantizer: site.name for site, quantizer in simulation.quantizers.items() if not quantizer.static
+        })
         verdicts = tuple(witness.verdict(runtime) for witness in witnesses)
         return verdicts[0] if len(verdicts) == 1 else _of_islands(directory, witnesses, verdicts)
     finally:
@@ -127,6 +144,7 @@ def _of_islands(directory: Path, witnesses: list[_Witness], verdicts: tuple[Verd
     return Verdict(
         directory, SIMULATION, runs, findings, sum(verdict.size_bytes for verdict in verdicts),
         sum(size or 0 for size in floats) if None not in floats else None, verdicts,
+        timing=witnesses[0].files.timing,
     )
 
 
@@ -148,6 +166,22 @@ def check_runtime(runtime: str) -> None:
         raise ExportError(f"unknown runtime {runtime!r}; choose from {', '.join(RUNTIMES)}")
 
 
+def check_timing(batch_size: int, threads: int | None) -> None:
+    """Raises: ExportError if the rows or the threads of a latency are below 1."""
+    for name, number in (("batch_size", batch_size), ("threads", threads)):
+        if number is not None and number < 1:
+            raise ExportError(f"{name} must be at least 1; got {number}")
+
+
+def float_file(float_export: str | os.PathLike[str], file: Path) -> Path:
+    """The float export of ``file``, which is ``float_export`` or in it. Raises: ExportError if there is none."""
+    given = Path(float_export)
+    found = given / file.name if given.is_dir() else given
+    if not found.is_file():
+        raise ExportError(f"there is no float export {found}; leave float_export out, or name the file or its folder")
+    return found
+
+
 def size_bytes(file: Path) -> int:
     """Size of an ONNX file with its external data."""
     return sum(path.stat().st_size for path in (file, file.with_name(f"{file.name}.data")) if path.is_file())
@@ -157,10 +191,13 @@ def size_bytes(file: Path) -> int:
 class _Witness:
     """Runs the file of a graph on the inputs of each call of the graph, and compares outputs and sites."""
 
-    def __init__(self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str]) -> None:
+    def __init__(
+        self, graph: CapturedGraph, path: Path, reasons: Mapping[str, str], tokens: ValidTokens, threads: int | None
+    ) -> None:
         from qtk.workflow.file_runs import FileRuns
 
-        self.graph, self.path = graph, path
+        self.graph, self.path, self.tokens = graph, path, tokens
+        self.first_counted: list[Tensor | None] = []
         self.first_call: Call | None = None
         self.is_called = False
         self.inputs: dict[str, Tensor] = {}
@@ -169,7 +206,7 @@ class _Witness:
         if bfloat16 := values_of(graph, torch.bfloat16):
             raise ExportError(f"{path} cannot be run: {', '.join(bfloat16)} are bfloat16; {NO_BFLOAT16}")
         try:
-            self.files = FileRuns(path, reasons)
+            self.files = FileRuns(path, reasons, threads=threads)
         except ExportError:
             raise
         except Exception as error:
@@ -177,7 +214,8 @@ class _Witness:
             raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}"
                               f"{'' if remedy is None else f'; {remedy}'}") from error
         self.quantizers = [quantizer_called(node) for node in output_nodes(graph).values()]
-        self.simulated = SimulatedValues(graph, {site.site: site.step for site in self.files.off.sites})
+        self.steps = {site.site: site.step for site in self.files.off.sites}
+        self.simulated = SimulatedValues(graph, self.steps, tokens)
         self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
 
     def stop(self) -> None:
@@ -190,35 +228,60 @@ class _Witness:
         self.files.close()
 
     def measure(
-        self, simulation: Simulation, float_export: str | os.PathLike[str] | None, turns: int, *, progress: bool
+        self, float_export: str | os.PathLike[str] | None, turns: int, batch_size: int, *, progress: bool
     ) -> None:
         """Measures size and latency of the float file, which is made if it is not given."""
         if self.first_call is None:
             return
+        if float_export is not None:
+            float_file(float_export, self.path)
         with tempfile.TemporaryDirectory(prefix="qtk-") as folder:
             try:
                 file = self._float_file(Path(folder), float_export)
                 self.float_bytes = size_bytes(file)
-                self.files.measure(self.inputs, file, turns=turns, progress=progress)
+                self.files.measure(self.inputs, file, turns=turns, progress=progress, batch_size=batch_size)
             except ExportError as error:
                 self.notes.append(Finding(Level.YELLOW, f"no latency: {error}", "pass float_export="))
 
     def verdict(self, runtime: str) -> Verdict:
+        if not self._agrees():
+            self._run_ops()
         runs = self.files.runs()
-        found = judge(runs, replace(_circumstances(self.graph, self.path, runtime), tolerance_db=self._tolerance(runs)))
-        return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes)
+        found = judge(runs, replace(_circumstances(self.graph, self.path, runtime), tolerance_db=self._tolerance()))
+        return Verdict(self.path, SIMULATION, runs, (*found, *self.notes), size_bytes(self.path), self.float_bytes,
+                       timing=self.files.timing)
 
-    def _tolerance(self, runs: Sequence[Run]) -> float:
+    def _tolerance(self) -> float:
         """The SQNR that a right file may have; computed where a run does not have a high one."""
-        if self.first_call is None or all(agrees(run) for run in runs if run.total is not None):
+        if self.first_call is None or self._agrees():
             return HIGH_SQNR_DB
-        return tolerance_db(self.graph, self.first_call, tensor_outputs(self.graph, self.first_call))
+        expected = tensor_outputs(self.graph, self.first_call)
+        return tolerance_db(self.graph, self.first_call, expected, self.first_counted)
+
+    def _agrees(self) -> bool:
+        return all(agrees(run) for run in self.files.runs() if run.total is not None)
+
+    def _run_ops(self) -> None:
+        """Runs the ops of the file on what the simulation computes in the first call."""
+        if self.first_call is not None:
+            simulated = SimulatedValues(self.graph, self.steps)
+            try:
+                outputs = tensor_outputs(self.graph, self.first_call)
+                values = simulated.take()
+            finally:
+                simulated.close()
+            self.files.run_ops(self.inputs, self._references(outputs), values)
+
+    def _references(self, outputs: Sequence[Tensor]) -> list[Reference]:
+        if len(outputs) != len(self.quantizers):
+            return [Reference(value) for value in outputs]
+        return [Reference(value, step_of(each, value)) for value, each in zip(outputs, self.quantizers, strict=True)]
 
     def _float_file(self, folder: Path, given: str | os.PathLike[str] | None) -> Path:
         from qtk.export.onnx import qdq  # loaded here: slow to import
 
         if given is not None:
-            return Path(given) / self.path.name if Path(given).is_dir() else Path(given)
+            return float_file(given, self.path)
         assert self.first_call is not None
         quantizers = [module for module in self.graph.modules() if isinstance(module, Quantizer)]
         with in_mode(quantizers, Mode.BYPASS):
@@ -232,9 +295,10 @@ class _Witness:
         leaves = zip(input_names(self.graph), input_leaves(self.graph.graph, args, kwargs), strict=True)
         inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
         simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        compared: list[Compared] = [(value, None) for value in simulated]
-        if len(simulated) == len(self.quantizers):
-            compared = [(value, step_of(each, value)) for value, each in zip(simulated, self.quantizers, strict=True)]
+        counted = [self.tokens.counted_of_output(value) for value in simulated]
+        compared = [
+            replace(each, counted=which) for each, which in zip(self._references(simulated), counted, strict=True)
+        ]
         self.files.compare(inputs, compared, self.simulated.take())
         if self.first_call is None and all(tensor.numel() for tensor in inputs.values()):
-            self.first_call, self.inputs = Call(args, kwargs, None), inputs
+            self.first_call, self.inputs, self.first_counted = Call(args, kwargs, None), inputs, counted

@@ -25,9 +25,10 @@ from qtk.public import public
 from qtk.report.findings import Circumstances, judge
 from qtk.report.verdict import Verdict
 from qtk.torch_private import pytree
-from qtk.workflow.file_runs import Compared, FileRuns
+from qtk.workflow.file_runs import FileRuns
 from qtk.workflow.forward_pass import read
-from qtk.workflow.verify_export import TURNS, check_runtime, size_bytes
+from qtk.workflow.simulated_values import Reference
+from qtk.workflow.verify_export import TURNS, check_runtime, check_timing, float_file, size_bytes
 
 REFERENCE = "ONNX Runtime, optimizations off"
 
@@ -43,6 +44,8 @@ def verify_files(
     float_export: str | os.PathLike[str] | None = None,
     turns: int = TURNS,
     progress: bool = True,
+    batch_size: int = 1,
+    threads: int | None = None,
 ) -> list[Verdict]:
     """The verdict on each ONNX file in a directory, or on one file.
 
@@ -53,11 +56,15 @@ def verify_files(
         float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
         progress: show bars where it takes longer than seconds.
+        batch_size: the rows that the latency is of; all of the first batch where a file does not run on so many.
+        threads: threads within an op while a file runs; ``None`` leaves the number to the runtime.
 
-    Raises: ExportError if there is no file, one was not written by qtk, or does not run on the data.
+    Raises: ExportError if ``batch_size`` or ``threads`` is below 1, there is no file, one was not written by qtk, or
+        does not run on the data.
     """
     require_onnxruntime()
     check_runtime(runtime)
+    check_timing(batch_size, threads)
     given = Path(directory)
     if not given.exists():
         raise ExportError(f"{directory} does not exist; give what sim.export or qtk quantize wrote, or a file of it")
@@ -68,52 +75,55 @@ def verify_files(
         raise ExportError(f"{directory} holds no .onnx file to verify; {remedy}")
     if data is not None and files[1:]:
         raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
-    return [_verify(file, data, runtime, float_export, turns, progress=progress) for file in files]
+    return [
+        _verify(file, data, runtime, float_export, turns, batch_size, threads, progress=progress) for file in files
+    ]
 
 
 def _verify(
     file: Path, data: Iterable[object] | None, runtime: str, float_export: str | os.PathLike[str] | None, turns: int,
-    *, progress: bool,
+    batch_size: int, threads: int | None, *, progress: bool,
 ) -> Verdict:
+    in_float = None if float_export is None else float_file(float_export, file)
     stored = list(stored_sites(file))
     encodings = {site.name: site.encoding for site in stored if site.encoding is not None}
     try:
-        runs = FileRuns(file, {})
+        runs = FileRuns(file, {}, threads=threads)
     except ExportError:
         raise
     except Exception as error:
         raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
     try:
-        first: dict[str, Tensor] | None = None
+        examples: tuple[dict[str, Tensor], list[Reference], dict[tuple[str, int], Reference]] | None = None
         batches = _random_batches(runs, encodings) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
             inputs = _named(runs, batch)
-            first = first or inputs
             outputs, sites = runs.reference(inputs)
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
-            compared: list[Compared] = [
-                (value, _step(value, returned.get(name))) for name, value in zip(runs.outputs, outputs, strict=True)
+            compared = [
+                Reference(value, _step(value, returned.get(name)))
+                for name, value in zip(runs.outputs, outputs, strict=True)
             ]
-            values = {key: (value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
+            values = {key: Reference(value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
             runs.compare(inputs, compared, values)
-        if first is None:
+            examples = examples or (inputs, compared, values)
+        if examples is None:
             raise ExportError(f"{file}: no batches to verify it on")
-        float_file = None if float_export is None else Path(float_export)
-        if float_file is not None and float_file.is_dir():
-            float_file = float_file / file.name
+        first = examples[0]
+        runs.run_ops(*examples)
         if turns:
-            runs.measure(first, float_file, turns=turns, progress=progress)
+            runs.measure(first, in_float, turns=turns, progress=progress, batch_size=batch_size)
         results = runs.runs()
     finally:
         runs.close()
     has_minifloats = any(isinstance(site.spec.dtype, FloatDtype) for site in stored)
     circumstances = Circumstances(
         runtime, integer_sums_saturate(), saturating_weights(file), has_minifloats, random_inputs=data is None,
-        is_half=any(tensor.dtype is torch.float16 for tensor in first.values()),
+        is_half=any(tensor.dtype is torch.float16 for tensor in first.values()), reference=REFERENCE,
     )
     found = judge(results, circumstances)
-    float_bytes = None if float_file is None else size_bytes(float_file)
-    return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes)
+    float_bytes = None if in_float is None else size_bytes(in_float)
+    return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes, timing=runs.timing)
 
 
 def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:

@@ -67,6 +67,16 @@ def test_the_float_export_of_a_recipe_is_found(exported, monkeypatch):
     assert given == [exported / "fp32", exported / "other", None]
 
 
+@pytest.mark.medium
+def test_rows_and_threads_of_the_latency_are_printed(exported):
+    result = invoke(exported / "w8a8", "--turns", 1, "--batch-size", 4, "--threads", 1, "--float-export",
+                    exported / "w8a8")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "batch 4, 1 thread" in " ".join(lines[:6])
+    assert invoke(exported / "w8a8", "--threads", 0).exit_code == 1
+
+
 def test_a_mistake_is_one_clean_message(tmp_path):
     result = invoke(tmp_path)
     assert result.exit_code == 1

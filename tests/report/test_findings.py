@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.report.difference import Difference
-from qtk.report.findings import SATURATION_REMEDY, Circumstances, agrees, judge
+from qtk.report.findings import Circumstances, agrees, judge, saturation_remedy
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
 from qtk.report.verdict import EXACT, OFF, ON, OPENVINO, Level, Run
 
@@ -42,14 +42,15 @@ def test_a_file_that_is_wrong_without_optimizations_is_red():
 def test_saturation_is_told_from_what_the_optimizer_changes():
     spoilt = run(ON, 12.0, 0.4)
     (saturated,) = judged(spoilt, saturates=True)
-    assert (saturated.level, saturated.remedy) == (Level.RED, SATURATION_REMEDY)
+    assert (saturated.level, saturated.remedy) == (Level.RED, saturation_remedy(opens=True))
     (changed,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True)
     assert "optimizations change the results" in changed.cause
     assert "ORT_DISABLE_ALL" in changed.remedy
     (beyond,) = judged(spoilt, run(EXACT, 12.0, 0.4), saturates=True, saturating_weights=("weight",))
-    assert (beyond.level, beyond.remedy) == (Level.RED, SATURATION_REMEDY)  # the exact mode does not reach all
+    assert (beyond.level, beyond.remedy) == (Level.RED, saturation_remedy(opens=True))  # the mode does not reach all
     refused = Run(EXACT, "runtime", refusal="shared weight")
-    assert judged(spoilt, refused, saturates=True, saturating_weights=("weight",))[0].remedy == SATURATION_REMEDY
+    (first, *_) = judged(spoilt, refused, saturates=True, saturating_weights=("weight",))
+    assert first.remedy == saturation_remedy(opens=False)
     (elsewhere,) = judged(spoilt, saturates=False)
     assert "saturates" not in elsewhere.cause
 
@@ -112,6 +113,52 @@ def test_what_float_rounding_explains_is_no_fault_of_the_file():
     assert finding.level is Level.YELLOW
     assert "float rounding in another order" in finding.cause
     assert judged(*noisy, tolerance_db=19.0)[0].level is Level.RED
+
+
+def op(name, other_codes=0.0, beyond=0.0, sqnr_db=math.inf, elements=1000):
+    return Difference(name, elements, other_codes, beyond, 1.0, 7.0 if beyond else 1.0, sqnr_db, other_codes)
+
+
+RIGHT = (op("a:out"), op("b:out", 0.004, 0.0, 30.0), op("c:out", 1 / 20, 0.0, 25.0, elements=20))
+"""Equal; some codes on edges; one of twenty values."""
+
+
+def test_a_file_whose_ops_are_right_is_not_blamed_for_what_the_model_amplifies():
+    far = [replace(run(way, 18.1, 0.3), ops=RIGHT) for way in (OFF, ON)]
+    (finding,) = judged(*far, run(EXACT, 18.0, 0.3), tolerance_db=19.0)
+    assert finding.level is Level.YELLOW
+    assert "each of its 3 ops computes those of the simulation" in finding.cause
+
+
+@pytest.mark.parametrize("wrong", [
+    op("b:out", 0.2, 0.01, 20.0), op("b:out", 1.0, 0.0, 30.0), Difference("b:out", 100, 1.0, None, 1.0, None, 20.0),
+])
+def test_the_op_that_departs_is_named_whatever_float_rounding_explains(wrong):
+    far = [replace(run(way, 18.1, 0.3), ops=(RIGHT[0], wrong, op("z:out", 1.0, 0.5, 3.0))) for way in (OFF, ON)]
+    (finding, *_) = judged(*far, run(EXACT, 18.0, 0.3), tolerance_db=13.0)
+    assert finding.level is Level.RED
+    assert "given the values of the simulation, b:out departs" in finding.cause
+    assert "so do 1 other ops" in finding.cause
+
+
+def test_a_loop_may_amplify_inside_where_float_rounding_explains_the_file():
+    far = replace(run(OFF, 18.1, 0.3), ops=(op("loop:out", 0.4, 0.2, 18.0),), unseen_sites=4)
+    assert judged(far, run(ON, 18.0, 0.3), tolerance_db=13.0)[0].level is Level.YELLOW
+    assert judged(far, run(ON, 18.0, 0.3), tolerance_db=25.0)[0].level is Level.RED
+
+
+def test_what_the_optimizations_change_is_the_op_that_departs():
+    (red,) = judged(replace(run(ON, 12.0, 0.4), ops=(RIGHT[0], op("b:out", 0.5, 0.3, 12.0))))
+    assert (red.level, "b:out departs (50.00% of its codes" in red.cause) == (Level.RED, True)
+    (still,) = judged(replace(run(ON, 12.0, 0.4), ops=RIGHT))  # wrong between ops: they are right where they are cut
+    assert (still.level, "departs" in still.cause) == (Level.RED, False)
+
+
+def test_optimizations_may_amplify_otherwise_where_the_model_does():
+    off, exact = replace(run(OFF, 20.0, 0.3), ops=RIGHT), run(EXACT, 17.0, 0.3)
+    for sqnr_db, level in ((17.0, Level.YELLOW), (13.0, Level.RED)):
+        assert judged(off, replace(run(ON, sqnr_db, 0.4), ops=RIGHT), exact, tolerance_db=25.0)[0].level is level
+    assert judged(off, run(ON, 17.0, 0.4), exact, tolerance_db=25.0)[0].level is Level.RED  # nothing is known of ops
 
 
 @pytest.mark.parametrize(("stray", "steps", "level"), [

@@ -1,10 +1,12 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qtk.report.difference import Difference
+from qtk.report.timing import OpTime, Timing
 from qtk.report.verdict import EXACT, OFF, ON, Finding, Level, Run, Verdict
 
 SITES = (Difference("a:out", 10, 0.0, 0.0, 0.0, 0.0, math.inf), Difference("b:out", 10, 0.5, 0.1, 0.2, 3.0, 20.0))
@@ -35,6 +37,30 @@ def test_everything_is_printed():
                  "yellow: slow; wait", "red: wrong; export again"):
         assert part in text
     assert "a:out" not in text  # equal
+
+
+def test_five_lines_come_first():
+    timed = replace(RUNS[1], latency_ms=0.5, float_latency_ms=0.25, top1=0.975)
+    result = replace(verdict(), runs=(RUNS[0], timed, RUNS[2]), timing=Timing(8, 8, 2, 4))
+    assert result.summary() == [
+        "model.onnx: red, compared with the simulation",
+        "why: slow (and 1 more below)",
+        "accuracy, optimizations on: 97.50% of top-1 equal, 10.00% of the outputs off by more than one step, "
+        "SQNR 20.0 dB",
+        "size: 1,000 bytes, 0.250 of float's",
+        "latency: 0.5 ms, 2.00 × float (0.25 ms), batch 8, 2 threads",
+    ]
+    assert str(result).startswith("\n".join(result.summary()))
+    assert "latency of batch 8, 2 threads" in str(result)
+    assert len(verdict(()).summary()) == 3
+
+
+def test_the_slowest_ops_are_shown():
+    slow = replace(RUNS[1], slowest=(OpTime("act2.gate", ("QLinearAdd",), 10.2, 0.04, 0.27),))
+    text = str(replace(verdict(), runs=(RUNS[0], slow)))
+    assert "slowest ops" in text
+    assert "act2.gate │ QLinearAdd │ 10.2 │      0.04 │         27%" in text
+    assert replace(verdict(), runs=(slow,)).to_json()["runs"][0]["slowest"][0]["op"] == "act2.gate"
 
 
 def test_a_refused_run_has_no_numbers():

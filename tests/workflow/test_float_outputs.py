@@ -105,3 +105,26 @@ def test_a_function_that_runs_the_model_says_what_counts():
     outputs = FloatOutputs(nn.Identity(), batches, lambda model, batch: model(batch[0]) * batch[1])
     assert outputs.power == 2 * (9 + 16)
     assert outputs.error(Constant(torch.tensor([1.0, 1.5]))) == pytest.approx(0.25 * 25 / 50)
+
+
+class Words(nn.Module):
+    def forward(self, x, mask):
+        return x * 1.0, (x * mask[..., None]).sum(1)
+
+
+def test_padding_does_not_count():
+    x, mask = torch.tensor([[[1.0], [2.0]], [[3.0], [50.0]]]), torch.tensor([[1, 1], [1, 0]])
+    prepared = qtk.prepare_model(Words(), (x, mask))
+    outputs = FloatOutputs(prepared, [(x, mask)], None, "mask")
+    assert outputs.power == (1 + 4 + 9) + (9 + 9)  # the sums have no tokens
+    assert outputs.error(prepared) == 0
+    twice = qtk.prepare_model(Twice(), (x, mask))
+    assert outputs.error(twice) == pytest.approx((4 / 14 + 0) / 2)
+
+
+class Twice(Words):
+    """Wrong by 2 where a token counts, and by more where none does."""
+
+    def forward(self, x, mask):
+        wrong = torch.tensor([[[0.0], [2.0]], [[0.0], [700.0]]])
+        return x + wrong, (x * mask[..., None]).sum(1)

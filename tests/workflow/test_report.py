@@ -95,3 +95,33 @@ def test_mistakes_leave_what_was_there(tmp_path):
     assert path.read_text() == "mine"
     sim.report(path, data, force=True, progress=False)
     assert path.read_text().startswith("<!doctype html>")
+
+
+class PerToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.first = nn.Embedding(20, 8), nn.Linear(8, 8)
+        with torch.no_grad():
+            self.words.weight[19] *= 30
+
+    def forward(self, ids, mask):
+        return self.first(self.words(ids)), mask
+
+
+@pytest.mark.medium
+def test_padding_has_no_part_in_the_page(tmp_path):
+    torch.manual_seed(0)
+    ids, mask = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 19, 19]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batch = {"ids": ids, "mask": mask}
+    model = PerToken().eval()
+    sim = qtk.QuantSim(model, batch, weight_bits=4)
+    sim.compute_encodings([batch], progress=False, valid="mask")
+    with torch.no_grad():
+        reference, value = (each(**batch)[0][mask.bool()].double() for each in (model, sim.model))
+    db = float(10 * torch.log10(reference.square().sum() / (reference - value).square().sum()))
+    pages = {}
+    for valid in (None, "mask"):
+        sim.report(tmp_path / f"{valid}.html", [batch], progress=False, valid=valid)
+        pages[valid] = (tmp_path / f"{valid}.html").read_text(encoding="utf-8")
+    assert f"{db:.1f} dB" in pages["mask"]
+    assert f"{db:.1f} dB" not in pages[None]

@@ -202,3 +202,41 @@ def test_values_that_are_overwritten_are_not_known():
     for row in rows:
         assert math.isnan(row.estimated_increase) or row.estimated_increase < 10 * row.increase + 1e-6
     assert all(row.exact for row in rows)
+
+
+class PerToken(nn.Module):
+    """Words of which the padding is far larger than any other."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.first, self.second = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        with torch.no_grad():
+            self.words.weight[19] *= 30
+
+    def forward(self, ids, mask):
+        return self.second(torch.relu(self.first(self.words(ids)))), mask
+
+
+@pytest.mark.medium
+def test_padding_has_no_part_in_what_the_outputs_lose():
+    """Against the same sequences without padding."""
+    torch.manual_seed(0)
+    ids, mask = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 19, 19]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batch = {"ids": ids, "mask": mask}
+    sim = qtk.QuantSim(PerToken().eval(), batch, weight_bits=4, dynamic_shapes="all")
+    sim.compute_encodings([batch], progress=False, valid="mask")
+    sequences = [{"ids": ids[:1], "mask": mask[:1]}, {"ids": ids[1:, :3], "mask": mask[1:, :3]}]
+    plain, counted, padded = (
+        {row.name: row for row in sim.sensitivity(data, top=99, progress=False, **options)}
+        for data, options in ((sequences, {}), ([batch], {"valid": "mask"}), ([batch], {}))
+    )
+    assert plain.keys() == counted.keys()
+    for name, row in plain.items():
+        assert counted[name].increase == pytest.approx(row.increase, rel=1e-3, abs=1e-9)
+        assert counted[name].recovery == pytest.approx(row.recovery, rel=1e-3, abs=1e-9)
+    assert padded["second.weight"].increase != pytest.approx(plain["second.weight"].increase, rel=0.05)
+    by_function = sim.sensitivity([batch], top=0, progress=False, valid=lambda batch: batch["mask"])
+    estimated = {row.name: row.increase for row in by_function}
+    assert 0.3 < estimated["second.weight"] / plain["second.weight"].increase < 3  # one draw of random signs
+    with pytest.raises(CalibrationError, match="loss and valid exclude each other"):
+        sim.sensitivity([batch], loss=lambda output, batch: output[0].mean(), valid="mask")

@@ -36,8 +36,8 @@ def test_values_of_a_shared_quantizer_are_told_apart():
     assert values.take() == {}
     assert {name for name, _ in taken} == set(names)
     quantizer = sim.quantizers["mul:out"]
-    assert torch.equal(taken["mul:out", 0][0], quantizer(sim.quantizers["x:input"](INPUTS) * 2))
-    assert torch.equal(taken["concat:out", 0][0], output)
+    assert torch.equal(taken["mul:out", 0].value, quantizer(sim.quantizers["x:input"](INPUTS) * 2))
+    assert torch.equal(taken["concat:out", 0].value, output)
     values.close()
     assert not any(module._forward_hooks for module in sim.model.modules() if isinstance(module, Quantizer))
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
+from qtk.workflow.valid_tokens import ValidTokens
 
 PAD = 19
 IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, PAD, PAD]])
@@ -273,3 +274,35 @@ def test_layers_of_both_sides_see_their_tokens_alone():
 def test_a_mask_that_is_no_input_is_named():
     with pytest.raises(CalibrationError, match=r"'decoder_mask' names no input of this call, which has input_ids"):
         ranges([pair(4)[0]], ["attention_mask", "decoder_mask"])
+
+
+class Returned(nn.Module):
+    """Tokens in front of the samples, heads of scores, a pooled row, and a value of as many features as tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.square = nn.Embedding(20, 5), nn.Linear(5, 5)
+
+    def forward(self, ids, mask):
+        hidden = self.square(self.words(ids))
+        return hidden.transpose(0, 1), hidden @ hidden.transpose(1, 2), (hidden * mask[..., None]).sum(1), hidden[0]
+
+
+@pytest.mark.medium
+def test_tokens_are_followed_to_what_is_returned():
+    sim = qtk.QuantSim(Returned().eval(), BATCH, weight_bits=None, activation_bits=8)
+    sim.compute_encodings([BATCH], progress=False)
+    tokens = ValidTokens(sim.model, "mask")
+    counted = []
+    with tokens.listening(), torch.no_grad():
+        outputs = sim.model(**BATCH)
+        counted = [tokens.counted_of_output(each) for each in outputs]
+        doubled = tokens.counted_of_output(outputs[0].transpose(0, 1) * 2)
+        other = tokens.counted_of_output(torch.ones(7))
+    valid = MASK.bool()
+    assert torch.equal(counted[0], valid.T[..., None].expand(5, 2, 5))
+    assert torch.equal(counted[1], valid[:, :, None] & valid[:, None])
+    assert counted[2] is None
+    assert torch.equal(doubled, valid[..., None].expand(2, 5, 5))
+    assert other is None
+    assert ValidTokens(sim.model, None).counted_of_output(outputs[0]) is None

@@ -19,7 +19,7 @@ from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.qdq import export
 from qtk.graph.simulation import Simulation
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.findings import SATURATION_REMEDY
+from qtk.report.findings import saturation_remedy
 from qtk.report.verdict import EXACT, OFF, ON, Level
 from qtk.workflow import file_runs
 from qtk.workflow import verify_export as verification
@@ -131,7 +131,7 @@ def test_a_file_of_other_numbers_is_red_with_the_tensor(written, tmp_path):
     sim, directory = written
     result = verify_export(sim, spoilt(directory, tmp_path, "fc.weight", lambda array: -array), batches(), turns=0)
     assert result.level is Level.RED
-    assert "even with the optimizations off; the first tensor off by more than one step is fc:out" in str(result)
+    assert "even with the optimizations off: given the values of the simulation, fc:out departs" in str(result)
 
 
 @pytest.mark.medium
@@ -152,7 +152,7 @@ def test_saturating_sums_are_red_with_the_remedy(written, monkeypatch):
     result = verify_export(sim, directory, batches(), turns=0)
     assert result.level is Level.RED
     assert result.findings[0].cause.startswith("u8 × s8 saturates on this CPU")
-    assert result.findings[0].remedy == SATURATION_REMEDY
+    assert result.findings[0].remedy == saturation_remedy(opens=True)
 
 
 def has_entry(options):
@@ -181,6 +181,15 @@ def test_latency_and_size_are_compared_with_a_float_export(written, tmp_path):
     assert result.optimized.latency_ms > 0
     assert result.optimized.float_latency_ms > 0
     assert result.exact.latency_ms is None
+    assert (result.timing.rows, result.timing.threads) == (1, None)
+    many = verify_export(sim, directory, batches(1), turns=1, batch_size=7, threads=1, float_export=directory)
+    assert "batch 7, 1 thread" in str(many)
+    assert many.to_json()["timing"]["rows"] == 7
+    with pytest.raises(ExportError, match="there is no float export"):
+        verify_export(sim, directory, batches(1), turns=1, float_export=tmp_path / "absent")
+    for options in ({"batch_size": 0}, {"threads": 0}):
+        with pytest.raises(ExportError, match="must be at least 1; got 0"):
+            verify_export(sim, directory, batches(1), **options)
     assert result.size_bytes == (directory / "model.onnx").stat().st_size
     assert result.float_size_bytes > 0
     assert all(module.mode is Mode.SIMULATE for module in sim.modules() if isinstance(module, Quantizer))
@@ -341,3 +350,80 @@ def test_half_precision_is_verified_and_told_from_integers(tmp_path):
     assert verdict.level is Level.YELLOW
     assert verdict.exact.sqnr_db > 35
     assert "simulate and export model.float()" in [finding.remedy for finding in verdict.findings]
+
+
+class Deep(nn.Module):
+    """Layers, and a sine behind them by which a step of the last one may become anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        self.factor = nn.Parameter(torch.tensor(3e3))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.last((self.layers(x) * self.factor).sin())
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    config = {"version": 1, "rules": [{"match": {"path": "layers.*"}, "output": {"bits": 16}}]}
+    sim = qtk.QuantSim(Deep().eval(), x, config=config)
+    sim.compute_encodings([x], progress=False)
+    directory = tmp_path_factory.mktemp("deep") / "out"
+    with warnings.catch_warnings(action="ignore"):
+        sim.export(directory, formats=["onnx"], check=False)
+    return sim, directory, x
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("factor", "level", "cause"), [
+    (1 + 2e-4, Level.YELLOW, "given the values of the simulation, each of its 5 ops computes those of the simulation"),
+    (1.1, Level.RED, "given the values of the simulation, layers.0:out departs"),
+])
+def test_the_op_that_departs_is_told_from_what_the_model_amplifies(deep, factor, level, cause, tmp_path):
+    sim, directory, x = deep
+    changed = spoilt(directory, tmp_path, "layers.0.bias", lambda array: array * factor)
+    result = sim.verify_export(changed, [x], turns=0, progress=False)
+    assert result.exact.sqnr_db < 35
+    assert (result.level, cause in str(result)) == (level, True)
+    assert len(result.to_json()["runs"][0]["ops"]) == 5
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.first, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, ids, mask):
+        hidden = torch.relu(self.first(self.words(ids)))
+        return self.head(hidden), (hidden * mask[..., None]).sum(1)
+
+
+@pytest.mark.medium
+def test_padding_has_no_part_in_the_verdict(tmp_path):
+    """A file whose row of the padding is wrong, and no other."""
+    torch.manual_seed(0)
+    ids, mask = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 19, 19]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    sim = qtk.QuantSim(Padded().eval(), {"ids": ids, "mask": mask}, config="onnxruntime")
+    batch = {"ids": ids, "mask": mask}
+    sim.compute_encodings([batch], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"], check=False)
+
+    def other_padding(array):
+        array[19] = 1 - array[19]
+        return array
+
+    spoilt(tmp_path / "out", tmp_path / "out", "words.weight", other_padding)
+    for valid in ("mask", lambda batch: batch["mask"]):
+        counted = sim.verify_export(tmp_path / "out", [batch], turns=0, progress=False, valid=valid)
+        assert (counted.level, counted.exact.differing, counted.exact.top1) == (Level.GREEN, 0.0, 1.0)
+        assert counted.exact.total.elements == 8 * 5 + 2 * 8  # the sum has no tokens
+        assert {site.elements for site in counted.exact.sites} <= {8 * 8, 8 * 5, 2 * 8}
+    everything = sim.verify_export(tmp_path / "out", [batch], turns=0, progress=False)
+    assert everything.exact.differing > 0
+    assert everything.exact.total.elements == 10 * 5 + 2 * 8
+    with pytest.raises(CalibrationError, match="valid='other' names no input"):
+        sim.verify_export(tmp_path / "out", [batch], turns=0, progress=False, valid="other")

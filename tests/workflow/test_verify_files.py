@@ -96,6 +96,8 @@ def test_bad_input(written, tmp_path):
         verified(written / "onnxruntime", [])
     with pytest.raises(ExportError, match="unknown runtime 'tvm'; choose from onnxruntime, openvino"):
         verified(written / "onnxruntime", runtime="tvm")
+    with pytest.raises(ExportError, match=r"there is no float export .*model\.onnx"):
+        verified(written / "onnxruntime", [INPUTS], float_export=tmp_path)
     for name in ("a", "b"):
         onnx.save(onnx.load(written / "onnxruntime" / "model.onnx"), tmp_path / f"{name}.onnx")
     with pytest.raises(ExportError, match="holds 2 files, and data fits one"):

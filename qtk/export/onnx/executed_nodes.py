@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx
 
 from qtk.core.spec import QuantSpec
+from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.node_names import op_of
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.report.runtime_nodes import FloatNode, RuntimeNodes
@@ -41,6 +42,13 @@ MOVING = frozenset((
     "MemcpyFromHost", "MemcpyToHost", "ArgMax", "ArgMin", "TopK", "Upsample", "ReverseSequence", "Compress",
 ))
 """Kinds that move, choose or convert values, and those around bodies, whose nodes are counted themselves."""
+
+PASSED = (*FOLLOWED, "Cast", "Max")
+"""Kinds between a DequantizeLinear and a product that do not keep it in float, and Max of one input, which is there for
+a reason of its own."""
+
+LOOPS = ("Scan", "Loop", "If")
+"""Kinds with bodies."""
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 
@@ -70,21 +78,61 @@ def executed_nodes(optimized: Path, exported: Path, reasons: Mapping[str, str]) 
     return RuntimeNodes(dict(integer), tuple(floats))
 
 
+def ops_of_nodes(optimized: Path, exported: Path) -> dict[str, str]:
+    """Name of each node of a file that ONNX Runtime has optimized → the op of the model that it belongs to.
+
+    Arguments as for ``executed_nodes``. A node that quantizes or dequantizes the value of a site belongs to the op that
+    makes the value; one whose op is not known is named by itself.
+    """
+    graph, names = onnx.load(optimized, load_external_data=False).graph, ExportedNames(exported)
+    return {node.name: names.op(node) for each in _graphs(graph) for node in each.node}
+
+
 def computing_kinds(optimized: Path) -> Counter[str]:
     """The kinds of the nodes that compute, each with its number; two graphs with equal ones are fused alike."""
     graph = onnx.load(optimized, load_external_data=False).graph
     return Counter(node.op_type for each in _graphs(graph) for node in each.node if node.op_type not in MOVING)
 
 
-class _ExportedFile:
+class ExportedNames:
+    """The nodes of an exported file, by name and by what they make."""
+
+    def __init__(self, path: Path) -> None:
+        self.graph = onnx.load(path, load_external_data=False).graph
+        self.nodes = [node for each in _graphs(self.graph) for node in each.node]
+        self.makers = {output: node for node in self.nodes for output in node.output}
+        self.named = {node.name: node for node in self.nodes}
+
+    def op(self, node: onnx.NodeProto) -> str:
+        """The op that a node of the optimized graph belongs to; its own name where that is not known."""
+        name = re.sub(r"_token_\d+$", "", node.name)
+        while name and name not in self.named:  # ONNX Runtime appends to the names of what it fuses
+            name = name.rpartition("/")[0]
+        original = self.named.get(name) or self._by_output(node)
+        if original is None:
+            return str(node.name or node.op_type)
+        if original.op_type == "DequantizeLinear":
+            return str(original.name).partition(":")[0]
+        named = str(original.name) if ":" not in original.output[0] else str(original.output[0])
+        return (op_of(original.name) or named).partition(":")[0]
+
+    def _by_output(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+        for output in (*node.output, node.name.removesuffix("_nchwc")):
+            maker = self.makers.get(output)
+            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
+                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
+            if maker is not None:
+                return maker
+        return None
+
+
+class _ExportedFile(ExportedNames):
     """The graph as it was exported, and why values in it are not quantized."""
 
     def __init__(self, path: Path, reasons: Mapping[str, str]) -> None:
-        graph = onnx.load(path, load_external_data=False).graph
-        nodes = [node for each in _graphs(graph) for node in each.node]
+        super().__init__(path)
+        graph, nodes = self.graph, self.nodes
         self.reasons = reasons
-        self.makers = {output: node for node in nodes for output in node.output}
-        self.named = {node.name: node for node in nodes}
         self.readers = {name: node for node in nodes for name in node.input}
         self.initializers = {tensor.name for each in _graphs(graph) for tensor in each.initializer}
         self.specs: dict[str, QuantSpec] = {site.node.name or "": site.spec for site in stored_sites(path)}
@@ -98,19 +146,15 @@ class _ExportedFile:
         return op, self._reason(original, node.op_type, op_of(original.name))
 
     def _original(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
-        for output in node.output:
-            maker = self.makers.get(output)
-            while node.op_type in WEIGHTED and maker is not None and maker.op_type not in WEIGHTED and maker.input:
-                maker = self.makers.get(maker.input[0])  # fused with the activation that makes the output
-            if maker is not None:
-                return maker
-        name = re.sub(r"_token_\d+$", "", node.name)
-        return self.named.get(name) or self.makers.get(name.removesuffix("_nchwc"))  # channels in blocks
+        return self._by_output(node) or self.named.get(re.sub(r"_token_\d+$", "", node.name))
 
     def _reason(self, original: onnx.NodeProto, kind: str, op: str | None) -> str:
         if kind not in WITH_INTEGER_KERNEL and original.op_type not in WITH_INTEGER_KERNEL:
             return f"ONNX Runtime has no integer kernel for {original.op_type}"
         count = 2 if original.op_type in WEIGHTED else len(original.input)
+        barrier = next(filter(None, map(self._barrier, original.input[:count])), None)
+        if barrier is not None:
+            return f"{barrier} stands between DequantizeLinear and {original.op_type}"
         found = [self._input_reason(name, op) for name in original.input[:count] if name]
         missing = [reason for reason in found if reason is not None]
         if missing:
@@ -140,6 +184,17 @@ class _ExportedFile:
             return "inside an op that ONNX writes as several nodes"
         return f"input in float ({self.reasons.get(f'{made_by}:out', 'not quantized in the file')})"
 
+    def _barrier(self, name: str) -> str | None:
+        """The kind of the node, next to ``name``, by which ONNX Runtime does not see that ``name`` is dequantized."""
+        kinds: list[str] = []
+        while (maker := self.makers.get(name)) is not None and maker.op_type != "DequantizeLinear":
+            if not _moves(maker) or not maker.input or maker.op_type in LOOPS:
+                return None
+            kinds.append(maker.op_type)
+            name = self._mover_input(maker)
+        is_computed = maker is not None and maker.input[0] not in self.initializers
+        return next((kind for kind in kinds if kind not in PASSED), None) if is_computed else None
+
     def _output_reason(self, node: onnx.NodeProto, op: str | None) -> str | None:
         """Why the output is in float; ``None`` if it is quantized, or an activation behind it is."""
         name = node.output[0]
@@ -163,15 +218,26 @@ class _ExportedFile:
     def _moved(self, name: str) -> str:
         """The value that ``name`` is, before it was moved."""
         while (maker := self.makers.get(name)) is not None and _moves(maker) and maker.input:
-            if maker.op_type in ("DequantizeLinear", "Scan", "Loop", "If"):
+            if maker.op_type in ("DequantizeLinear", *LOOPS):
                 break
-            name = maker.input[1 if maker.op_type == "Where" else 0]
+            name = self._mover_input(maker)
         return name
+
+    def _mover_input(self, node: onnx.NodeProto) -> str:
+        """The input whose values a node moves; of a mask that hides values behind a constant, these values."""
+        if node.op_type != "Where":
+            return str(node.input[0])
+        hidden = node.input[1] in self.initializers or _is_constant(self.makers.get(node.input[1]))
+        return str(node.input[2 if hidden else 1])
 
 
 def _moves(node: onnx.NodeProto) -> bool:
     """Whether a node moves or converts values; Max of one input returns it."""
     return node.op_type in MOVING or (node.op_type == "Max" and len(node.input) == 1)
+
+
+def _is_constant(node: onnx.NodeProto | None) -> bool:
+    return node is not None and node.op_type in ("Constant", "ConstantOfShape")
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

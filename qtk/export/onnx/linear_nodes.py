@@ -15,6 +15,7 @@ import json
 import numpy as np
 import onnx_ir as ir
 
+from qtk.export.onnx.node_names import op_of
 from qtk.export.onnx.node_writer import insert_before, value_of
 from qtk.export.onnx.value_names import ValueNames
 
@@ -103,11 +104,12 @@ def inserted(
     before: ir.Node, op: str, inputs: list[ir.Value | None], shape: ir.Shape | None, names: ValueNames,
     attributes: list[ir.Attr] | None = None,
 ) -> ir.Value:
-    """The result of a new node in front of another one, named after it."""
+    """The result of a new node of the same op in front of another one, named after it."""
     result = value_of(before.outputs[0].dtype, shape)
     node = ir.Node("", op, inputs, attributes or [], outputs=[result])
     names.give(result, names.free(f"{before.outputs[0].name}/{op}"))
-    node.name = result.name
+    owner = op_of(before.name or "")
+    node.name = result.name if owner is None or result.name is None else f"{owner}/{result.name.replace('/', '.')}"
     insert_before(before, node)
     return result
 

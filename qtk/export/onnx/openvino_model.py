@@ -36,11 +36,12 @@ class OpenVinoModel:
 
     Args:
         file: an ONNX file.
+        threads: the CPU threads of a run; 0 leaves the number to OpenVINO.
 
     Raises: ExportError if OpenVINO is not installed or does not compile the file.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, threads: int = 0) -> None:
         if not has_openvino():
             raise ExportError("running a file in OpenVINO needs openvino; run: pip install \"qtk[openvino]\"")
         import openvino
@@ -49,7 +50,8 @@ class OpenVinoModel:
         try:
             core = openvino.Core()
             self.compiled: openvino.CompiledModel = core.compile_model(
-                core.read_model(str(file)), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+                core.read_model(str(file)), "CPU",
+                {"INFERENCE_PRECISION_HINT": "f32", **({"INFERENCE_NUM_THREADS": threads} if threads else {})},
             )
         except Exception as error:
             raise ExportError(f"{file}: {self.runtime} cannot compile it: {str(error).strip()}") from error

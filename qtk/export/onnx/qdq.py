@@ -28,6 +28,7 @@ from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
+from qtk.export.onnx.separate_weights import separate_weights
 from qtk.export.onnx.stacked_products import multiply_stacks
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
@@ -57,6 +58,7 @@ def export(
     target: str | None = None,
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
     output_names: Sequence[str] | None = None,
+    int16_sums: bool = False,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -70,6 +72,7 @@ def export(
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
         output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
+        int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -93,6 +96,8 @@ def export(
     graph = marked.model
     multiply_stacks(graph)
     read_as_produced(graph)
+    if int16_sums:
+        separate_weights(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:

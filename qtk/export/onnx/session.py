@@ -172,13 +172,28 @@ def session_with(
     return session, f"ONNX Runtime {_version()}, optimizations on{f', {EXACT_MODE}=1' if is_exact else ''}"
 
 
-def profiling_session(file: Path, profile: Path) -> onnxruntime.InferenceSession:
+def opens_in_exact_mode(file: Path) -> bool:
+    """Whether ONNX Runtime opens a file in its exact mode, ``EXACT_MODE``; true where it is not installed."""
+    try:
+        session_with(file, Optimizations.EXACT)
+    except ExportError:
+        return True
+    except Exception:  # whatever the runtime says
+        return False
+    return True
+
+
+def profiling_session(
+    file: Path, profile: Path, *, threads: int = 0, optimized_file: Path | None = None
+) -> onnxruntime.InferenceSession:
     """An optimized session that notes how long each kernel takes, in a file whose name begins with ``profile``.
+
+    ``threads`` and ``optimized_file`` as for ``create_session``.
 
     Raises: ExportError if onnxruntime is not installed; whatever it raises for a file that it cannot load.
     """
     require_onnxruntime()
-    return _session(file, 0, profile=profile)
+    return _session(file, threads, profile=profile, optimized_file=optimized_file)
 
 
 @functools.cache
@@ -216,12 +231,11 @@ def _session(
         options.optimized_model_filepath = str(optimized_file)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    options.log_severity_level = 3  # errors only: warnings would list constants that cannot be folded
+    options.log_severity_level = 4  # nothing on stderr: an error is raised, and some are expected
     options.add_session_config_entry(FLOAT_PRODUCTS, "1")
     options.add_session_config_entry(SPINNING, "0")
     if exact:
         options.add_session_config_entry(EXACT_MODE, "1")
-        options.log_severity_level = 4  # fatal errors only: a file that this mode refuses is opened without it
     source = file if isinstance(file, bytes) else str(file)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 

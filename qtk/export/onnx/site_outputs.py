@@ -49,6 +49,16 @@ class SiteOutput:
             value.to(torch.int32) - spec.middle_code, self.encoding.scale, self.encoding.zero_point, sizes
         )
 
+    def stored(self, reals: Tensor) -> Tensor:
+        """The output that ``reals`` gives, of dequantized values; codes as int32."""
+        if self.encoding is None:
+            return reals
+        spec = self.encoding.spec
+        return affine.quantize(
+            reals.float(), self.encoding.scale, self.encoding.zero_point, spec.granularity.block_size(reals.ndim),
+            int(spec.qmin), int(spec.qmax),
+        ) + spec.middle_code
+
 
 def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
     """The sites of ``file`` whose values can be returned, in graph order.
@@ -57,7 +67,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
         file: an exported file.
         codes: return codes, of calibrated sites of 8 bits; else dequantized values.
     """
-    top_level = {node.name for node in _load(file).graph}
+    top_level = {node.name for node in load_restored(file).graph}
     steps: Counter[str] = Counter()
     outputs = []
     for site in stored_sites(file):
@@ -78,7 +88,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
 
 def sites_in_bodies(file: Path) -> int:
     """The number of sites, constants left out, in the bodies of loops."""
-    top_level = {node.name for node in _load(file).graph}
+    top_level = {node.name for node in load_restored(file).graph}
     return len({
         site.name for site in stored_sites(file)
         if site.node.name not in top_level and site.node.inputs[0] is not None and not _is_constant(site.node.inputs[0])
@@ -87,7 +97,7 @@ def sites_in_bodies(file: Path) -> int:
 
 def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> Path:
     """Writes a copy of ``file`` that also returns ``outputs``, into ``folder``; returns its path."""
-    model = _load(file)
+    model = load_restored(file)
     wanted = dict.fromkeys(output.name for output in outputs)
     returned = {value.name for value in model.graph.outputs}
     values = {value.name: value for node in model.graph for value in node.outputs}
@@ -95,7 +105,8 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
     return write_copy(model, file, folder)
 
 
-def _load(file: Path) -> ir.Model:
+def load_restored(file: Path) -> ir.Model:
+    """The model in an exported file, with the nodes of sites back that stand in its metadata alone."""
     model = ir.load(file)
     restore_operands(model)
     restore_edges(model)

@@ -2,7 +2,7 @@
 
 A code c with zero point z is c + 128 with zero point z + 128 (see ``saturation``). ONNX Runtime's own setting,
 ``session.EXACT_MODE``, does so with some operators, but not with QLinearMatMul nor in the bodies of loops (seen in
-1.32), and refuses weights that several operators share.
+1.32), and refuses weights that many operators share (``separate_weights``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes
+from qtk.export.onnx.executed_nodes import computing_kinds, executed_nodes, ops_of_nodes
 from qtk.export.onnx.qdq import export
 from qtk.export.onnx.session import Optimizations, session_with
 from tests.export.onnx.simulated import activations, nothing, simulate, symmetric
@@ -84,3 +84,48 @@ def test_moved_values_do_not_count_as_computing(tmp_path):
     kinds = computing_kinds(tmp_path / "optimized.onnx")
     assert not kinds & Counter(["Transpose", "QuantizeLinear", "DequantizeLinear"])
     assert kinds["QLinearConv"] == 1
+
+
+@pytest.mark.medium
+def test_nodes_belong_to_ops_of_the_model_whatever_they_are_fused_to(tmp_path):
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    x = torch.randn(2, 3, 8)
+    sim = qtk.QuantSim(Mlp().eval(), x, config="onnxruntime")  # linear layers on three axes: Reshape, Gemm, Reshape
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    file, optimized = tmp_path / "out" / "model.onnx", tmp_path / "optimized.onnx"
+    session_with(file, Optimizations.ON, optimized_file=optimized)
+    kinds = {node.name: node.op_type for node in onnx.load(optimized).graph.node}
+    ops = {ops_of_nodes(optimized, file)[name]: kind for name, kind in kinds.items() if kind == "QGemm"}
+    assert set(ops) == {"first", "second"}
+    assert ops_of_nodes(optimized, file)["x:input/QuantizeLinear"] == "x"
+
+
+class Masked(nn.Module):
+    """Attention whose wholly masked rows are zeros, which ONNX writes as a Where behind the softmax."""
+
+    def forward(self, q, mask):
+        return nn.functional.scaled_dot_product_attention(q, q + 1, q * 2, attn_mask=mask[:, None, None, :])
+
+
+@pytest.mark.medium
+def test_what_keeps_a_dequantized_value_from_a_product_is_named(tmp_path):
+    q, mask = torch.randn(2, 2, 5, 8), torch.tensor([[True] * 5, [True, True, True, False, False]])
+    sim = qtk.QuantSim(Masked().eval(), (q, mask), config="onnxruntime")
+    sim.compute_encodings([(q, mask)], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    file = tmp_path / "out" / "model.onnx"
+    session_with(file, Optimizations.ON, optimized_file=tmp_path / "optimized.onnx")
+    graph = onnx.load(file).graph
+    makers = {output: node for node in graph.node for output in node.output}
+    product = next(node for node in graph.node if node.op_type == "MatMul" and makers[node.input[0]].op_type == "Where")
+    assert "DequantizeLinear" in [makers[name].op_type for name in makers[product.input[0]].input[1:] if name in makers]
+    reasons = {node.reason for node in executed_nodes(tmp_path / "optimized.onnx", file, {}).floats if node.weighted}
+    assert reasons == {"Where stands between DequantizeLinear and MatMul"}
