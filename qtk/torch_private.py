@@ -44,7 +44,6 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
-    "SizeGuard",
     "TorchDispatchMode",
     "below_autograd",
     "call_structure",
@@ -210,21 +209,13 @@ def drop_input_guards(program: ExportedProgram) -> None:
     program._guards_code = []
 
 
-@dataclasses.dataclass(frozen=True)
-class SizeGuard:
-    """A condition under which a graph was traced: a Python expression over the names of free sizes, and these."""
-
-    condition: str
-    symbols: tuple[str, ...]
-
-
-def size_guards(size: torch.SymInt) -> list[SizeGuard]:
-    """The conditions under which the graph of ``size`` was traced, without repetitions."""
+def size_guards(size: torch.SymInt) -> dict[str, tuple[str, ...]]:
+    """The conditions under which the graph of ``size`` was traced, as Python expressions → the free sizes in them."""
     from torch.utils._sympy.printers import PythonPrinter  # loads sympy
 
     shape_env: Any = size.node.shape_env
     conditions = {PythonPrinter().doprint(each): each for each in (shape_env.replace(g.expr) for g in shape_env.guards)}
-    return [SizeGuard(text, tuple(sorted(map(str, each.free_symbols)))) for text, each in conditions.items()]
+    return {text: tuple(sorted(map(str, each.free_symbols))) for text, each in conditions.items()}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
 from qtk.capture.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
 from qtk.errors import OUT_OF_MEMORY
-from qtk.torch_private import SizeGuard, TorchDispatchMode, pytree, size_guards
+from qtk.torch_private import TorchDispatchMode, pytree, size_guards
 
 TIME_SHARE, LEAST_S = 0.3, 0.1
 """Largest share of the time of a capture that trying other sizes may take, and seconds that it may always take."""
@@ -38,6 +38,20 @@ READ = "the code reads its length as a number, or branches on it"
 _NO_MODE = contextlib.nullcontext()
 
 Lengths = Mapping[Axis, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGuard:
+    """A condition under which a graph was traced.
+
+    Args:
+        condition: a Python expression over the names of free sizes.
+        symbols: these names.
+    """
+
+    condition: str
+    symbols: tuple[str, ...]
+
 
 
 class OtherSizes:
@@ -71,7 +85,8 @@ class OtherSizes:
                     sizes.append(size)
         known = {*self.symbols.values()}
         self.guards = [SizeGuard(f"{symbol} > 1", (symbol,)) for symbol in sorted(known)]
-        self.guards += [guard for guard in (size_guards(sizes[0]) if sizes else ())
+        traced = [SizeGuard(*each) for each in size_guards(sizes[0]).items()] if sizes else []
+        self.guards += [guard for guard in traced
                         if guard.symbols and known.issuperset(guard.symbols)]
 
     def axes_of(self, symbols: Collection[str]) -> list[Axis]:
