@@ -17,6 +17,7 @@ from qtk.capture.exclusion import exclude_paths
 from qtk.capture.free_shapes import DynamicShapes
 from qtk.capture.inputs import split_inputs
 from qtk.capture.prepared_model import PreparedModel
+from qtk.capture.states import set_states, states_of
 from qtk.config.load import load_config
 from qtk.config.schema import QuantConfig, check_op_names, check_schemes
 from qtk.core.encoding import Encoding
@@ -26,6 +27,7 @@ from qtk.core.width import FROM_CONFIG, Width, width_from_json, width_to_json
 from qtk.graph.insert import insert
 from qtk.graph.simulation import Simulation
 from qtk.planning.planner import RULE_NAMES, plan
+from qtk.planning.state_pairs import pair_states
 from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.verdict import Verdict
@@ -41,6 +43,7 @@ from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
+from qtk.workflow.rolled_states import Reset
 from qtk.workflow.store import StoredWeights, load, prepare_stored, restore, save
 from qtk.workflow.valid_tokens import Valid
 from qtk.workflow.verify_export import verify_export
@@ -85,6 +88,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         in_place: share the parameters of ``model`` instead of copying them.
         dynamic_shapes: the sizes that may vary, as for ``prepare_model``: ``"all"`` for sequences of any length.
         variants: examples of other kinds of calls, with labels, without a mask, as for ``prepare_model``.
+        states: inputs that are outputs of the call before: ``{"h": 1, "c": 2}``, by index or name of the output.
+            An input and its output share one encoding, and batches in order are the steps of a sequence.
 
     Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """
@@ -103,6 +108,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         in_place: bool = False,
         dynamic_shapes: DynamicShapes = "batch",
         variants: Sequence[ExampleInputs] = (),
+        states: Mapping[str, int | str] = MappingProxyType({}),
     ) -> None:
         self.scheme, self.weight_bits, self.activation_bits = canonical_scheme(scheme), weight_bits, activation_bits
         self.config, self.example_inputs, self.dynamic_shapes = load_config(config), example_inputs, dynamic_shapes
@@ -110,6 +116,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         check_schemes(self.config, calibrator)
         prepared = prepare_own(model, example_inputs, variants, in_place=in_place, dynamic_shapes=dynamic_shapes)
         exclude_paths(prepared, self.config.exclude)
+        set_states(prepared, states)
         settle_batch_norms(prepared, Call(*split_inputs(example_inputs), None), self.config.fold_batch_norms)
         if self.config.split_gates:
             split_gates(prepared)
@@ -133,8 +140,9 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
     def _plan(self, prepared: PreparedModel, config: QuantConfig) -> QuantPlan:
         with as_folded(prepared) as gone:
-            return plan(prepared, config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
-                        scheme=self.scheme, gone=gone)
+            decided = plan(prepared, config, weight_bits=self.weight_bits, activation_bits=self.activation_bits,
+                           scheme=self.scheme, gone=gone)
+        return pair_states(decided, prepared)
 
     @property
     def model(self) -> PreparedModel:
@@ -162,7 +170,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def compute_encodings(
         self, data: Data | None, *, sites: Iterable[str] | str | None = None, only_missing: bool = False,
         forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
-        valid: Valid | None = None,
+        valid: Valid | None = None, reset: Reset | None = None,
     ) -> None:
         """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
 
@@ -198,11 +206,13 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a
                 list with the mask of each side of an encoder-decoder, or a function from a batch to bool [samples,
                 tokens]; ``None``: all. A mapping from masks to the names of their inputs where names do not tell.
+            reset: of a model with ``states``: where a sequence begins, every so many batches or where a function of
+                the batch says so; ``None``: all batches are the steps of one sequence.
 
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid)
+        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid, reset)
         compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 
     def check(self) -> None:
@@ -308,6 +318,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             "scheme": self.scheme, "config": self.config.model_dump(mode="json", exclude_none=True),
             "weight_bits": width_to_json(self.weight_bits), "activation_bits": width_to_json(self.activation_bits),
             "dynamic_shapes": self.dynamic_shapes if isinstance(self.dynamic_shapes, str | None) else "batch",
+            "states": states_of(self.model),
         }
         save(directory, self._simulation, arguments=arguments, weights=weights, force=force)
 

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.report.account import Account
+from qtk.report.drift import Drift
 from qtk.report.sensitivities import Sensitivities
 from qtk.report.site_errors import SiteErrors
 from qtk.workflow.compare import compare
+from qtk.workflow.drift import drift
 from qtk.workflow.forward_pass import Batch, Forward
 from qtk.workflow.report import report
 from qtk.workflow.sensitivity import Loss, sensitivity
@@ -78,6 +80,30 @@ class Analysis:
         """
         return sensitivity(self.simulation, data, loss=loss, top=top, groups=groups, forward=forward,
                            num_batches=num_batches, progress=progress, valid=valid)
+
+    def drift(
+        self, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None, progress: bool = True,
+    ) -> Drift:
+        """How far a model with states leaves float along a sequence: the SQNR of each step, and a verdict.
+
+        >>> import qtk, torch
+        >>> class Stream(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.cell, self.head = torch.nn.GRUCell(4, 8), torch.nn.Linear(8, 2)
+        ...     def forward(self, x, h):
+        ...         h = self.cell(x, h)
+        ...         return self.head(h), h
+        >>> steps, zero = torch.randn(50, 2, 4), torch.zeros(2, 8)
+        >>> batches = [(x, zero) for x in steps]
+        >>> sim = qtk.QuantSim(Stream().eval(), batches[0], states={"h": 1})
+        >>> sim.compute_encodings(batches, progress=False)
+        >>> sim.drift(batches, steps=200, progress=False).is_bounded
+        True
+
+        Arguments: ``qtk.workflow.drift``.
+        """
+        return drift(self.simulation, data, steps=steps, forward=forward, progress=progress)
 
     def report(
         self, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str = "Quantized model",

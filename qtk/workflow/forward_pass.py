@@ -22,6 +22,7 @@ from qtk.nn.eval_mode import evaluating
 from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 from qtk.workflow.batch_advice import batch_advice
+from qtk.workflow.rolled_states import Reset, RolledStates
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -63,9 +64,11 @@ def outputs(
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
+    reset: Reset | None = None,
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
+    States of the model are handed from batch to batch; ``reset``: where a sequence begins (``RolledStates``).
     ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after
     which ``data`` without a length, and without ``num_batches``, are refused.
 
@@ -83,7 +86,8 @@ def outputs(
     total = min((number for number in (length_of(data), num_batches) if number is not None), default=None)
     batches = read(data, num_batches)
     seen = 0
-    with caching(model):
+    rolled = RolledStates(model, reset)
+    with caching(model), rolled.listening():
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             if total is None and index == most_uncounted:
                 raise CalibrationError(
@@ -91,6 +95,7 @@ def outputs(
                     "batches, so it may never end; pass num_batches (a few hundred samples are enough), or data with "
                     "a length"
                 )
+            rolled.begin(batch)
             with TRACING, evaluating(model), torch.no_grad():
                 try:
                     output = _called(run, model, batch)
@@ -122,8 +127,11 @@ def run_all(
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
+    reset: Reset | None = None,
 ) -> None:
     """Runs the model over all of ``data`` and drops what it returns; arguments as for ``outputs``.
+
+    A function as data hands states on itself.
 
     Raises: CalibrationError as ``outputs``.
     """
@@ -142,7 +150,7 @@ def run_all(
         return
     batches = outputs(
         model, data, forward=forward, num_batches=num_batches, most_uncounted=most_uncounted, label=label,
-        progress=progress, ended_by=ended_by,
+        progress=progress, ended_by=ended_by, reset=reset,
     )
     for _ in batches:
         pass

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qtk.capture.states import proposed_states
 from qtk.config.load import precise_in
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
@@ -114,9 +115,9 @@ class SiteSamples:
     def unheld(self, simulation: Simulation) -> list[UnheldSite]:
         """The sites that their encodings do not hold, worst first."""
         precise, samples = precise_in(simulation.target), self._by_spec(simulation)
-        exponents = large_exponents(simulation)
+        exponents, proposed = large_exponents(simulation), proposed_states(simulation.model)
         found = [
-            _judged(site, simulation.plan[site], values, encoding, precise, exponents.get(site))
+            _judged(site, simulation.plan[site], values, encoding, precise, exponents.get(site), proposed.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
         ]
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
@@ -189,16 +190,17 @@ def _in_question(
 
 def _judged(
     site: Site, plan: SitePlan, values: Tensor, encoding: Encoding, precise: Literal[16, "float"], exponent: str | None,
+    states: Mapping[str, int] | None,
 ) -> UnheldSite | None:
     spec = encoding.spec
     bits = spec.dtype.bits
     if not values.numel() or not values.any():
-        return _constant(site, 0.0) if values.numel() > 1 and site.port == "input" else None
+        return _constant(site, 0.0, states) if values.numel() > 1 and site.port == "input" else None
     if plan.range is not None:
         values = values.clamp(*plan.range)  # what a fixed range clips is decided
     low, high = values.aminmax()
     if low == high:
-        return _constant(site, float(low)) if site.port == "input" and values.numel() > 1 else None
+        return _constant(site, float(low), states) if site.port == "input" and values.numel() > 1 else None
     rounded = fake_quantize(values, encoding.scale, encoding.zero_point, (), int(spec.qmin), int(spec.qmax))
     noise = float((rounded - values).double().square().sum())
     sqnr_db = decibels(float(values.double().square().sum()), noise)
@@ -221,10 +223,11 @@ def _judged(
     )
 
 
-def _constant(site: Site, value: float) -> UnheldSite:
+def _constant(site: Site, value: float, states: Mapping[str, int] | None) -> UnheldSite:
+    along = f"QuantSim(…, states={dict(states)})" if states else "along a sequence"
     return UnheldSite(
         site.name, float("-inf"), 0.0, 1, f"was {value:g} in all data, and is quantized as if it always were",
-        "calibrate with the values that it takes in use; of a state, along a sequence",
+        f"calibrate with the values that it takes in use; of a state, {along}",
     )
 
 

@@ -1,0 +1,63 @@
+"""One encoding for a state as a call takes it and as the call before returns it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch import fx, nn
+
+from qtk.capture.signature import output_nodes
+from qtk.capture.states import states_of
+from qtk.core.plan import QuantPlan, SitePlan
+from qtk.core.site import Site
+from qtk.graph.captured_graph import CapturedGraph
+from qtk.graph.flow import Flow, maker
+from qtk.graph.graphs import graphs, roots
+from qtk.graph.sites import value_site
+from qtk.graph.targets import called_module
+from qtk.nn.recurrent import Recurrent, RecurrentCell
+
+
+def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
+    """Lets each state input share the encoding of the values that it takes, where both are quantized.
+
+    A state of several layers shares one encoding with the states of all of them.
+    """
+    states = states_of(model)
+    if not states:
+        return plan
+    graph, sites = roots(model)[""], dict(plan.sites)
+    inputs = {str(node.target): node for node in graph.graph.find_nodes(op="placeholder")}
+    outputs = list(output_nodes(graph).items())
+    for name, index in states.items():
+        given, (output, returned) = value_site(inputs[name]), outputs[index]
+        makers = [site for site in _makers(graph, returned) if site in sites]
+        if given in sites and makers:
+            _share(sites, makers, given, f"the state that {output} is the next value of")
+    return replace(plan, sites=sites)
+
+
+def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:
+    leader = sites[makers[0]].leader or makers[0]
+    shared = replace(sites[leader], leader=leader, reason=reason)
+    members = {given, *makers, *(site for site, decided in sites.items() if decided.leader in {given, *makers})}
+    for site in members - {leader}:
+        if site == given or sites[site].spec in (shared.spec, sites[given].spec):
+            sites[site] = replace(shared, static=False)
+
+
+def _makers(graph: CapturedGraph, returned: fx.Node) -> list[Site]:
+    """The sites of what makes a returned value: of a recurrent net the last values inside it, of each layer."""
+    root = Flow(graph.graph).root(returned)
+    outside, call = value_site(root), maker(root)
+    module = called_module(call)
+    index = root.args[1] if root.target is operator.getitem else 0
+    if not isinstance(module, Recurrent | RecurrentCell) or not isinstance(index, int):
+        return [outside]
+    cells = [inner for path, inner in graphs(module).items() if path.endswith("cell")]
+    if isinstance(module, Recurrent) and index == 0:
+        cells = cells[-2 if module.bidirectional else -1:]
+    part = max(index - 1, 0) if isinstance(module, Recurrent) else index
+    values = [(inner, inner.graph.output_node().all_input_nodes[part]) for inner in cells]
+    return [outside, *(value_site(Flow(inner.graph, is_nested=True).root(value)) for inner, value in values)]

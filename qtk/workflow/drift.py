@@ -1,0 +1,61 @@
+"""Measures how far a simulation with states leaves the float model along a sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from qtk.capture.states import states_of
+from qtk.errors import CalibrationError
+from qtk.graph.simulation import Simulation
+from qtk.layerwise.float_weights import FloatWeights
+from qtk.numerics.error import decibels
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
+from qtk.report.drift import Drift
+from qtk.torch_private import pytree
+from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
+
+
+def drift(
+    simulation: Simulation, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None,
+    progress: bool = True,
+) -> Drift:
+    """The SQNR of the outputs, step by step: float and simulation each carry their own states.
+
+    Args:
+        simulation: of a model with states.
+        data: the batches of one sequence, in order.
+        steps: how many steps; beyond the last batch the first follows again. ``None``: one for each batch.
+        forward: as for ``compute_encodings``.
+        progress: show bars.
+
+    Raises: CalibrationError without states or data, or if ``steps`` is not positive.
+    """
+    states = states_of(simulation.model)
+    if not states:
+        raise CalibrationError("drift is measured between calls that hand states on, and this simulation has none; "
+                               "name them, QuantSim(…, states={'h': 1})")
+    if steps is not None and steps < 1:
+        raise CalibrationError(f"steps must be at least 1, or None for one a batch; got {steps}")
+    batches = in_memory(data, None)
+    total = len(batches) if steps is None else steps
+
+    def run(label: str) -> Iterable[list[Tensor]]:
+        sequence = itertools.islice(itertools.cycle(batches), total)
+        for output in outputs(simulation.model, sequence, forward=forward, num_batches=total, label=label,
+                              progress=progress):
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            others = [leaf for index, leaf in enumerate(leaves) if index not in states.values()]
+            yield [leaf.double().cpu() for leaf in others or leaves if leaf.is_floating_point()]
+
+    with in_mode(simulation.quantizers.values(), Mode.BYPASS), FloatWeights(simulation).in_place():
+        expected = list(run("float"))
+    found = []
+    for wanted, simulated in zip(expected, run("simulation"), strict=True):
+        power = sum(float(value.square().sum()) for value in wanted)
+        noise = sum(float((a - b).square().sum()) for a, b in zip(wanted, simulated, strict=True))
+        found.append(decibels(power, noise))
+    return Drift(tuple(found))
