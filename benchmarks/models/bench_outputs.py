@@ -27,6 +27,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import qtk
 from qtk.export.onnx.session import create_session, integer_sums_saturate
@@ -95,6 +96,19 @@ class BoxesBesideScores(nn.Module):
         return torch.cat([self.boxes(features).exp() * 160, self.scores(features).sigmoid()], 1)
 
 
+class Proposals(nn.Module):
+    """The feature pyramid and the proposal head of torchvision's Faster R-CNN: scores and deltas of the first level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        detector = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+        self.backbone, self.head = detector.backbone, detector.rpn.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, deltas = self.head(list(self.backbone(x).values()))
+        return torch.cat([scores[0], deltas[0]], 1)
+
+
 class Logits(nn.Module):
     """A model of transformers without a cache, its logits or last hidden state alone."""
 
@@ -143,6 +157,12 @@ def cat_boxes_scores(_: Path | None) -> Case:
     return Case(trained_norms(BoxesBesideScores()), batches, test, lambda y: {"boxes": y[:, :4], "scores": y[:, 4:]})
 
 
+def faster_rcnn(_: Path | None) -> Case:
+    *batches, test = images(5)
+    model = Proposals().eval()
+    return Case(model, batches, test, lambda y: {"scores": y[:, : y.shape[1] // 5], "deltas": y[:, y.shape[1] // 5:]})
+
+
 def tokens(words: int, *names: str) -> list[Inputs]:
     return [{name: torch.randint(3, words, (4, 24)) for name in names} for _ in range(5)]
 
@@ -188,7 +208,7 @@ def minilm(folder: Path | None) -> Case:
     return Case(model, batches, test, lambda hidden: {"tokens": hidden[mask]}, valid="attention_mask")
 
 
-CASES = {each.__name__: each for each in (yolov5_decode, cat_boxes_scores, opt, gemma2, t5, minilm)}
+CASES = {each.__name__: each for each in (yolov5_decode, cat_boxes_scores, faster_rcnn, opt, gemma2, t5, minilm)}
 
 
 class Feeds(CalibrationDataReader):
