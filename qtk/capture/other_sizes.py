@@ -74,7 +74,7 @@ class OtherSizes:
         leaves, numbers = graph.leaves(self._args, self._kwargs), leaf_numbers(self._args, self._kwargs)
         for node, leaf in zip(graph.graph.find_nodes(op="placeholder"), leaves, strict=True):
             value, name = node.meta.get("val"), str(node.target)
-            if not isinstance(leaf, Tensor) or not isinstance(value, Tensor):
+            if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or leaf.layout is not torch.strided:
                 continue
             self._names[id(leaf)], self.numbers[name] = name, numbers[id(leaf)]
             for number, size in enumerate(value.shape):

@@ -34,7 +34,6 @@ from qtk.numerics.affine import fake_quantize
 from qtk.numerics.error import decibels
 from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
-from qtk.quantizers.read_encodings import read_encodings
 from qtk.report.table import Column, Table
 from qtk.workflow.large_exponents import large_exponents
 
@@ -135,11 +134,15 @@ class SiteSamples:
             if site in plan and isinstance(plan[site].spec.granularity, PerTensor)
             and not isinstance(plan[site].spec.dtype, FloatDtype)
         ]
-        encodings = read_encodings([quantizers[site] for site in sites])
-        values = moved([torch.cat(self._values[site]).float() for site in sites], HOST)
+        ranges = [quantizers[site].range() for site in sites]
+        known = [tensor for each in ranges for tensor in each if tensor is not None]
+        on_host = iter(moved([*(torch.cat(self._values[site]).float() for site in sites), *known], HOST))  # one wait
+        values = [next(on_host) for _ in sites]
         samples: dict[QuantSpec, list[tuple[Site, Tensor, Encoding]]] = defaultdict(list)
-        for site, encoding, kept in zip(sites, encodings, values, strict=True):
-            if isinstance(encoding, Encoding):
+        for site, kept, (scale, zero_point) in zip(sites, values, ranges, strict=True):
+            tensors = (None if tensor is None else next(on_host) for tensor in (scale, zero_point))
+            encoding = quantizers[site].encoding_of(*tensors)
+            if encoding is not None:
                 samples[encoding.spec].append((site, kept[kept.isfinite()], encoding))
         return samples
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from qtk.atomic import MARKER, staged_directory
 from qtk.errors import CheckError, ConfigError, ExportError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.onnx import qdq
+from qtk.export.onnx.session import create_session
 from qtk.export.tensor_names import tensor_names
 from qtk.workflow.export import EXPORTERS, export
 from qtk.workflow.verify_files import verify_files
@@ -354,7 +354,7 @@ def test_axes_and_outputs_have_the_names_that_are_given(dynamic_shapes, frames, 
     assert lengths(graph.input) == {"x": ["batch", frames, 4], "h": [2, "batch", 8], "c": [2, "batch", 8]}
     assert lengths(graph.output) == {"y": ["batch", frames, 8], "h_next": [2, "batch", 8], "c_next": [2, "batch", 8]}
     others = torch.randn(2, 3, 4), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    session, _ = create_session(tmp_path / "out" / "model.onnx")
     results = session.run(["c_next", "y"], {name: x.numpy() for name, x in zip("xhc", others, strict=True)})
     for result, expected in zip(results, [step.model(*others)[index] for index in (2, 0)], strict=True):
         error = (torch.from_numpy(result) - expected).square().sum()
