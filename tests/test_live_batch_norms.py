@@ -201,7 +201,7 @@ def test_what_was_trained_is_what_is_exported(config, tmp_path):
     assert verdict.runs[0].differing < 1e-3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_digits_trained_live_have_the_same_accuracy_in_onnx_runtime(tmp_path):
     pytest.importorskip("sklearn")
     from qtk.demo.digits import load_digits_split

@@ -225,7 +225,7 @@ def test_save_and_load(tmp_path):
         qtk.QuantSim.load(tmp_path / "saved", model(), PLAIN, variants=variants[::-1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_files_are_those_of_the_example_inputs(tmp_path):
     pytest.importorskip("onnxruntime")
     sim, alone = simulation(others=[KINDS["labels"]]), simulation(others=())
@@ -262,7 +262,7 @@ def test_padded_tokens_of_a_kind_of_call_are_left_out_as_by_a_model_of_that_kind
     assert equal(several.model(**padded), alone.model(**padded))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_compiled_model_serves_all_kinds_without_breaks(all_kinds):
     compiled = torch.compile(all_kinds.model, backend="eager", fullgraph=True)
     for inputs in (PLAIN, KINDS["labels"]):

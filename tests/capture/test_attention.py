@@ -205,7 +205,7 @@ def test_a_simulated_attention_quantizes_weights_and_both_products(name):
     assert_quantized(*case(name), blocks=1, linears=4 if name == "other_widths" else 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @every_case
 def test_at_16_bits_attention_is_near_float(name):
@@ -326,7 +326,7 @@ def test_at_16_bits_a_transformer_is_near_float(name):
     assert_near_float_at_16_bits(*layer(name))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_would_nest_its_tensors_is_prepared_too():
     model, (_, _, inputs) = encoder(nested=True).eval(), layer("padded_encoder")

@@ -106,6 +106,7 @@ def test_keeps_names_and_tensors(name):
         assert all(own[key] is originals[key] for key in own)
 
 
+@pytest.mark.sample(4)
 @every_model
 def test_bypassed_is_float_bit_for_bit_and_uncalibrated_is_an_error(name):
     entry, (model, prepared) = PYTHON[name], pair(name)

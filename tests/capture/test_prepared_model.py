@@ -159,7 +159,7 @@ def print_answer(path):
     print(model(ZOO["dataclass_output"].inputs()).logits.shape[0])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_another_process_returns_the_dataclass_of_what_was_pickled(tmp_path):
     torch.save(prepared("dataclass_output"), tmp_path / "model.pt")
     finished = fresh.run(print_answer, tmp_path / "model.pt")

@@ -73,7 +73,7 @@ def test_the_plan_is_pure_and_insertion_is_undone_exactly(name):
 
 
 @pytest.mark.medium
-@pytest.mark.sample(26)
+@pytest.mark.sample(8)
 def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
     entry = ZOO[name]
     prepared = prepared_once(name)
@@ -85,6 +85,7 @@ def test_bypassed_is_float_and_uncalibrated_is_an_error(name):
             entry.run(sim.model)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.medium
 def test_every_float_value_has_a_site_or_a_reason(name):
     prepared = prepared_once(name)

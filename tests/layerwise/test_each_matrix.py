@@ -30,6 +30,7 @@ def sqnr_db(sim, model, x):
     return decibels(expected.square().sum(), (expected - sim.model(x)).square().sum())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("methods", ["gptq", ["seq_mse", "coordinate_descent"], "adaround(iterations=30)"],
                          ids=["gptq", "seq_mse + coordinate_descent", "adaround"])

@@ -341,6 +341,7 @@ def lengths(values):
             for value in values}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("dynamic_shapes", "frames"), [
     ("batch", 3), ({"x": {0: "batch", 1: "frames"}, "h": {1: "batch"}, "c": {1: "batch"}}, "frames"),

@@ -96,7 +96,7 @@ def pooled(name):
     return name.startswith(("sum", "div", "head"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("valid", ["mask", pytest.param(lambda batch: batch["mask"].bool(), marks=pytest.mark.slow)],

@@ -213,7 +213,7 @@ def test_the_reasons_of_float_nodes_are_those_of_the_plan(tmp_path):
     }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_scores_of_trained_attention_reach_softmax_in_float(tmp_path):
     """QLinearSoftmax, which divides integers, was the largest loss: 1.4 % of the outputs off by more than one step."""
     pytest.importorskip("sklearn")

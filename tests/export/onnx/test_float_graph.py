@@ -90,7 +90,7 @@ def test_every_name_is_that_of_its_value(name, tmp_path):
         np.testing.assert_allclose(values[each], wanted, rtol=FLOAT_ROUNDING, atol=FLOAT_ROUNDING, err_msg=each)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_files_with_and_without_quantizers_share_their_names(tmp_path):
     sim = simulated("vit", config="onnxruntime")
     sim.export(tmp_path / "out", formats=("onnx", "aimet_1.0.0", "aimet_0.6.1"))

@@ -120,7 +120,7 @@ def test_every_site_is_found_under_its_name(tmp_path):
     assert {f"0.l1.cell.{op}:out" for op in ("gates", "cell_tanh", "hidden")} <= names
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_file_does_not_grow_with_the_length(tmp_path):
     counts = []
     for length in (3, 40):

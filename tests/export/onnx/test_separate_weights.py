@@ -65,7 +65,7 @@ def exported(model, x, folder, config):
     return sim, folder / "model.onnx", [str(each.message) for each in caught if "overflow" in str(each.message)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("config", ["default", "onnxruntime_vnni"])
 @pytest.mark.parametrize("name", MODELS)
