@@ -1,6 +1,6 @@
 # make demo    install into .venv, quantize the embedded digits models, print the table
 # make quick   before each commit: ruff, mypy and the tests that take little time: 2 minutes
-# make test    what CI runs: install into .venv, run ruff, mypy and the tests but the slow ones: 9 to 11 minutes
+# make test    what CI runs: install into .venv, run ruff, mypy and the tests but the slow ones: 10 minutes
 # make test ROOM=planning   the tests of one room, qtk/planning, and its doctests; ROOM=qtk: the files beside the rooms
 # make test-all     before a release: the slow tests too, matrices in full: hours
 # make test-kernels after a change of kernels/, ops/, numerics/ or csrc/: all of their tests, and the record that they passed: 13 to 15 minutes

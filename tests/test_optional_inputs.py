@@ -121,7 +121,7 @@ def test_each_kind_of_call_computes_what_the_model_does():
     assert prepared.config == {"num_labels": 3}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_common_is_one_site_with_one_encoding(all_kinds):
     sim = all_kinds
     logits = sim.model(**PLAIN).logits

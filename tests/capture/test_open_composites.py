@@ -59,7 +59,7 @@ def calls(prepared):
     return {str(n.target): n for n in prepared.graph.nodes if n.op == "call_module" and nested_graphs(n)}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_values_inside_have_the_module_path_of_the_layer(prepared):
     found = sites(prepared)
     steps = ("lstm.l0", "lstm.l0_reverse", "lstm.l1", "lstm.l1_reverse", "first.l0", "second.l0")

@@ -521,7 +521,7 @@ def sharded_islands():
     return torch.equal(output, expected) and all(isinstance(p.grad, DTensor) for p in sim.model.parameters())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fsdp_shards_every_block(tmp_path, pytestconfig):
     kinds = (False, True) if pytestconfig.getoption("door") == "all" else (True,)
     fresh.run_ranks(on_a_rank, RANKS, str(tmp_path), kinds)

@@ -41,7 +41,7 @@ def exported(model, x, folder):
     return sim, Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_encoder_layer_runs_in_integers_as_simulated(tmp_path):
     torch.manual_seed(0)
     x = torch.randint(50, (2, 6))

@@ -107,7 +107,7 @@ def test_first_states_that_are_inputs(tmp_path):
     assert_near(run_onnx(path, *other), run_simulation(sim.model, *other), sim)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_site_is_found_under_its_name(tmp_path):
     x = torch.randn(4, 3, I)
     sim = quantized(nn.Sequential(NETS["lstm_both"]()), x)
