@@ -9,6 +9,7 @@ from qtk.config.load import precise_in
 from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.graph.simulation import Simulation
+from qtk.observers.ranks import exchanged, several_ranks
 from qtk.workflow.calibrate import CalibrationData, calibrate, sites_to_calibrate
 from qtk.workflow.check import check
 from qtk.workflow.dropped_sites import dropped_sites_back
@@ -30,7 +31,8 @@ def compute_encodings(
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
     rules = _rules_apart(uneven_values(samples, sim.simulation), sim.simulation) if computes_all else []
-    if (new := [rule for rule in rules if rule not in sim.config.rules]) and not isinstance(data.batches, Iterator):
+    new = [rule for rule in rules if rule not in sim.config.rules]
+    if computes_all and (new := _agreed(new, runs_again=not isinstance(data.batches, Iterator))):
         replan_simulation(sim, sim.config.model_copy(update={"rules": (*new, *sim.config.rules)}))
         missing = sites_to_calibrate(sim.simulation, only_missing=True)
         sim.simulation, later = calibrate(sim.simulation, missing, data)
@@ -38,6 +40,17 @@ def compute_encodings(
     warn_of_unheld(samples, sim.simulation)
     if sites is None:
         check(sim.simulation)
+
+
+def _agreed(rules: list[Rule], *, runs_again: bool) -> list[Rule]:
+    """The rules that the data of any rank ask for, in the order of the ranks; none if those of one run once alone."""
+    shares = exchanged((rules, runs_again), None) if several_ranks() else [(rules, runs_again)]
+    if not all(again for _, again in shares):
+        return []
+    union: list[Rule] = []
+    for found, _ in shares:
+        union += [rule for rule in found if rule not in union]
+    return union
 
 
 def _rules_apart(uneven: UnevenValues, simulation: Simulation) -> list[Rule]:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import qtk
+from qtk.config.schema import Match, Rule
+from qtk.workflow import compute_encodings
 
 
 class Beside(nn.Module):
@@ -116,3 +118,13 @@ def test_where_the_target_has_more_bits_they_are_taken():
     model = Beside().eval()
     sim, _ = computed(model, BATCHES, config="qnn_htp")
     assert sim.plan[next(site for site in sim.plan if site.name == "concat:out")].spec.dtype.bits == 16
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("runs_again", "is_apart"), [(True, True), (False, False)])
+def test_all_ranks_plan_apart_what_the_data_of_one_ask_for(runs_again, is_apart, monkeypatch):
+    rule = Rule(match=Match(path=("concat",)), output="float", optional=True)
+    monkeypatch.setattr(compute_encodings, "several_ranks", lambda: True)
+    monkeypatch.setattr(compute_encodings, "exchanged", lambda mine, problem: [mine, ([rule], runs_again)])
+    sim, _ = computed(Beside(factor=8.0).eval(), BATCHES, config="onnxruntime")
+    assert ("concat:out" not in sim.quantizers) == is_apart
