@@ -41,10 +41,10 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
 def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:
     leader = sites[makers[0]].leader or makers[0]
     shared = replace(sites[leader], leader=leader, reason=reason)
-    members = {given, *makers, *(site for site, decided in sites.items() if decided.leader in {given, *makers})}
-    for site in members - {leader}:
-        if site == given or sites[site].spec in (shared.spec, sites[given].spec):
-            sites[site] = replace(shared, static=False)
+    of_input = {given, *(site for site, decided in sites.items() if decided.leader == given)}
+    of_makers = {site for site, decided in sites.items() if site in makers or decided.leader in makers}
+    alike = {site for site in of_makers if sites[site].spec == shared.spec}
+    sites |= {site: replace(shared, static=False) for site in (of_input | alike) - {leader}}
 
 
 def _makers(graph: CapturedGraph, returned: fx.Node) -> list[Site]:

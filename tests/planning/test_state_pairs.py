@@ -53,6 +53,20 @@ def test_a_state_of_written_out_code():
     assert found["mean:input"] == next(name for name in found if name.startswith("add"))
 
 
+def test_an_input_of_another_width_takes_that_of_its_output_with_all_that_share_it():
+    class Average(nn.Module):
+        def forward(self, x, mean):
+            mean = 0.9 * mean + 0.1 * x
+            return torch.cat([x - mean, mean], 1) * 2, mean
+
+    rules = [{"match": {"op": "add"}, "output": {"bits": 16}}]
+    x = torch.randn(2, 4)
+    plan = qtk.QuantSim(Average(), (x, x), states={"mean": 1}, config={"version": 1, "rules": rules}).plan
+    widths = {site.name: decided.spec.dtype.bits for site, decided in plan.items()}
+    assert widths["mean:input"] == widths["add:out"] == 16
+    assert all(decided.leader is None or plan[decided.leader].leader is None for decided in plan.values())
+
+
 @pytest.mark.medium
 def test_a_stream_calibrated_from_zeros_keeps_its_accuracy_and_its_file_runs_the_loop(tmp_path):
     class Denoiser(nn.Module):
