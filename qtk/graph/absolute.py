@@ -6,16 +6,9 @@ import torch
 from torch import fx
 
 from qtk.graph.flow import Flow, maker
+from qtk.graph.op_row import Precision
 from qtk.graph.op_table import IDENTITY
-from qtk.graph.schema import aten_name
 from qtk.graph.sites import is_float
-
-PERIODIC = frozenset({"sin", "cos", "tan", "floor", "ceil", "round", "trunc", "frac", "remainder", "fmod",
-                      "floor_divide"})
-"""Ops whose result depends on the fraction of their operand, or on its phase: less than a step of a wide range."""
-
-LINEAR = frozenset({"add", "sub", "rsub", "mul", "div", "neg"})
-"""Ops that hand the need for a small absolute error on to their operands."""
 
 
 def absolute_values(graph: fx.Graph, flow: Flow) -> set[fx.Node]:
@@ -39,7 +32,9 @@ def absolute_values(graph: fx.Graph, flow: Flow) -> set[fx.Node]:
 
 def _is_absolute(node: fx.Node, flow: Flow, found: set[fx.Node]) -> bool:
     readers = [port.user for port in flow.readers(node)]
-    return bool(readers) and all(_is_cast_to_integers(user, flow) or _reads_absolutely(user, found) for user in readers)
+    return bool(readers) and all(
+        _is_cast_to_integers(user, flow) or _reads_absolutely(user, flow, found) for user in readers
+    )
 
 
 def _is_cast_to_integers(user: fx.Node, flow: Flow) -> bool:
@@ -49,6 +44,8 @@ def _is_cast_to_integers(user: fx.Node, flow: Flow) -> bool:
     return value.dtype is not torch.bool and row is not None and row.kind == IDENTITY.kind
 
 
-def _reads_absolutely(user: fx.Node, found: set[fx.Node]) -> bool:
-    name = (aten_name(user.target) or "").removesuffix("_")
-    return name in PERIODIC or (name in LINEAR and maker(user) is user and user in found)
+def _reads_absolutely(user: fx.Node, flow: Flow, found: set[fx.Node]) -> bool:
+    row = flow.row(user)
+    if row is None or maker(user) is not user:
+        return False
+    return row.precision is Precision.FRACTION or (row.precision is Precision.ABSOLUTE and user in found)

@@ -13,12 +13,6 @@ from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import IDENTITY, INDICES
 from qtk.graph.sites import ports
 
-KEEPING = frozenset((
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "floor_divide", "remainder", "fmod", "floor", "ceil",
-    "round", "trunc", "sum", "cumsum", "prod", "cumprod", "mean", "maximum", "minimum", "clamp",
-))
-"""Ops whose result counts if their operands do, besides movement and merges."""
-
 
 class Nature(enum.Enum):
     """What the elements of a tensor are; of several operands the first in this order decides."""
@@ -58,7 +52,7 @@ def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Natur
         return Nature.REAL if is_real else Nature.COUNT if is_mask else Nature.INTEGER
     if row is not None and (row.role is Role.COUNT or row is INDICES):
         return Nature.COUNT
-    if row is not None and (row.role in (Role.MOVEMENT, Role.MERGE) or row.kind in KEEPING):
+    if row is not None and (row.keeps_elements or row.counts):
         operands = {known[read] for read in _operands(maker(node), row) if not _is_neutral(read, flow)}
         nature = next((nature for nature in Nature if nature in operands), Nature.REAL)
         if is_real or nature is not Nature.REAL:

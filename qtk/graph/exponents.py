@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 from torch import fx, nn
 
-from qtk.graph.absolute import LINEAR
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
-from qtk.graph.schema import aten_name
+from qtk.graph.op_row import Precision
+from qtk.graph.op_table import row_of
 from qtk.graph.sites import SITE, label
-
-EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 
 
 def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[str]:
@@ -25,13 +23,13 @@ def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[st
     """
     names: list[str] = []
     for graph in graphs(model).values():
-        if not any(_name(node) in EXPONENTIALS for node in graph.graph.nodes):
+        if not any(_needs(node, Precision.EXPONENT) for node in graph.graph.nodes):
             continue
         flow, found = Flow(graph.graph), set[fx.Node]()
         for node in reversed(quantizer_nodes(graph)):
             readers = [port.user for port in flow.readers(node)]
             name = str(label(node, SITE))
-            is_argument = bool(readers) and all(_name(user) in EXPONENTIALS for user in readers) and is_large(name)
+            is_argument = bool(readers) and all(_needs(user, Precision.EXPONENT) for user in readers) and is_large(name)
             if is_argument or (readers and all(_computes(user, found, flow) for user in readers)):
                 found.add(node)
                 names.append(name)
@@ -40,8 +38,9 @@ def exponent_sites(model: nn.Module, is_large: Callable[[str], bool]) -> list[st
 
 def _computes(user: fx.Node, found: set[fx.Node], flow: Flow) -> bool:
     """Whether a sum or a product is read by ``found`` alone."""
-    return _name(user) in LINEAR and all(port.user in found for port in flow.readers(user))
+    return _needs(user, Precision.ABSOLUTE) and all(port.user in found for port in flow.readers(user))
 
 
-def _name(user: fx.Node) -> str:
-    return (aten_name(user.target) or "").removesuffix("_")
+def _needs(user: fx.Node, precision: Precision) -> bool:
+    row = row_of(user)
+    return row is not None and row.precision is precision

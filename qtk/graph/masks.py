@@ -9,17 +9,8 @@ from torch import fx, nn
 from qtk.core.site import Site
 from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs, nested_graphs
-from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_row import Mask, OpRow
 from qtk.graph.sites import value_site
-
-READERS = frozenset(("softmax", "log_softmax", "logsumexp", "max", "amax", "argmax", "topk"))
-"""Ops that a mask is made for: those that turn −inf into nothing."""
-
-MAKERS = frozenset(("masked_fill", "where", "log", "log_softmax", "logit"))
-"""Ops that make −inf or put it in."""
-
-PASSING = frozenset(("add", "sub", "mul", "div", "neg", "clamp", "minimum", "maximum", "rsub"))
-"""Elementwise ops that keep a mask, besides movement and merges."""
 
 
 def maskable_sites(model: nn.Module) -> set[Site]:
@@ -47,7 +38,7 @@ def _before_readers(nodes: list[fx.Node], flow: Flow) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         row = flow.row(node)
-        is_reader = bool(nested_graphs(node)) or (row is not None and row.kind in READERS)
+        is_reader = bool(nested_graphs(node)) or (row is not None and Mask.READS in row.mask)
         if is_reader or (node in found and _passes(row)):
             is_composite = bool(nested_graphs(node))
             found.update(read for read in node.all_input_nodes if not (is_composite and _is_product(flow, read)))
@@ -58,13 +49,14 @@ def _behind_makers(nodes: Iterable[fx.Node], flow: Flow) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
         row = flow.row(node)
-        if row is not None and (row.kind in MAKERS or (_passes(row) and not found.isdisjoint(node.all_input_nodes))):
+        makes = row is not None and Mask.MAKES in row.mask
+        if makes or (row is not None and _passes(row) and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
 
 
 def _passes(row: OpRow | None) -> bool:
-    return row is None or row.role in (Role.MOVEMENT, Role.MERGE) or row.kind in PASSING
+    return row is None or row.keeps_elements or Mask.KEEPS in row.mask
 
 
 def _is_product(flow: Flow, node: fx.Node) -> bool:

@@ -53,6 +53,49 @@ class Scaling(enum.Enum):
     CONSTANT = "a created constant: of the operands only the shape is read"
 
 
+class Mask(enum.Flag):
+    """What an op does with an attention mask: −inf, or a number like it, at masked positions."""
+
+    NONE = 0
+    READS = enum.auto()
+    """Turns −inf into nothing: a mask is made for such an op."""
+    MAKES = enum.auto()
+    """Makes −inf, or puts it in."""
+    KEEPS = enum.auto()
+    """Element by element, the result has the mask of an operand."""
+
+
+class Feeding(enum.Enum):
+    """Whether a value feeds what the result of an op feeds that reads it."""
+
+    RESULT = "the result belongs to what the op adds up or averages"
+    SCALED = "the result belongs to the value that the op multiplies by a parameter or a number"
+    ORDER = "the result is in the order of what the op reads, and feeds the ops that look for the largest values"
+    LARGEST = "the op looks for the largest values; what reads its result is not fed"
+
+
+class Precision(enum.Enum):
+    """Which error of its operands decides about the error of an op's result."""
+
+    FRACTION = "the absolute one: only their fraction or phase matters, less than a step of a wide range"
+    ABSOLUTE = "the absolute one, if it is what matters of the result"
+    EXPONENT = "the absolute one, which becomes the relative error of the result"
+
+
+class Tokens(enum.Enum):
+    """Where the axes [samples, tokens] of an op's operands are in its result."""
+
+    ELEMENTWISE = "where they are in the operand of the result's shape; others may be broadcast"
+    SELECTED = "as in the operand, without the axis ``dim``"
+    REDUCED = "as in the operand, without the axes ``dim``, or with their length 1"
+    RESHAPED = "in the result's shape, which has the elements of the operand in their order"
+    PERMUTED = "as ``input_axis`` says"
+    LOOKED_UP = "as in the operand, with a last axis of features"
+    MULTIPLIED = "as in the rows of the left operand, else in the columns of the right one"
+    REORDERED = "as in the operand, if its elements stay along these axes"
+    QUERIES = "as in the queries of attention"
+
+
 WeightAxes: TypeAlias = Callable[[fx.Node, fx.Node], tuple[int, int] | None]
 """(op, its weight) → axes of the weight that are its output and input channels, ``None`` if none."""
 
@@ -81,7 +124,12 @@ class OpRow:
             output of a layer.
         arithmetic: applied to numbers it gives a number, which the pattern matcher computes (constant folding).
         fresh: its result never shares memory with an input.
-        mask: it masks values; a supergroup may name it although its role is movement.
+        counts: its result counts if its operands do; of movement and merges this is always so.
+        mask: see ``Mask``; a supergroup may name an op that makes one, although its role is movement.
+        feeding: see ``Feeding``; ``None``: its operands feed the op itself alone, unless it moves or merges them.
+        precision: see ``Precision``; ``None``: an error matters by its share of the range.
+        tokens: see ``Tokens``.
+        rectifier: it returns what is not negative as it is.
         scaling: see ``Scaling``; ``None``: as its role says (see ``scales_as``).
         inside: of a composite, the name by which config rules match all ops inside it (``lstm_cell``).
     """
@@ -101,7 +149,12 @@ class OpRow:
     activation: bool = False
     arithmetic: bool = False
     fresh: bool = False
-    mask: bool = False
+    counts: bool = False
+    mask: Mask = Mask.NONE
+    feeding: Feeding | None = None
+    precision: Precision | None = None
+    tokens: Tokens = Tokens.ELEMENTWISE
+    rectifier: bool = False
     scaling: Scaling | None = None
     inside: str | None = None
 
@@ -115,6 +168,11 @@ class OpRow:
         """What becomes of the factors of channels: ``scaling``, else what is true of every op of its role."""
         by_role = {Role.COMPUTE: Scaling.PINNED, Role.COUNT: Scaling.PINNED, Role.CREATE: Scaling.CONSTANT}
         return self.scaling or by_role.get(self.role, Scaling.MOVED)
+
+    @property
+    def keeps_elements(self) -> bool:
+        """Whether elements of the result are elements of operands: moved, or merged."""
+        return self.role in (Role.MOVEMENT, Role.MERGE)
 
     @property
     def names(self) -> tuple[str, str]:

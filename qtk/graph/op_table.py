@@ -27,7 +27,17 @@ from qtk.graph.op_axes import (
     stacked_in_out,
     unexpanded_axis,
 )
-from qtk.graph.op_row import InputAxis, OpRow, Product, Role, Scaling
+from qtk.graph.op_row import (
+    Feeding,
+    InputAxis,
+    Mask,
+    OpRow,
+    Precision,
+    Product,
+    Role,
+    Scaling,
+    Tokens,
+)
 from qtk.graph.schema import aten_name
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
@@ -54,6 +64,12 @@ def _add(ops: str, row: OpRow) -> None:
         ROWS[op] = row
 
 
+def _extend(ops: str, **columns: object) -> None:
+    """Sets columns that many rows share."""
+    for op in ops.split():
+        ROWS[op] = replace(ROWS[op], **columns)  # type: ignore[arg-type]
+
+
 # Weighted ops.
 for _n in "123":
     _add(f"conv{_n}d", OpRow(f"conv{_n}d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=2, fresh=True,
@@ -65,20 +81,21 @@ _add("linear", OpRow("linear", COMPUTE, inputs=(0,), weights=(1,), bias=2, fresh
                      product=Product.OUT_IN, scaling=Scaling.WEIGHTED))
 _add("matmul mm bmm mv dot linalg_vecdot", OpRow("matmul", COMPUTE, inputs=(0, 1), weights=(0, 1), fresh=True,
                                                  weight_axes=factor, product=Product.IN_OUT,
-                                                 scaling=Scaling.WEIGHTED))
+                                                 scaling=Scaling.WEIGHTED, tokens=Tokens.MULTIPLIED))
 _add("addmm baddbmm", OpRow("addmm", COMPUTE, family="matmul", inputs=(1, 2), weights=(1, 2), data_arg=1, bias=0,
-                            weight_axes=factor, product=Product.IN_OUT, scaling=Scaling.WEIGHTED))
+                            weight_axes=factor, product=Product.IN_OUT, scaling=Scaling.WEIGHTED,
+                            tokens=Tokens.MULTIPLIED))
 _add("_grouped_mm transformers::grouped_mm_fallback",  # [tokens, in], [experts, in, out], ends of the groups
      OpRow("grouped_matmul", COMPUTE, family="matmul", inputs=(0, 1), weights=(0, 1), weight_axes=stacked_in_out))
 _add("einsum", OpRow("einsum", COMPUTE, family="matmul", inputs=(1,), weights=(1,), data_arg=None,
                      weight_axes=einsum_operand))
 _add("bilinear", OpRow("bilinear", COMPUTE, inputs=(0, 1), weights=(2,), bias=3, weight_axes=out_in))
 _add("embedding", OpRow("embedding", COMPUTE, inputs=(), weights=(0,), data_arg=None, weight_axes=out_in,
-                        scaling=Scaling.COLUMNS))
+                        scaling=Scaling.COLUMNS, tokens=Tokens.LOOKED_UP))
 _add("torchvision::deform_conv2d", OpRow("deform_conv2d", COMPUTE, family="conv", inputs=(0,), weights=(1,), bias=4,
                                          weight_axes=out_in))
 _add("scaled_dot_product_attention", OpRow("attention", COMPUTE, inputs=(0, 1, 2), inside="attention_core",
-                                             scaling=Scaling.ATTENTION))
+                                             scaling=Scaling.ATTENTION, tokens=Tokens.QUERIES))
 
 # Normalizations: scale and shift are parameters of the op.
 _add("batch_norm _native_batch_norm_legit_no_training", OpRow("batch_norm", COMPUTE, inputs=(0,), weights=(1,), bias=2,
@@ -95,7 +112,7 @@ _add("rms_norm", OpRow("rms_norm", COMPUTE, inputs=(0,), weights=(2,), scaling=S
 
 # Functions of one tensor.
 for _kind in "relu leaky_relu".split():
-    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True, scaling=Scaling.KEPT))
+    _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True, scaling=Scaling.KEPT, rectifier=True))
 for _kind in "relu6 hardtanh".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,), activation=True, scaling=Scaling.CLAMPED))
 for _kind in "hardswish hardsigmoid silu gelu elu selu celu mish sigmoid tanh softplus".split():
@@ -104,12 +121,15 @@ _add("clamp clamp_min clamp_max clip", OpRow("clamp", COMPUTE, inputs=(0,), acti
 _add("qtk::channel_scale", OpRow("channel_scale", COMPUTE, inputs=(0,), fresh=True, scaling=Scaling.KEPT))
 _add("qtk::channel_clamp", OpRow("channel_clamp", COMPUTE, inputs=(0,), scaling=Scaling.CLAMPED))
 _add("prelu _prelu_kernel", OpRow("prelu", COMPUTE, inputs=(0,), weights=(1,), weight_axes=one_per_channel,
-                                  scaling=Scaling.KEPT))
-_add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,)))
-_add("log_softmax _log_softmax", OpRow("log_softmax", COMPUTE, inputs=(0,)))
+                                  scaling=Scaling.KEPT, rectifier=True))
+_add("softmax _softmax special_softmax", OpRow("softmax", COMPUTE, inputs=(0,), mask=Mask.READS,
+                                               feeding=Feeding.ORDER))
+_add("log_softmax _log_softmax", OpRow("log_softmax", COMPUTE, inputs=(0,), mask=Mask.READS | Mask.MAKES,
+                                       feeding=Feeding.ORDER))
 _add("rrelu rrelu_with_noise", OpRow("rrelu", COMPUTE, inputs=(0,), scaling=Scaling.KEPT))
-for _kind in "threshold glu log_sigmoid hardshrink softshrink logsumexp".split():
+for _kind in "threshold glu log_sigmoid hardshrink softshrink".split():
     _add(_kind, OpRow(_kind, COMPUTE, inputs=(0,)))
+_add("logsumexp", OpRow("logsumexp", COMPUTE, inputs=(0,), mask=Mask.READS, tokens=Tokens.REDUCED))
 for _kind in ("roi_align", "ps_roi_align", "ps_roi_pool"):
     _add(f"torchvision::{_kind}", OpRow(_kind, COMPUTE, inputs=(0,)))
 
@@ -165,25 +185,32 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("pixel_shuffle", None, "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"),
     ("nearest", None, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d "
                       "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
-    ("pick", None, "max min amax amin sort median kthvalue cummax cummin"),
+    ("pick", None, "max min max.default max.dim min.default min.dim amax amin sort median kthvalue cummax cummin"),
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
                   "replication_pad2d replication_pad3d _pad_circular"),
     ("meshgrid", None, "meshgrid"),
 )
+_MOVEMENT_TOKENS = {
+    "reshape": Tokens.RESHAPED, "squeeze": Tokens.RESHAPED, "transpose": Tokens.PERMUTED, "roll": Tokens.REORDERED,
+    "gather": Tokens.REORDERED, "pick": Tokens.REORDERED,
+}
 _MOVEMENT_SCALING = {
     "identity": Scaling.KEPT, "dropout": Scaling.KEPT, "max_pool": Scaling.WINDOWED, "nearest": Scaling.WINDOWED,
     "pick": Scaling.REDUCED, "roi_pool": Scaling.PINNED,
 }
 for _kind, _input_axis, _ops in _MOVEMENTS:
-    _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis, scaling=_MOVEMENT_SCALING.get(_kind)))
-_add("topk", OpRow("topk", MOVEMENT, family="pick", inputs=(0,), scaling=Scaling.REDUCED))
+    _add(_ops, OpRow(_kind, MOVEMENT, inputs=(0,), input_axis=_input_axis, scaling=_MOVEMENT_SCALING.get(_kind),
+                     tokens=_MOVEMENT_TOKENS.get(_kind, Tokens.ELEMENTWISE),
+                     mask=Mask.READS if _kind == "pick" else Mask.NONE))
+_add("topk", OpRow("topk", MOVEMENT, family="pick", inputs=(0,), scaling=Scaling.REDUCED, tokens=Tokens.REORDERED,
+                   mask=Mask.READS, feeding=Feeding.LARGEST))
 ROWS["as_strided"] = replace(ROWS["as_strided"], scaling=Scaling.PINNED)  # it reads the layout of memory
-_add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=True))
+_add("masked_fill", OpRow("masked_fill", MOVEMENT, inputs=(0,), input_axis=same_axis, mask=Mask.MAKES))
 
 # Merges: one encoding over all inputs and the output.
 _add("cat concat concatenate hstack vstack", OpRow("concat", MERGE, inputs=(0,), fresh=True))
 _add("stack", OpRow("stack", MERGE, inputs=(0,)))
-_add("where", OpRow("where", MERGE, inputs=(1, 2), mask=True, scaling=Scaling.ADDED))
+_add("where", OpRow("where", MERGE, inputs=(1, 2), mask=Mask.MAKES, scaling=Scaling.ADDED))
 _add("slice_scatter select_scatter diagonal_scatter", OpRow("scatter", MERGE, inputs=(0, 1)))
 _add("scatter scatter_add index_add index_copy scatter_reduce", OpRow("scatter_index", MERGE, family="scatter",
                                                                       inputs=(0, 3), scaling=Scaling.PINNED))
@@ -192,12 +219,34 @@ _add("index_put masked_scatter", OpRow("index_put", MERGE, family="scatter", inp
 
 # Counts.
 _add("histc bincount", OpRow("count", COUNT, inputs=()))
+for _kind in ("argmax", "argmin"):
+    _add(_kind, OpRow(_kind, COUNT, inputs=(), mask=Mask.READS, tokens=Tokens.REDUCED))
+for _kind in ("all", "any"):
+    _add(_kind, OpRow(_kind, COUNT, inputs=(), tokens=Tokens.REDUCED))
 
 # Constants.
 _add("full scalar_tensor", OpRow("constant", CREATE, inputs=(), arithmetic=True))
 _add("arange tril_indices triu_indices", OpRow("constant", CREATE, inputs=()))
 _add("zeros ones empty linspace eye zeros_like ones_like full_like empty_like new_zeros new_ones new_full "
      "new_empty fill zero", OpRow("constant", CREATE, inputs=()))
+
+# Columns that rows of several roles share.
+_extend("add sub subtract rsub mul multiply div true_divide divide neg abs sign floor_divide remainder fmod floor ceil "
+        "round trunc sum cumsum prod cumprod mean maximum max.other minimum min.other clamp clamp_min clamp_max clip",
+        counts=True)
+_extend("add sub subtract rsub mul multiply div true_divide divide neg maximum max.other minimum min.other clamp "
+        "clamp_min clamp_max clip", mask=Mask.KEEPS)
+_extend("log logit", mask=Mask.MAKES)
+_extend("add sub subtract mean adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d "
+        "avg_pool3d", feeding=Feeding.RESULT)
+_extend("mul multiply", feeding=Feeding.SCALED)
+_extend("sigmoid", feeding=Feeding.ORDER)
+_extend("sin cos tan floor ceil round trunc frac remainder fmod floor_divide", precision=Precision.FRACTION)
+_extend("add sub subtract rsub mul multiply div true_divide divide neg", precision=Precision.ABSOLUTE)
+_extend("exp exp2 expm1 sinh cosh", precision=Precision.EXPONENT)
+_extend("mean sum amax amin prod var std norm linalg_vector_norm median max.default max.dim min.default min.dim",
+        tokens=Tokens.REDUCED)
+_extend("select unbind", tokens=Tokens.SELECTED)
 
 IDENTITY, SPLIT, DROPOUT, INDICES = ROWS["clone"], ROWS["split"], ROWS["dropout"], ROWS["arange"]
 """Rows that other modules compare with: copies, ops that split an axis into several results, dropout of any kind, ops
@@ -255,7 +304,7 @@ def row_of(node: fx.Node) -> OpRow | None:
         return PAD_WITH_VALUE
     if name == "group_norm" and node.args[1] == 1:
         return ONE_GROUP_NORM
-    return ROWS.get(f"{name}.{schema.overload_name}") or ROWS.get(name)
+    return ROWS.get(f"{name}.{schema.overload_name or 'default'}") or ROWS.get(name)
 
 
 def is_product(function: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -12,27 +12,18 @@ from torch import Tensor, fx
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.insert import quantizer_called, quantizer_nodes
-from qtk.graph.op_row import Product
+from qtk.graph.op_row import OpRow, Tokens
 from qtk.graph.op_table import op_name, row_of
-from qtk.graph.schema import aten_name, schema_arguments
+from qtk.graph.schema import schema_arguments
 from qtk.graph.targets import called_module
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Recurrent
 from qtk.numerics.token_layout import Count, Factor, TokenLayout
 from qtk.quantizers.quantizer import Quantizer
-from qtk.torch_private import has_length_hint, length_hint, schema_of
+from qtk.torch_private import has_length_hint, length_hint
 
 Followed: TypeAlias = TokenLayout | str | None
 """The layout of a value; the op behind which its tokens could not be followed; ``None`` if it has none."""
-
-REDUCTIONS = frozenset((
-    "mean", "sum", "amax", "amin", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "all", "any",
-    "argmax", "argmin", "median", "max.", "min.", "max.dim", "min.dim",
-))
-"""Names of operators, with their overload where another one reduces nothing."""
-
-REORDERING = ("roll", "gather", "pick", "topk")
-"""Kinds of ops that give elements other positions along an axis."""
 
 
 class TokenLayouts:
@@ -112,29 +103,42 @@ class _Result:
         self.layout = self._find()
 
     def _find(self) -> TokenLayout | None:
-        node, row = self._node, row_of(self._node)
+        row = row_of(self._node)
+        if self._node.target is operator.getitem:
+            return self._element(*next(iter(self._sources.items())))
+        return self._elementwise() if row is None else RULES[row.tokens](self, row)
+
+    @property
+    def _layout(self) -> TokenLayout:
+        """The layout of the first operand with tokens."""
+        return next(iter(self._sources.values()))
+
+    def selected(self, row: OpRow) -> TokenLayout | None:
+        """The layout without the axis that an element is selected from."""
+        return self._without(self._layout, [_axis(schema_arguments(self._node)["dim"], len(self._layout.axes))])
+
+    def reshaped(self, row: OpRow) -> TokenLayout | None:
+        """The layout of the same elements in the result's shape."""
+        return self._layout.reshaped(_lengths(self._node)) if next(iter(self._sources)) is self._node.args[0] else None
+
+    def permuted(self, row: OpRow) -> TokenLayout | None:
+        """The layout with its axes where the row's ``input_axis`` finds them."""
+        assert row.input_axis is not None
         first, layout = next(iter(self._sources.items()))
-        name = aten_name(node.target) or ""
-        if node.target is operator.getitem:
-            return self._element(first, layout)
-        if name in ("select", "unbind"):
-            return self._without(layout, [_axis(schema_arguments(node)["dim"], len(layout.axes))])
-        if _reduces(node):
-            return self._reduced(layout)
-        if row is not None and row.kind in ("reshape", "squeeze"):
-            return layout.reshaped(_lengths(node)) if first is node.args[0] else None
-        if row is not None and row.kind == "transpose" and row.input_axis is not None:
-            order = [row.input_axis(node, first, axis) for axis in range(len(layout.axes))]
-            return TokenLayout(tuple(layout.axes[axis] for axis in order if axis is not None))
-        if name == "embedding":
-            return TokenLayout((*layout.axes, _others(node)[-1]))
-        if (row is not None and row.product is Product.IN_OUT) or name in ("baddbmm", "addmm"):
-            return self._product()
-        if row is not None and row.kind in REORDERING:
-            return self._reordered(layout)
-        if isinstance(called_module(node), Attention):
-            query = node.args[0]
-            return self._same(self._sources[query]) if isinstance(query, fx.Node) and query in self._sources else None
+        order = [row.input_axis(self._node, first, axis) for axis in range(len(layout.axes))]
+        return TokenLayout(tuple(layout.axes[axis] for axis in order if axis is not None))
+
+    def looked_up(self, row: OpRow) -> TokenLayout | None:
+        """The layout of indices, with an axis of features behind."""
+        return TokenLayout((*self._layout.axes, _others(self._node)[-1]))
+
+    def queries(self, row: OpRow) -> TokenLayout | None:
+        """The layout of the queries of attention."""
+        query = self._node.args[0]
+        return self._same(self._sources[query]) if isinstance(query, fx.Node) and query in self._sources else None
+
+    def elementwise(self, row: OpRow) -> TokenLayout | None:
+        """The layout of the operand whose axes are those of the result."""
         return self._elementwise()
 
     def _element(self, source: fx.Node, layout: TokenLayout) -> TokenLayout | None:
@@ -153,17 +157,19 @@ class _Result:
             one if axis in axes else factors for axis, factors in enumerate(layout.axes) if keep or axis not in axes
         ))
 
-    def _reduced(self, layout: TokenLayout) -> TokenLayout | None:
+    def reduced(self, row: OpRow) -> TokenLayout | None:
+        """The layout without the axes ``dim``, or with their length 1."""
+        layout = self._layout
         arguments, rank = schema_arguments(self._node), len(layout.axes)
         dims = arguments.get("dim")
         axes = range(rank) if dims is None or dims == [] else [_axis(dim, rank) for dim in _listed(dims)]
         return self._without(layout, list(axes), keep=bool(arguments.get("keepdim")))
 
-    def _product(self) -> TokenLayout | None:
-        """Of a matrix product: the rows of the left operand, else of the right one; else they are summed up."""
-        at = 1 if aten_name(self._node.target) in ("baddbmm", "addmm") else 0
+    def product(self, row: OpRow) -> TokenLayout | None:
+        """The rows of a matrix product's left operand, else the columns of the right one; else they are summed up."""
         result = _others(self._node)
-        operands = [self._sources.get(each) for each in self._node.args[at:at + 2] if isinstance(each, fx.Node)]
+        factors = [self._node.args[position] for position in row.weights]
+        operands = [self._sources.get(each) for each in factors if isinstance(each, fx.Node)]
         for layout, summed in zip(operands, (-1, -2), strict=True):
             if layout is None or any(factor.is_row for factor in layout.axes[summed]):
                 continue
@@ -180,8 +186,9 @@ class _Result:
         self.gone = True
         return None
 
-    def _reordered(self, layout: TokenLayout) -> TokenLayout | None:
+    def reordered(self, row: OpRow) -> TokenLayout | None:
         """The layout, unless the op moves or selects elements along the axes of samples or tokens, or says no axes."""
+        layout = self._layout
         arguments, rank = schema_arguments(self._node), len(layout.axes)
         dims = arguments.get("dims", arguments.get("dim"))
         if dims is None or dims == [] or not all(isinstance(dim, int) for dim in _listed(dims)):
@@ -206,6 +213,19 @@ class _Result:
         """The layout of a value of the same axes, of which those without rows may have other lengths."""
         self._sources = {self._node: layout}
         return self._elementwise() if len(_lengths(self._node)) == len(layout.axes) else None
+
+
+RULES: Mapping[Tokens, Callable[[_Result, OpRow], TokenLayout | None]] = {
+    Tokens.ELEMENTWISE: _Result.elementwise,
+    Tokens.SELECTED: _Result.selected,
+    Tokens.REDUCED: _Result.reduced,
+    Tokens.RESHAPED: _Result.reshaped,
+    Tokens.PERMUTED: _Result.permuted,
+    Tokens.LOOKED_UP: _Result.looked_up,
+    Tokens.MULTIPLIED: _Result.product,
+    Tokens.REORDERED: _Result.reordered,
+    Tokens.QUERIES: _Result.queries,
+}
 
 
 def _keys(layout: TokenLayout) -> int:
@@ -239,11 +259,6 @@ def _value(node: fx.Node) -> Tensor:
     tensor = next(each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor))
     assert isinstance(tensor, Tensor)
     return tensor
-
-
-def _reduces(node: fx.Node) -> bool:
-    schema, name = schema_of(node.target), aten_name(node.target)
-    return schema is not None and (name in REDUCTIONS or f"{name}.{schema.overload_name}" in REDUCTIONS)
 
 
 def _listed(dims: object) -> Sequence[int]:

@@ -15,17 +15,12 @@ from collections.abc import Mapping
 from torch import fx
 
 from qtk.graph.flow import Flow
-from qtk.graph.op_row import OpRow, Role
+from qtk.graph.op_row import Feeding, OpRow
+from qtk.graph.op_table import ROWS
 from qtk.planning.patterns import PatternMatch
 
-SUMS = frozenset({"add", "sub", "mean", "avg_pool"})
-"""Kinds and families of the ops whose result belongs to what they add up or average."""
-
-SCALINGS = frozenset({"mul"})
-"""Kinds of the ops whose result belongs to the value that they multiply by a parameter or a number."""
-
-KEEPING_ORDER, LARGEST = frozenset({"softmax", "log_softmax", "sigmoid"}), frozenset({"topk"})
-"""Kinds of the ops whose results are in the order of what they read, and of those that read the order."""
+LARGEST = frozenset(row.kind for row in ROWS.values() if row.feeding is Feeding.LARGEST)
+"""Kinds of the ops that look for the largest values."""
 
 
 class Feeds:
@@ -58,12 +53,12 @@ class Feeds:
             return self._names[reader]
         if not any(port.value is value for port in self._flow.data_ports(reader)):
             return frozenset()
-        if row.kind in KEEPING_ORDER:
+        if row.feeding is Feeding.ORDER:
             return self._names[reader] & LARGEST | frozenset(row.names)
         return self._names[reader] | frozenset(row.names) if self._hands_on(reader, row) else frozenset(row.names)
 
     def _hands_on(self, reader: fx.Node, row: OpRow) -> bool:
         """Whether what an op makes of a value feeds what the value feeds."""
-        if row.kind in SCALINGS:
+        if row.feeding is Feeding.SCALED:
             return sum(not self._flow.is_static(port.value) for port in self._flow.data_ports(reader)) == 1
-        return row.role in (Role.MOVEMENT, Role.MERGE) or not SUMS.isdisjoint(row.names)
+        return row.keeps_elements or row.feeding is Feeding.RESULT

@@ -205,7 +205,8 @@ class NormalForm:
                 return self.reduction(ATEN.mean, arguments, maker)
             variance = self.reduction(ATEN.var, arguments, maker)
             return variance if name == "var_mean" else self.emit(ATEN.sqrt, variance)
-        if row_of(maker) is not SPLIT or not isinstance(results, (list, tuple)) or len(results) != 2:
+        row = row_of(maker)
+        if row is None or row.kind != SPLIT.kind or not isinstance(results, (list, tuple)) or len(results) != 2:
             return None
         x, axis = arguments["self"], arguments.get("dim", 0)
         if name == "unbind":

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from torch import fx
 
 from qtk.graph.flow import Flow
+from qtk.graph.op_row import Mask
 from qtk.planning.patterns import PatternMatch
 
 Pattern: TypeAlias = Sequence[str | tuple[str, ...]]
@@ -95,6 +96,6 @@ def _next(node: fx.Node, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -
         if flow.carried(reader) is not node:
             return reader
         row = flow.row(reader)
-        if row is not None and row.mask:
+        if row is not None and Mask.MAKES in row.mask:
             return reader
         node = reader

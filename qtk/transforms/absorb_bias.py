@@ -33,9 +33,6 @@ from qtk.transforms.weight_layout import along_inputs, summed_per_output
 Statistics: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a weight → mean and standard deviation [out] of what the layer makes, as its batch norm knew them."""
 
-RECTIFIERS = ("relu", "leaky_relu", "prelu")
-"""Ops that leave what is not negative as it is."""
-
 LEAST = 0.01
 """Part of a standard deviation that is not worth absorbing."""
 
@@ -117,9 +114,9 @@ def _layers_behind(
     while len(node.users) == 1 and not (rectified and node in readers):
         (node,) = node.users
         row = row_of(node)
-        if row is None or (row.kind not in RECTIFIERS and row.kind not in ("identity", "dropout")):
+        if row is None or (not row.rectifier and row.kind not in ("identity", "dropout")):
             return f"{row.kind if row is not None else node.op} follows it"
-        rectified = rectified or row.kind in RECTIFIERS
+        rectified = rectified or row.rectifier
         between.append(node)
     behind = readers.get(node, [])
     if not rectified or len(behind) != len(node.users) or not behind:

@@ -21,6 +21,8 @@ class Net(nn.Module):
     (lambda m, x, mask: m.out((m.fc(x) + mask).softmax(-1)), {"fc:out", "add:out", "mask:input"}),
     (lambda m, x, mask: m.out(m.fc(x).masked_fill(mask > 0, -torch.inf).relu()), {"masked_fill:out"}),
     (lambda m, x, mask: m.out(torch.where(mask > 0, m.fc(x), -1e38)), {"where:out"}),
+    (lambda m, x, mask: m.out((m.fc(x) + mask).amax(-1, keepdim=True) * x), {"fc:out", "add:out", "mask:input"}),
+    (lambda m, x, mask: m.out(x) + (m.fc(x) + mask).argmax(-1), {"fc:out", "mask:input"}),
     (lambda m, x, mask: m.out(m.fc(x).relu() + mask), set()),
     (lambda m, x, mask: m.fc(functional.scaled_dot_product_attention(x, x, x, mask)), {"mask:input", "x:input"}),
 ])

@@ -1,14 +1,24 @@
 """An operator that the table does not know becomes known by a row alone."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.graph.absolute import absolute_values
+from qtk.graph.counts import Nature, natures
+from qtk.graph.flow import Flow
+from qtk.graph.masks import maskable_sites
 from qtk.graph.op_axes import out_in
-from qtk.graph.op_row import OpRow, Product, Role
+from qtk.graph.op_row import Feeding, Mask, OpRow, Precision, Product, Role, Tokens
 from qtk.graph.op_table import ROWS
+from qtk.graph.token_layouts import TokenLayouts
 from qtk.graph.unknown_ops import unknown_ops
+from qtk.numerics.token_layout import TokenLayout
+from qtk.planning.feeds import Feeds
 
 PROJECT = "qtk_tests::project"
 
@@ -92,3 +102,82 @@ def test_rules_of_a_config_match_the_family_of_a_row(monkeypatch, batches):
     config = {"version": 1, "rules": [{"match": {"op": "linear"}, "weight": {"bits": 3}}]}
     sim = qtk.QuantSim(Projects().eval(), batches[0], config=config)
     assert sim.quantizers["weight"].spec.dtype.bits == 3
+
+
+class Bessel(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.fc, self.read = nn.Linear(8, 8), read
+
+    def forward(self, x):
+        return self.read(self, x)
+
+
+def graph_of(read, x, monkeypatch, **columns):
+    monkeypatch.setitem(ROWS, "special_i0", replace(I0, **columns))
+    return qtk.prepare_model(Bessel(read).eval(), x, verify=False)
+
+
+def result_of(graph):
+    (result,) = graph.graph.output_node().all_input_nodes
+    return result
+
+
+@pytest.mark.parametrize(("counts", "nature"), [(True, Nature.COUNT), (False, Nature.REAL)])
+def test_its_row_says_whether_it_keeps_counts(counts, nature, monkeypatch):
+    graph = graph_of(lambda net, x: torch.special.i0((x > 0).float().cumsum(1)), torch.randn(4, 8), monkeypatch,
+                     counts=counts)
+    assert natures(graph.graph, Flow(graph.graph))[result_of(graph)] is nature
+
+
+@pytest.mark.parametrize(("mask", "names"), [
+    (Mask.NONE, set()), (Mask.KEEPS, {"fc:out", "bessel:out"}), (Mask.READS, {"fc:out"}), (Mask.MAKES, {"bessel:out"}),
+])
+def test_its_row_says_what_it_does_with_a_mask(mask, names, monkeypatch):
+    def read(net, x):
+        y = torch.special.i0(net.fc(x))
+        return y.softmax(-1) if mask is Mask.KEEPS else y * 2 if mask is Mask.READS else y.relu()
+
+    graph = graph_of(read, torch.randn(4, 8), monkeypatch, mask=mask)
+    assert {site.name for site in maskable_sites(graph) if site.name in {"fc:out", "bessel:out"}} == names
+
+
+@pytest.mark.parametrize(("tokens", "layout"), [
+    (Tokens.ELEMENTWISE, "[samples, tokens, 8]"), (Tokens.REORDERED, "aten.special_i0.default"),
+    (Tokens.RESHAPED, "[samples, tokens, 8]"), (Tokens.LOOKED_UP, "[samples, tokens, 8, 8]"),
+])
+def test_its_row_says_where_the_tokens_are_in_its_result(tokens, layout, monkeypatch):
+    graph = graph_of(lambda net, x: torch.special.i0(x), torch.randn(2, 5, 8), monkeypatch, tokens=tokens)
+    (x,) = graph.graph.find_nodes(op="placeholder")
+    layouts = TokenLayouts(graph, {x: TokenLayout.of_shape((2, 5, 8), (False, True, True))})
+    assert str(layouts[result_of(graph)]) == layout
+
+
+def test_its_row_says_whether_a_value_feeds_what_it_feeds(monkeypatch):
+    def norms(net, x):
+        return nn.functional.layer_norm(torch.special.i0(net.fc(x)), (8,))
+
+    for feeding, names in ((None, {"bessel"}), (Feeding.RESULT, {"bessel", "layer_norm"})):
+        graph = graph_of(norms, torch.randn(4, 8), monkeypatch, feeding=feeding)
+        fed = Feeds(graph.graph, Flow(graph.graph), {})
+        linear = next(node for node in graph.graph.nodes if str(node.target) == "aten.linear.default")
+        assert fed.names(linear) == names
+
+
+def test_its_row_says_which_error_of_its_operand_matters(monkeypatch):
+    for precision, found in ((None, False), (Precision.FRACTION, True), (Precision.ABSOLUTE, False)):
+        graph = graph_of(lambda net, x: torch.special.i0(net.fc(x)), torch.randn(4, 8), monkeypatch,
+                         precision=precision)
+        linear = next(node for node in graph.graph.nodes if str(node.target) == "aten.linear.default")
+        assert (linear in absolute_values(graph.graph, Flow(graph.graph))) is found
+
+
+def test_with_its_row_its_values_leave_with_their_encodings(rows, batches, tmp_path):
+    sim = qtk.QuantSim(Projects().eval(), batches[0])
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path / "files", formats=("encodings", "pt2e"))
+    written = (tmp_path / "files" / "encodings.json").read_text()
+    assert "bessel:out" in written
+    assert json.dumps(sim.encodings()["bessel:out"].scale.item())[:8] in written
+    program = torch.export.load(tmp_path / "files" / "model.pt2").module()
+    torch.testing.assert_close(program(batches[0]), sim.model(batches[0]))
