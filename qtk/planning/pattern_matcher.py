@@ -63,13 +63,12 @@ class PatternMatcher:
     of a match use the same axes. (Torch's ``SubgraphMatcher`` allows one order, exact literals and one reader.)
 
     Args:
-        code: normal form of the spelling.
+        code: normal form of the spelling, without what nothing reads.
     """
 
-    def __init__(self, code: NormalForm) -> None:
-        code.graph.eliminate_dead_code()
-        (self.result,) = code.graph.output_node().all_input_nodes
-        ops = [node for node in code.graph.nodes if node.op == "call_function" and node.target not in BROADCASTS]
+    def __init__(self, code: fx.Graph) -> None:
+        (self.result,) = code.output_node().all_input_nodes
+        ops = [node for node in code.nodes if node.op == "call_function" and node.target not in BROADCASTS]
         self.size = len(ops)
         self.targets = {node.target for node in ops}
 

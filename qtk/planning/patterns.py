@@ -3,7 +3,7 @@
 A spelling is plain torch code. Its arguments called ``weight`` and ``bias`` match parameters, ``eps`` and ``factor``
 any number, ``cos`` and ``sin`` data or parameters, all others data. Numbers in the code must be those of the model; its
 axes need not be, if they are the same everywhere in one match. Spellings with the same normal form need one row only
-(``normal_form``, ``pattern_matcher``).
+(``normal_form``, ``pattern_matcher``). The spellings of a row are traced when a graph first has the ops of the row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,27 +22,33 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from qtk.graph.sites import EXCLUDED, label
-from qtk.planning.normal_form import NormalForm
+from qtk.planning.normal_form import HALVES, INTERLEAVED, NormalForm
 from qtk.planning.pattern_matcher import NUMBERS, PARAMETERS, TABLES, PatternMatcher, inner_ops
 from qtk.torch_private import TorchDispatchMode, pytree
 
+ATEN = torch.ops.aten
+
 Spelling: TypeAlias = Callable[..., Tensor]
 
-Core: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(x, eps) → the two factors of a norm: the value to scale, and its scale."""
+Core: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+"""Computes the ``value`` and the ``scale`` that a product reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One op and the ways to write it.
+    """One op and ways to write it.
 
     Args:
         kind: a kind of the op table, ``l2_normalize``, ``rotary`` or ``gate``.
-        spellings: the torch codes that compute it.
+        ops: ops of the normal form that all of these ways have; graphs without one of them are not searched.
+        spellings: torch codes that compute it, or, for ``products``, the value and the scale that they read.
+        products: torch codes that compute it from a ``value`` and its ``scale``, as every spelling computes them.
     """
 
     kind: str
-    spellings: tuple[Spelling, ...]
+    ops: frozenset[object]
+    spellings: tuple[Spelling | Core, ...]
+    products: tuple[Spelling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class PatternMatch:
     bias: fx.Node | None
 
 
-# Norms are a product of two factors, times a weight, plus a bias.
+# Norms are a value times a scale, times a weight, plus a bias.
 
 
 def _centered(x: Tensor) -> Tensor:
@@ -83,17 +89,16 @@ VARIANCES: tuple[Spelling, ...] = (
     lambda x: _square_mean(x) - x.mean(-1, keepdim=True).square(),
 )
 
-INVERSE_ROOTS: tuple[Spelling, ...] = (
-    lambda square, eps: torch.rsqrt(square + eps),
-    lambda square, eps: 1 / (torch.sqrt(square) + eps),
-    lambda square, eps: torch.rsqrt(square),
-)
+INVERSE_ROOTS: Mapping[object, tuple[Spelling, ...]] = {
+    ATEN.rsqrt: (lambda square, eps: torch.rsqrt(square + eps), lambda square, eps: torch.rsqrt(square)),
+    ATEN.reciprocal: (lambda square, eps: 1 / (torch.sqrt(square) + eps),),
+}
+"""Op of the normal form → the codes that have it."""
 
-INVERSE_NORMS: tuple[Spelling, ...] = (
-    *INVERSE_ROOTS,
-    lambda square, eps: 1 / torch.sqrt(square).clamp(min=eps),
-    lambda square, eps: torch.rsqrt(square.clamp(min=eps)),
-)
+INVERSE_NORMS: Mapping[object, tuple[Spelling, ...]] = {
+    ATEN.rsqrt: (*INVERSE_ROOTS[ATEN.rsqrt], lambda square, eps: torch.rsqrt(square.clamp(min=eps))),
+    ATEN.reciprocal: (*INVERSE_ROOTS[ATEN.reciprocal], lambda square, eps: 1 / torch.sqrt(square).clamp(min=eps)),
+}
 
 
 def _layer_norm(variance: Spelling, inverse: Spelling) -> Core:
@@ -108,46 +113,41 @@ def _l2_normalize(inverse: Spelling) -> Core:
     return lambda x, eps: (x, inverse(_square_sum(x), eps))
 
 
-def _alone(core: Core) -> Spelling:
-    return lambda x, eps: operator.mul(*core(x, eps))
+def _product(value: Tensor, scale: Tensor) -> Tensor:
+    return value * scale
 
 
-def _weighted(core: Core) -> tuple[Spelling, ...]:
-    def after(x: Tensor, eps: Tensor, weight: Tensor) -> Tensor:
-        value, factor = core(x, eps)
-        return value * factor * weight
+WEIGHTED: tuple[Spelling, ...] = (
+    lambda value, scale, weight: value * scale * weight,
+    lambda value, scale, weight: value * weight * scale,
+    lambda value, scale, weight: value * (scale * weight),
+    lambda value, scale, weight: value * scale * (1 + weight),
+)
 
-    def before(x: Tensor, eps: Tensor, weight: Tensor) -> Tensor:
-        value, factor = core(x, eps)
-        return value * weight * factor
-
-    def within(x: Tensor, eps: Tensor, weight: Tensor) -> Tensor:
-        value, factor = core(x, eps)
-        return value * (factor * weight)
-
-    def from_one(x: Tensor, eps: Tensor, weight: Tensor) -> Tensor:
-        value, factor = core(x, eps)
-        return value * factor * (1 + weight)
-
-    return after, before, within, from_one
+LENGTH_WEIGHTED: tuple[Spelling, ...] = (
+    lambda value, scale, factor, weight: value * scale * factor * weight,
+    lambda value, scale, factor, weight: value * scale * weight * factor,
+    lambda value, scale, factor, weight: value * scale * factor * (1 + weight),
+)
+"""RMS norms computed from the L2 norm, with a number as the root of the length."""
 
 
 def _biased(weighted: Spelling) -> Spelling:
-    return lambda x, eps, weight, bias: weighted(x, eps, weight) + bias
+    return lambda value, scale, weight, bias: weighted(value, scale, weight) + bias
 
 
-def _length_weighted(inverse: Spelling) -> tuple[Spelling, ...]:
-    """RMS norms computed from the L2 norm, with a number as the root of the length."""
+def _norms(op: object) -> tuple[Pattern, ...]:
+    """The norms whose scale ends in an op of the normal form."""
+    layer_norms = tuple(_layer_norm(variance, inverse) for variance in VARIANCES for inverse in INVERSE_ROOTS[op])
+    rms_norms, l2_norms = (tuple(map(norm, INVERSE_NORMS[op])) for norm in (_rms_norm, _l2_normalize))
     return (
-        lambda x, eps, factor, weight: x * inverse(_square_sum(x), eps) * factor * weight,
-        lambda x, eps, factor, weight: x * inverse(_square_sum(x), eps) * weight * factor,
-        lambda x, eps, factor, weight: x * inverse(_square_sum(x), eps) * factor * (1 + weight),
+        Pattern("layer_norm", frozenset({ATEN.sub, ATEN.mean, op}), layer_norms,
+                (_product, *WEIGHTED, *map(_biased, WEIGHTED))),
+        Pattern("rms_norm", frozenset({ATEN.square, ATEN.mean, op}), rms_norms, (_product, *WEIGHTED)),
+        Pattern("rms_norm", frozenset({ATEN.square, ATEN.sum, op}), l2_norms, LENGTH_WEIGHTED),
+        Pattern("l2_normalize", frozenset({ATEN.square, ATEN.sum, op}), l2_norms, (_product, *WEIGHTED)),
     )
 
-
-LAYER_NORMS = [_layer_norm(variance, inverse) for variance in VARIANCES for inverse in INVERSE_ROOTS]
-RMS_NORMS = [_rms_norm(inverse) for inverse in INVERSE_NORMS]
-L2_NORMS = [_l2_normalize(inverse) for inverse in INVERSE_NORMS]
 
 # Activations.
 
@@ -164,28 +164,31 @@ def _tanh_of(argument: Spelling) -> Spelling:
     return lambda x: torch.tanh(math.sqrt(2 / math.pi) * argument(x))
 
 
-GELU_INNER: tuple[Spelling, ...] = (
-    lambda x: torch.erf(x / math.sqrt(2)),
+TANHS: tuple[Spelling, ...] = (
     *map(_tanh_of, GELU_ARGUMENTS),
     lambda x: torch.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x**2)),
     lambda x: torch.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)),
 )
 
 
-def _gelu(inner: Spelling) -> tuple[Spelling, ...]:
-    return (
-        lambda x: 0.5 * x * (1 + inner(x)),
-        lambda x: 0.5 * (x * (1 + inner(x))),
-        lambda x: x * (0.5 * (1 + inner(x))),
-    )
+def _erf_of_x(x: Tensor) -> Tensor:
+    return torch.erf(x / math.sqrt(2))
 
+
+def _gelu(scale: Spelling) -> Core:
+    return lambda x: (x, scale(x))
+
+
+GELUS: tuple[Spelling, ...] = (
+    lambda value, scale: 0.5 * value * (1 + scale),
+    lambda value, scale: 0.5 * (value * (1 + scale)),
+    lambda value, scale: value * (0.5 * (1 + scale)),
+)
 
 HARD_SIGMOIDS: tuple[Spelling, ...] = (
     lambda x: F.relu6(x + 3) / 6,
     lambda x: (x / 6 + 0.5).clamp(0, 1),
 )
-
-GATES: tuple[Spelling, ...] = (torch.sigmoid, F.hardsigmoid, *HARD_SIGMOIDS)
 
 
 def _times(activation: Spelling) -> Spelling:
@@ -203,10 +206,6 @@ def _softmax(exponent: Spelling) -> tuple[Spelling, ...]:
     )
 
 
-EXPONENTS: tuple[Spelling, ...] = (
-    torch.exp,
-    lambda x: torch.exp(x - x.amax(-1, keepdim=True)),
-)
 
 # Rotary embeddings: pairs of entries turned, a pair in the two halves of an axis or side by side.
 
@@ -240,41 +239,37 @@ def _rotary(split: Callable[[Tensor], tuple[Tensor, Tensor]], join: Spelling) ->
     return on_vectors, on_components
 
 
-def _flat(groups: Iterable[Iterable[Spelling]]) -> tuple[Spelling, ...]:
-    return tuple(itertools.chain.from_iterable(groups))
-
-
 PATTERNS: tuple[Pattern, ...] = (
-    Pattern("layer_norm", (
-        *(_alone(core) for core in LAYER_NORMS),
-        *_flat(map(_weighted, LAYER_NORMS)),
-        *map(_biased, _flat(map(_weighted, LAYER_NORMS))),
-    )),
-    Pattern("rms_norm", (
-        *map(_alone, RMS_NORMS),
-        *_flat(map(_weighted, RMS_NORMS)),
-        *_flat(map(_length_weighted, INVERSE_NORMS)),
+    *(pattern for op in INVERSE_NORMS for pattern in _norms(op)),
+    Pattern("rms_norm", frozenset({ATEN.square, ATEN.sum, ATEN.sqrt, ATEN.reciprocal}), (
         lambda x, factor, eps, weight: x / (torch.sqrt(_square_sum(x)) * factor).clamp(min=eps) * weight,
         lambda x, factor, eps, weight: weight * (x / (torch.sqrt(_square_sum(x)) * factor + eps)),
     )),
-    Pattern("gelu", (*_flat(map(_gelu, GELU_INNER)), lambda x: x * torch.sigmoid(1.702 * x))),
-    Pattern("silu", (lambda x: x * torch.sigmoid(x), lambda x: x / (1 + torch.exp(-x)))),
-    Pattern("hardswish", (
+    Pattern("gelu", frozenset({ATEN.mul, ATEN.add, ATEN.erf.default}), (_gelu(_erf_of_x),), GELUS),
+    Pattern("gelu", frozenset({ATEN.mul, ATEN.add, ATEN.tanh.default}), tuple(map(_gelu, TANHS)), GELUS),
+    Pattern("gelu", frozenset({ATEN.mul, ATEN.sigmoid.default}), (lambda x: x * torch.sigmoid(1.702 * x),)),
+    Pattern("silu", frozenset({ATEN.mul, ATEN.sigmoid.default}), (lambda x: x * torch.sigmoid(x),)),
+    Pattern("silu", frozenset({ATEN.mul, ATEN.reciprocal, ATEN.exp.default}), (lambda x: x / (1 + torch.exp(-x)),)),
+    Pattern("hardswish", frozenset({ATEN.mul, ATEN.add, ATEN.clamp}), (
         lambda x: x * F.relu6(x + 3) / 6,
         lambda x: x / 6 * F.relu6(x + 3),
-        lambda x: x * F.hardsigmoid(x),
         *(_times(hard_sigmoid) for hard_sigmoid in HARD_SIGMOIDS),
     )),
-    Pattern("mish", (
-        lambda x: x * torch.tanh(F.softplus(x)),
-        lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
+    Pattern("hardswish", frozenset({ATEN.mul, ATEN.hardsigmoid.default}), (lambda x: x * F.hardsigmoid(x),)),
+    Pattern("mish", frozenset({ATEN.mul, ATEN.tanh.default, ATEN.softplus}),
+            (lambda x: x * torch.tanh(F.softplus(x)),)),
+    Pattern("mish", frozenset({ATEN.mul, ATEN.tanh.default, ATEN.log.default, ATEN.exp.default}),
+            (lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),)),
+    Pattern("sigmoid", frozenset({ATEN.mul, ATEN.reciprocal, ATEN.exp.default}), (lambda x: 1 / (1 + torch.exp(-x)),)),
+    Pattern("hardsigmoid", frozenset({ATEN.mul, ATEN.add, ATEN.clamp}), HARD_SIGMOIDS),
+    Pattern("softmax", frozenset({ATEN.sum, ATEN.reciprocal, ATEN.exp.default}), (
+        *_softmax(torch.exp), *_softmax(lambda x: torch.exp(x - x.amax(-1, keepdim=True))),
     )),
-    Pattern("sigmoid", (lambda x: 1 / (1 + torch.exp(-x)),)),
-    Pattern("hardsigmoid", HARD_SIGMOIDS),
-    Pattern("softmax", _flat(map(_softmax, EXPONENTS))),
-    Pattern("l2_normalize", (*map(_alone, L2_NORMS), *_flat(map(_weighted, L2_NORMS)))),
-    Pattern("rotary", (*_rotary(_halves, _join_halves), *_rotary(_interleaved, _interleave))),
-    Pattern("gate", _flat(map(_gate, GATES))),
+    Pattern("rotary", frozenset({ATEN.mul, ATEN.cat, *HALVES}), _rotary(_halves, _join_halves)),
+    Pattern("rotary", frozenset({ATEN.mul, ATEN.stack, *INTERLEAVED}), _rotary(_interleaved, _interleave)),
+    Pattern("gate", frozenset({ATEN.mul, ATEN.sigmoid.default}), _gate(torch.sigmoid)),
+    Pattern("gate", frozenset({ATEN.mul, ATEN.hardsigmoid.default}), _gate(F.hardsigmoid)),
+    Pattern("gate", frozenset({ATEN.mul, ATEN.add, ATEN.clamp}), (*_gate(HARD_SIGMOIDS[0]), *_gate(HARD_SIGMOIDS[1]))),
 )
 
 
@@ -288,7 +283,7 @@ def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
     matches = []
-    for kind, matcher in _matchers():
+    for kind, matcher in _matchers(form.by_target.keys()):
         for match in matcher.matches(form):
             nodes = inner_ops(match, form)
             assert nodes is not None
@@ -299,23 +294,45 @@ def match_patterns(graph: fx.Graph) -> list[PatternMatch]:
     return sorted(matches, key=lambda match: position[match.nodes[-1]])
 
 
+def _matchers(present: Set[object]) -> list[tuple[str, PatternMatcher]]:
+    """The matchers of all patterns whose ops a graph has, the larger first."""
+    matchers = [(pattern.kind, each) for pattern in PATTERNS if pattern.ops <= present for each in matchers_of(pattern)]
+    return sorted(matchers, key=lambda pair: -pair[1].size)
+
+
 @functools.cache
-def _matchers() -> tuple[tuple[str, PatternMatcher], ...]:
-    """A matcher for every spelling, the larger first."""
-    matchers = [
-        (pattern.kind, PatternMatcher(NormalForm(trace(code)))) for pattern in PATTERNS for code in pattern.spellings
-    ]
-    return tuple(sorted(matchers, key=lambda pair: -pair[1].size))
+def matchers_of(pattern: Pattern) -> tuple[PatternMatcher, ...]:
+    """A matcher for every way to write a pattern: for each spelling, or for each with each product."""
+    spellings, products = (map(normal_form, codes) for codes in (pattern.spellings, pattern.products))
+    ways = itertools.starmap(_inserted, itertools.product(spellings, products)) if pattern.products else spellings
+    return tuple(map(PatternMatcher, ways))
 
 
-def trace(code: Spelling) -> fx.Graph:
+@functools.cache
+def normal_form(code: Spelling | Core) -> fx.Graph:
+    """The normal form of a code, without what nothing reads; traced once."""
+    graph = NormalForm(trace(code)).graph
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _inserted(core: fx.Graph, product: fx.Graph) -> fx.Graph:
+    """A product that reads the results of a core instead of its first two arguments."""
+    whole, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    results: Any = whole.graph_copy(core, copies)
+    copies.update(zip(product.find_nodes(op="placeholder"), results, strict=False))
+    whole.output(whole.graph_copy(product, copies))
+    return whole
+
+
+def trace(code: Spelling | Core) -> fx.Graph:
     """The ATen ops that ``code`` runs, on small inputs; its arguments become placeholders of their names."""
     recorder = _Recorder()
     shapes = {**dict.fromkeys(NUMBERS, ()), **dict.fromkeys((*PARAMETERS, *TABLES), (1,))}
     inputs = [recorder.placeholder(name, shapes.get(name, (2, 4, 8))) for name in inspect.signature(code).parameters]
     with torch.no_grad(), recorder:
         result = code(*inputs)
-    recorder.graph.output(recorder.nodes[id(result)])
+    recorder.graph.output(pytree.tree_map_only(Tensor, lambda value: recorder.nodes[id(value)], result))
     return recorder.graph
 
 

@@ -36,7 +36,13 @@ class Pattern(nn.Module):
 
 
 def matcher(code=lambda x: x * torch.tanh(x + 0.5)):
-    return PatternMatcher(NormalForm(prepare_model(Pattern(code), X, verify=False).graph))
+    return matcher_of(Pattern(code), X)
+
+
+def matcher_of(model, inputs):
+    form = NormalForm(prepare_model(model, inputs, verify=False).graph)
+    form.graph.eliminate_dead_code()
+    return PatternMatcher(form.graph)
 
 
 @pytest.mark.medium
@@ -86,6 +92,6 @@ def test_two_data_arguments_are_two_values():
         def forward(self, a, b):
             return a * torch.tanh(b)
 
-    two = PatternMatcher(NormalForm(prepare_model(Two(), (X, Y), verify=False).graph))
+    two = matcher_of(Two(), (X, Y))
     assert len(list(two.matches(form_of(lambda x, y: x * torch.tanh(y), X, Y)))) == 1
     assert list(two.matches(form_of(lambda x, y: x * torch.tanh(x), X, Y))) == []

@@ -1,13 +1,18 @@
 """Formulas in small ops are found, and only those."""
 
+import inspect
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import fx, nn
 
 import qtk
 from qtk.graph.op_table import ROWS
 from qtk.graph.sites import value_site
-from qtk.planning.patterns import PATTERNS, match_patterns
+from qtk.planning import patterns
+from qtk.planning.normal_form import NormalForm
+from qtk.planning.patterns import PATTERNS, match_patterns, matchers_of
 from tests.zoo.spelled_out import NEAR_MISSES, SPELLINGS, WIDTH, Formula, bert_gelu, llama, moments_twice, shared_half
 
 X = torch.randn(4, WIDTH)
@@ -57,6 +62,80 @@ def test_a_constant_may_be_shared_between_formulas():
 def test_formulas_in_a_row_do_not_overlap():
     found, _ = matches(llama, bert_gelu, moments_twice)
     assert [match.kind for match in found] == ["rms_norm", "gelu", "layer_norm"]
+
+
+class SmallCnn(nn.Module):
+    """Convolutions, ReLU6, a residual sum, a concat, pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.inner, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = F.relu6(self.norm(self.stem(x)))
+        x = x + F.relu6(self.inner(x) + 3)
+        x = torch.cat((F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, 1)), 1)
+        return self.head(x.flatten(1)).softmax(-1)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The codes that are traced while the test runs, as in a fresh process."""
+    codes, trace = [], patterns.trace
+    caches = patterns.normal_form, patterns.matchers_of
+    monkeypatch.setattr(patterns, "trace", lambda code: codes.append(code) or trace(code))
+    for cache in caches:
+        cache.cache_clear()
+    return codes
+
+
+def test_a_small_cnn_traces_no_spelling(traced):
+    match_patterns(qtk.prepare_model(SmallCnn().eval(), torch.randn(2, 1, 8, 8)).graph)
+    assert traced == []
+
+
+def test_a_formula_is_traced_once_and_only_where_its_ops_are(traced):
+    for _ in range(2):
+        assert [match.kind for match in matches(bert_gelu)[0]] == ["gelu"]
+    rows = [pattern for pattern in PATTERNS if torch.ops.aten.erf.default in pattern.ops]
+    assert traced == [code for row in rows for code in (*row.spellings, *row.products)]
+
+
+def test_every_way_to_write_a_pattern_has_its_ops():
+    missing = [(pattern.kind, pattern.ops - matcher.targets) for pattern in PATTERNS
+               for matcher in matchers_of(pattern) if not pattern.ops <= matcher.targets]
+    assert missing == []
+
+
+def written_out(core, product):
+    """One code that computes the core and then the product."""
+    of_core, of_product = (list(inspect.signature(code).parameters.values()) for code in (core, product))
+
+    def code(*values):
+        return product(*core(*values[:len(of_core)]), *values[len(of_core):])
+
+    code.__signature__ = inspect.Signature([*of_core, *of_product[2:]])
+    return code
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern.products])
+def test_a_product_of_a_core_matches_as_if_it_were_written_out(pattern):
+    ways = [written_out(core, product) for core in pattern.spellings for product in pattern.products]
+    for matcher, way in zip(matchers_of(pattern), ways, strict=True):
+        whole = NormalForm(patterns.trace(way)).graph
+        whole.eliminate_dead_code()
+        assert nested(matcher.result) == nested(whole.output_node().args[0])
+
+
+def nested(value):
+    """A normal form as a tree: ops with their operands; placeholders by name."""
+    if not isinstance(value, fx.Node):
+        return tuple(map(nested, value)) if isinstance(value, (list, tuple)) else value
+    if value.op == "placeholder":
+        return value.target
+    return value.target, nested(value.args), sorted(value.kwargs.items())
 
 
 def test_every_kind_of_the_op_table_keeps_its_name():

@@ -106,6 +106,8 @@ SPELLINGS = [
     ("layer_norm", annotated_transformer), ("layer_norm", moments_once), ("layer_norm", moments_twice),
     ("layer_norm", channels_first), ("layer_norm", torch_variance),
     ("rms_norm", llama), ("rms_norm", gemma),
+    ("rms_norm", lambda m, x: x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * m.w)),
+    ("rms_norm", lambda m, x: x * m.w * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
     ("gelu", bert_gelu), ("gelu", gpt2_gelu), ("gelu", cubed_gelu), ("gelu", fast_gelu),
     ("gelu", lambda m, x: x * torch.sigmoid(1.702 * x)),
     ("silu", lambda m, x: torch.sigmoid(x) * x), ("mish", lambda m, x: x * torch.tanh(F.softplus(x))),
