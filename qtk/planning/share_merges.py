@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from qtk.core.plan import SitePlan
-from qtk.graph.flow import maker
+from qtk.graph.flow import maker, reads_shape_only
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import PAD_WITH_VALUE
 from qtk.graph.sites import Port, edge_site, value_site
@@ -75,7 +75,9 @@ def _share_one(draft: Draft, port: Port, follower: SitePlan) -> None:
         return  # float by a rule or inside an unquantized region: nothing to share
     if present is not None and present.leader == follower.leader:
         return  # Concat(x, x): shared already
-    is_read_here_alone = all(reader.user is port.user for reader in draft.flow.readers(source))
+    is_read_here_alone = all(
+        reader.user is port.user or reads_shape_only(reader.user) for reader in draft.flow.readers(source)
+    )
     is_free = source not in draft.held and (present is None or (present.leader is None and present.range is None))
     if is_read_here_alone and is_free:
         draft.values[source] = replace(follower, static=False)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from qtk.capture.signature import output_nodes
-from qtk.capture.states import states_of
+from qtk.capture.signature import input_nodes, output_nodes
+from qtk.capture.states import returned_states, states_of
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -24,17 +24,17 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
 
     A state of several layers shares one encoding with the states of all of them.
     """
-    states = states_of(model)
-    if not states:
+    if not states_of(model):
         return plan
-    graph, sites = roots(model)[""], dict(plan.sites)
-    inputs = {str(node.target): node for node in graph.graph.find_nodes(op="placeholder")}
-    outputs = list(output_nodes(graph).items())
-    for name, index in states.items():
-        given, (output, returned) = value_site(inputs[name]), outputs[index]
-        makers = [site for site in _makers(graph, returned) if site in sites]
-        if given in sites and makers:
-            _share(sites, makers, given, f"the state that {output} is the next value of")
+    main, sites = roots(model)[""], dict(plan.sites)
+    inputs = {str(node.target): value_site(node) for node in input_nodes(main).values()}
+    for graph in roots(model).values():  # the model's, then its variants
+        outputs = list(output_nodes(graph).items())
+        for name, index in returned_states(graph).items():
+            output, returned = outputs[index]
+            makers = [site for site in _makers(graph, returned) if site in sites]
+            if inputs[name] in sites and makers:
+                _share(sites, makers, inputs[name], f"the state that {output} is the next value of")
     return replace(plan, sites=sites)
 
 
