@@ -229,6 +229,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
+        state_codes: bool = False,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -256,13 +257,16 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
                 installed, and warn of what departs from the simulation.
             output_names: names of the outputs in ``model.onnx``, in order; ``None``: those of the model's dict, or
                 ``output_0``, ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
+            state_codes: take and return ``states`` in ``model.onnx`` as their integer codes, which a loop hands on as
+                they are: of 8 bits a quarter of the bytes. Which output an input is next, and the encodings, stand in
+                the file.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
-            the model, the names are not one for each output, or a file read back differs from the simulation; nothing
-            is written then.
+            the model, the names are not one for each output, a state has no codes, or a file read back differs from the
+            simulation; nothing is written then.
         """
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check, output_names=output_names)
+               opset=opset, run=check, output_names=output_names, state_codes=state_codes)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

@@ -65,7 +65,7 @@ def states_of(model: nn.Module) -> dict[str, int]:
     return {} if graph is None else returned_states(graph)
 
 
-def returned_states(graph: CapturedGraph) -> dict[str, int]:
+def returned_states(graph: fx.GraphModule) -> dict[str, int]:
     """Name of a state → index of the output of one graph, of a variant too, that it is in the next call."""
     return dict(graph.meta.get(STATES, {}))
 

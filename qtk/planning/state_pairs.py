@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from qtk.capture.signature import input_nodes, output_nodes
 from qtk.capture.states import returned_states, states_of
+from qtk.core.granularity import PerChannel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -33,9 +34,18 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
         for name, index in returned_states(graph).items():
             output, returned = outputs[index]
             makers = [site for site in _makers(graph, returned) if site in sites]
+            if makers and _is_moved(graph, returned, sites[makers[0]]):
+                continue  # the scales of its axis are those of another one in the input
             if inputs[name] in sites and makers:
                 _share(sites, makers, inputs[name], f"the state that {output} is the next value of")
     return replace(plan, sites=sites)
+
+
+def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> bool:
+    """Whether a value has scales along an axis, and is returned with that at another place."""
+    granularity = decided.spec.granularity
+    return isinstance(granularity, PerChannel) and (
+        Flow(graph.graph).axis_at_root(returned, granularity.axis) != granularity.axis)
 
 
 def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:
