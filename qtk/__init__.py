@@ -28,6 +28,7 @@ from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq
 from qtk.workflow.prepare import prepare_model
 from qtk.workflow.qat_schedule import QatSchedule
 from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+from qtk.workflow.sequences import Sequences
 from qtk.workflow.smooth_quant import apply_smooth_quant
 from qtk.workflow.transforms import TRANSFORMS
 
@@ -55,6 +56,7 @@ __all__ = [
     "QuantSpec",
     "Quantized",
     "Quantizer",
+    "Sequences",
     "Site",
     "SitePlan",
     "TargetCheck",

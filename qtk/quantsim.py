@@ -43,7 +43,6 @@ from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
-from qtk.workflow.rolled_states import Reset
 from qtk.workflow.store import StoredWeights, load, prepare_stored, restore, save
 from qtk.workflow.valid_tokens import Valid
 from qtk.workflow.verify_export import verify_export
@@ -170,7 +169,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def compute_encodings(
         self, data: Data | None, *, sites: Iterable[str] | str | None = None, only_missing: bool = False,
         forward: Forward | None = None, num_batches: int | None = None, progress: bool = True,
-        valid: Valid | None = None, reset: Reset | None = None,
+        valid: Valid | None = None,
     ) -> None:
         """Computes every encoding that is not frozen: of weights from their values, of activations from ``data``.
 
@@ -197,7 +196,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
         Args:
             data: batches, or a function that runs the model over its own; ``None`` if no activation is quantized
-                statically.
+                statically. Of a model with ``states`` they are the steps of one sequence, or ``qtk.Sequences``.
             sites: names of the sites to calibrate, or globs over names; ``None``: all.
             only_missing: compute only encodings that are missing.
             forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
@@ -206,13 +205,11 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             valid: which tokens count, where they can be followed: the name of an input (``"attention_mask"``), a
                 list with the mask of each side of an encoder-decoder, or a function from a batch to bool [samples,
                 tokens]; ``None``: all. A mapping from masks to the names of their inputs where names do not tell.
-            reset: of a model with ``states``: where a sequence begins, every so many batches or where a function of
-                the batch says so; ``None``: all batches are the steps of one sequence.
 
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
-        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid, reset)
+        calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid)
         compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 
     def check(self) -> None:
@@ -232,6 +229,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
     def export(
         self, directory: str | os.PathLike[str], *, formats: Iterable[str] | str = ("encodings", "onnx"),
         force: bool = False, opset: int | None = None, check: bool = True, output_names: Sequence[str] | None = None,
+        state_codes: bool = False,
     ) -> None:
         """Writes the simulation for runtimes into a new directory, all formats or none; each file is read back.
 
@@ -259,13 +257,16 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
                 installed, and warn of what departs from the simulation.
             output_names: names of the outputs in ``model.onnx``, in order; ``None``: those of the model's dict, or
                 ``output_0``, ``output_1``, …. Names of axes are given with ``dynamic_shapes``.
+            state_codes: take and return ``states`` in ``model.onnx`` as their integer codes, which a loop hands on as
+                they are: of 8 bits a quarter of the bytes. Which output an input is next, and the encodings, stand in
+                the file.
 
         Raises: CheckError if the simulation is not sound; ExportError if the directory exists, a format cannot hold
-            the model, the names are not one for each output, or a file read back differs from the simulation; nothing
-            is written then.
+            the model, the names are not one for each output, a state has no codes, or a file read back differs from the
+            simulation; nothing is written then.
         """
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
-               opset=opset, run=check, output_names=output_names)
+               opset=opset, run=check, output_names=output_names, state_codes=state_codes)
 
     def verify_export(
         self, directory: str | os.PathLike[str], data: Data, *, forward: Forward | None = None,

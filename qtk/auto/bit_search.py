@@ -42,6 +42,7 @@ from qtk.workflow.float_outputs import FloatOutputs
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
 from qtk.workflow.rewrite import replan_simulation
 from qtk.workflow.sensitivity import Loss, sensitivity
+from qtk.workflow.sequences import Sequences
 from qtk.workflow.valid_tokens import Valid
 
 T = TypeVar("T")
@@ -84,8 +85,8 @@ class BitSearch:
     """
 
     def __init__(
-        self, sim: QuantSim, batches: list[Batch], kind: str, choices: tuple[Choice, ...], loss: Loss | None,
-        forward: Forward | None, valid: Valid | None, progress: bool,
+        self, sim: QuantSim, batches: list[Batch] | Sequences, kind: str, choices: tuple[Choice, ...],
+        loss: Loss | None, forward: Forward | None, valid: Valid | None, progress: bool,
     ) -> None:
         self._sim, self._batches, self._kind, self._choices = sim, batches, kind, choices
         self._loss, self._forward, self._valid, self._progress = loss, forward, valid, progress

@@ -31,6 +31,7 @@ from qtk.torch_private import pytree
 from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
 from qtk.workflow.forward_pass import Batch, Forward, in_memory
 from qtk.workflow.prepare import ExampleInputs, prepare_model
+from qtk.workflow.sequences import Sequences
 from qtk.workflow.valid_tokens import Valid
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
@@ -107,7 +108,10 @@ def quantize(
     if math.isnan(max_drop):
         raise CalibrationError("max_drop is a number, got nan")
     config = load_config(target)
-    batches = in_memory(data, num_batches, least=2, why="calibration does not see the last")
+    if isinstance(data, Sequences):
+        raise CalibrationError("qtk.quantize searches simulations without states, for which sequences say nothing; "
+                               "pass the batches alone, or make a QuantSim(…, states=…) and improve that")
+    batches = [*in_memory(data, num_batches, least=2, why="calibration does not see the last")]
     if example_inputs is None and forward is not None:
         raise CalibrationError("with forward, say example_inputs too: a tensor, tuple or dict the model runs on")
     inputs = cast(ExampleInputs, batches[0]) if example_inputs is None else example_inputs

@@ -8,6 +8,18 @@ from torch import Tensor, fx
 from qtk.torch_private import call_structure, pytree
 
 
+def input_nodes(model: fx.GraphModule) -> dict[str, fx.Node]:
+    """Path → node of every tensor that the model takes: ``x``, or ``past.0.1`` inside a nested argument."""
+    nodes = model.graph.find_nodes(op="placeholder")
+    structure, arguments = call_structure(model.graph), {str(node.target): node for node in nodes}
+    if structure is not None:
+        args, kwargs = pytree.tree_unflatten(nodes, structure.in_spec)
+        names = [name for name in structure.orig_args if name != "self"]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    leaves = pytree.tree_flatten_with_path(arguments)[0]
+    return {_dotted(path): node for path, node in leaves if isinstance(node.meta.get("val"), Tensor)}
+
+
 def input_names(model: fx.GraphModule) -> list[str]:
     """Names of all inputs, tensors or not."""
     return [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
@@ -41,6 +53,11 @@ def values_of(model: fx.GraphModule, dtype: torch.dtype) -> list[str]:
 
 
 def _path_name(path: pytree.KeyPath) -> str:
+    name = _dotted(path)
+    return f"output_{name}" if name[:1].isdigit() else name or "output"
+
+
+def _dotted(path: pytree.KeyPath) -> str:
     parts = []
     for key in path:
         match key:
@@ -50,5 +67,4 @@ def _path_name(path: pytree.KeyPath) -> str:
                 parts.append(key.name)
             case pytree.SequenceKey():
                 parts.append(str(key.idx))
-    name = ".".join(parts)
-    return f"output_{name}" if name[:1].isdigit() else name or "output"
+    return ".".join(parts)

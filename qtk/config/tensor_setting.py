@@ -27,6 +27,8 @@ class TensorSetting(BaseModel):
             biases only: their scale is that of the products that they are added to, see ``plan_biases``.
         symmetric: the zero point is 0; of an unsigned ``dtype`` the middle code, 128 of uint8.
         granularity: which elements share a scale; ``per_token``, each row of the last axis, is ``dynamic``.
+        axis: of an activation ``per_channel``, and only there: the axis that has a scale for each index, of a fixed
+            length; 1 of a cache [batch, heads, length, width] is one scale for each head.
         dynamic: dynamic quantization: the range is computed from each tensor at run time; for activations only.
         block_size: length of a block along the input-channel axis; with ``per_block`` and only there.
         remainder: what becomes of a tensor whose input channels ``block_size`` does not divide: ``float``; left out, it
@@ -47,6 +49,7 @@ class TensorSetting(BaseModel):
     dtype: str | None = None
     symmetric: StrictBool | None = None
     granularity: Literal["per_tensor", "per_channel", "per_token", "per_block"] | None = None
+    axis: Annotated[int, Field(strict=True)] | None = None
     dynamic: StrictBool | None = None
     block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
     remainder: Literal["float"] | None = None
@@ -59,7 +62,7 @@ class TensorSetting(BaseModel):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> TensorSetting:
-        for check in (_check_dtype, _check_block_size, _check_dynamic, _check_limits):
+        for check in (_check_dtype, _check_axis, _check_block_size, _check_dynamic, _check_limits):
             check(self)
         return self
 
@@ -77,8 +80,8 @@ class TensorSetting(BaseModel):
         """A copy with every field that ``other`` sets replaced, and the earlier fields that contradict it dropped.
 
         ``bits`` and ``dtype`` replace one another, and so do ``range`` and ``bounds``; a granularity drops an earlier
-        block size. A block format drops an earlier granularity; a later granularity keeps only the number format of
-        a block format. ``dynamic`` drops range, bounds and scheme, and each of these drops ``dynamic``. Other
+        axis and block size. A block format drops an earlier granularity; a later granularity keeps only the number
+        format of a block format. ``dynamic`` drops range, bounds and scheme, and each of these drops ``dynamic``. Other
         contradictions are reported when the setting becomes a spec.
 
         >>> TensorSetting(dtype="int8", symmetric=True).overlaid(TensorSetting(bits=4))
@@ -88,9 +91,9 @@ class TensorSetting(BaseModel):
         if other.names_width:
             changes = {"bits": None, "dtype": None} | changes
         if other.dtype in BLOCK_FORMATS:
-            changes = {"granularity": None, "block_size": None} | changes
+            changes = {"granularity": None, "axis": None, "block_size": None} | changes
         if other.granularity is not None:
-            changes = {"block_size": None, "remainder": None} | changes
+            changes = {"axis": None, "block_size": None, "remainder": None} | changes
             if other.granularity != "per_block" and not other.names_width and self.dtype in BLOCK_FORMATS:
                 changes["dtype"] = BLOCK_FORMATS[self.dtype].dtype.name
         if other.range is not None or other.bounds is not None or other.is_dynamic:
@@ -123,6 +126,13 @@ def _check_dtype(setting: TensorSetting) -> None:
         raise ValueError(f"dtype {setting.dtype} has {codes.bits} bits, bits says {setting.bits}; give one of them")
     if setting.reduced_range and codes.name != "int8":
         raise ValueError(f"a reduced range is one of int8, dtype says {setting.dtype}; leave one out")
+
+
+def _check_axis(setting: TensorSetting) -> None:
+    """Checks that an axis stands beside per_channel. Raises: ValueError."""
+    if setting.axis is not None and setting.granularity != "per_channel":
+        raise ValueError(f"axis {setting.axis} needs granularity per_channel, got {setting.granularity}; "
+                         "add granularity: per_channel, or leave axis out")
 
 
 def _check_block_size(setting: TensorSetting) -> None:
@@ -179,10 +189,23 @@ Setting: TypeAlias = Annotated[
 """A tensor's setting; ``float``: not quantized; ``quantized``: undoes an earlier ``float``."""
 
 
+def _of_an_axis(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    if isinstance(setting, TensorSetting) and setting.granularity == "per_channel" and setting.axis is None:
+        raise ValueError("no op says which axis of an activation its channels are; add axis, as in {granularity: "
+                         "per_channel, axis: 1}")
+    return setting
+
+
+def _without_axis(setting: TensorSetting | str | None) -> TensorSetting | str | None:
+    if isinstance(setting, TensorSetting) and setting.axis is not None:
+        raise ValueError(f"axis {setting.axis}: the channels of a weight are those of its op; leave axis out")
+    return setting
+
+
 def _not_in_blocks(setting: TensorSetting | str | None) -> TensorSetting | str | None:
-    if isinstance(setting, TensorSetting) and setting.dtype in BLOCK_FORMATS:
-        raise ValueError(f"{setting.dtype} is for weights; activations in blocks are not built yet; use the number "
-                         "format alone, as in {dtype: fp8_e4m3, granularity: per_token}")
+    if isinstance(setting, TensorSetting) and (setting.dtype in BLOCK_FORMATS or setting.granularity == "per_block"):
+        raise ValueError(f"{setting.dtype or 'per_block'} is for weights; activations in blocks are not built yet; use "
+                         "the number format alone, as in {dtype: fp8_e4m3, granularity: per_token}")
     return setting
 
 
@@ -199,6 +222,12 @@ def _not_int32(setting: TensorSetting | str | None) -> TensorSetting | str | Non
     return setting
 
 
-ActivationSetting = Annotated[Setting, AfterValidator(_not_in_blocks), AfterValidator(_not_int32)]
-WeightSetting = Annotated[Setting, AfterValidator(_not_dynamic), AfterValidator(_not_int32)]
-BiasSetting = Annotated[Setting, AfterValidator(_not_in_blocks), AfterValidator(_not_dynamic)]
+ActivationSetting = Annotated[
+    Setting, AfterValidator(_not_in_blocks), AfterValidator(_of_an_axis), AfterValidator(_not_int32)
+]
+WeightSetting = Annotated[
+    Setting, AfterValidator(_not_dynamic), AfterValidator(_without_axis), AfterValidator(_not_int32)
+]
+BiasSetting = Annotated[
+    Setting, AfterValidator(_not_in_blocks), AfterValidator(_without_axis), AfterValidator(_not_dynamic)
+]

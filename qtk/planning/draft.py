@@ -8,10 +8,14 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
+from qtk.capture.inputs import is_free
 from qtk.config.schema import Io
+from qtk.config.tensor_setting import TensorSetting
+from qtk.core.granularity import PerChannel
 from qtk.core.plan import SitePlan
 from qtk.core.site import Site
 from qtk.core.spec import QuantSpec
+from qtk.errors import SpecError
 from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, maker
@@ -146,7 +150,7 @@ class Draft:
     def decide(self, node: fx.Node, decision: Decision, why: str) -> None:
         """Records in ``values`` or ``floats`` whether and how ``decision`` quantizes the value of ``node``."""
         if decision.enabled:
-            plan = self.site_plan(to_spec(decision.setting, None, node.meta["val"].ndim), decision, why)
+            plan = self.site_plan(self.activation_spec(node, decision), decision, why)
             reason = self.excluded_reader(node)
             if reason is None:
                 self.values[node] = plan
@@ -156,6 +160,21 @@ class Draft:
             self.request("output", decision, (node, *edges), plan)
         else:
             self.floats[node] = f"float by {decision.reason}"
+
+    def activation_spec(self, node: fx.Node, decision: Decision) -> QuantSpec:
+        """The spec that ``decision`` asks for the value of ``node``; in ``misfits`` if that has no such axis."""
+        shape, setting = node.meta["val"].shape, decision.setting
+        try:
+            spec = to_spec(setting, None, len(shape))
+        except SpecError as error:
+            if setting.axis is None:
+                raise
+            self.misfits.append(f"{value_site(node)}: {error}")
+            return to_spec(setting.overlaid(TensorSetting(granularity="per_tensor")), None, len(shape))
+        if isinstance(spec.granularity, PerChannel) and is_free(shape[spec.granularity.axis]):
+            self.misfits.append(f"{value_site(node)}: axis {spec.granularity.axis} of {list(shape)} has no fixed "
+                                "length, and so no scale for each index")
+        return spec
 
     def site_plan(self, spec: QuantSpec, decision: Decision, why: str, *, static: bool = False) -> SitePlan:
         """The plan of a site: ``spec`` and the other settings of ``decision``; parameters have no fixed range."""

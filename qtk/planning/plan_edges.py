@@ -9,7 +9,6 @@ from qtk.graph.op_row import OpRow, Role
 from qtk.graph.sites import Port, edge_site
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, agrees
-from qtk.planning.rules import to_spec
 
 
 def plan_edges(draft: Draft) -> None:
@@ -40,7 +39,7 @@ def _plan_input(draft: Draft, port: Port, decision: Decision, why: str) -> None:
     if not decision.enabled:
         draft.request("input", decision, keys, None)
         return
-    wanted = draft.site_plan(to_spec(decision.setting, None, port.value.meta["val"].ndim), decision, why)
+    wanted = draft.site_plan(draft.activation_spec(port.value, decision), decision, why)
     present = draft.values.get(draft.flow.root(port.value))
     if present is None or not agrees(present, wanted, decision):
         draft.edges[edge_site(port)] = wanted

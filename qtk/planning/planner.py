@@ -9,10 +9,12 @@ The rules, numbered as the code cites them:
    port the bias setting; at any other port of a compute op it is a constant and gets the activation setting, or stays
    in float where activations are quantized dynamically: a constant has no range of its own at run time.
 5. A merge (concat, stack, where, scatter) and the values it merges share the encoding of its output. A value that is
-   also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one. Dynamic quantization
-   shares nothing. Unless a rule asks for it, a merge stays in float, and what it merges keeps its own ranges, where no
-   op with weights or matrix product reads it, and only outputs or float ops do, or it is none of concat and stack:
-   no runtime has integer kernels for the others, and boxes beside scores would leave the scores one code.
+   also read elsewhere keeps its own quantizer, and the edge into the merge gets the shared one. Scales of an axis are
+   shared where that axis is: on the edge of a value that is moved first, which is rounded there alone. Dynamic
+   quantization shares nothing. Unless a rule asks for it, a merge stays in float, and what it merges keeps its own
+   ranges, where no op with weights or matrix product reads it, and only outputs or float ops do, or it is none of
+   concat and stack: no runtime has integer kernels for the others, and boxes beside scores would leave the scores one
+   code.
 6. The value of an op the table does not know is quantized where a known op reads it.
 7. An edge gets a quantizer of its own only where a reader asks for another spec than the producer has.
 8. Movement ops, integers, booleans and shapes get nothing.
@@ -91,7 +93,7 @@ def plan(
         scheme: likewise.
         gone: the values that transforms removed from the model, each with the reason.
 
-    Raises: SpecError listing every tensor whose shape its block size does not divide, or on contradictory settings;
+    Raises: SpecError listing every tensor whose shape does not fit its granularity, or on contradictory settings;
         ConfigError if a width contradicts the config, if a rule has no effect, or if nothing would be quantized though
         the config asks for it; CaptureError if the example inputs did not reach a module with parameters that is not
         excluded, or an op with weights reads complex or sparse tensors.
@@ -107,7 +109,7 @@ def plan(
     misfits = [line for draft in drafts for line in draft.misfits]
     if misfits:
         raise SpecError(
-            "\n  ".join(["block sizes that do not fit:", *misfits])
+            "\n  ".join(["granularities that do not fit:", *misfits])
             + "\ngive these sites another block_size or granularity by a rule, e.g. {match: {path: …}, weight: "
             "{granularity: per_channel}}"
         )

@@ -176,11 +176,12 @@ def to_spec(
 ) -> QuantSpec:
     """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
-    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32. A ``batched``
+    A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32; an activation
+    also along the axis that the setting names. A ``batched``
     one holds matrices with output channels of their own: per channel it has a scale for every index along all axes
     but that of the input channels, per block likewise.
 
-    Raises: SpecError on contradictory settings.
+    Raises: SpecError on contradictory settings, or an axis that a tensor of this rank does not have.
     """
     if setting.is_dynamic and setting.granularity in ("per_channel", "per_block"):
         raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
@@ -209,6 +210,8 @@ def _granularity(
 ) -> Granularity:
     if setting.granularity == "per_token":
         return PerToken()
+    if setting.axis is not None:
+        return PerChannel(PerChannel(setting.axis).axis_of(rank))
     if axes is None:
         return PerTensor()
     out_axis, in_axis = axes

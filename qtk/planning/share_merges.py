@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from qtk.core.granularity import PerChannel
 from qtk.core.plan import SitePlan
-from qtk.graph.flow import maker
+from qtk.graph.flow import maker, reads_shape_only
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import PAD_WITH_VALUE
 from qtk.graph.sites import Port, edge_site, value_site
@@ -63,8 +64,10 @@ def _share(draft: Draft, merge: fx.Node, merged: SitePlan) -> None:
     if merged.spec.dynamic:
         return  # each tensor has a range of its own
     follower = replace(merged, leader=merged.leader or value_site(merge), reason=f"merged by {value_site(merge)}")
+    shape, granularity = merge.meta["val"].shape, merged.spec.granularity
     for port in draft.flow.data_ports(merge):
-        if not is_empty(port.value):
+        along = granularity.axis if isinstance(granularity, PerChannel) else None
+        if not is_empty(port.value) and (along is None or port.value.meta["val"].shape[along] == shape[along]):
             _share_one(draft, port, follower)
 
 
@@ -75,9 +78,15 @@ def _share_one(draft: Draft, port: Port, follower: SitePlan) -> None:
         return  # float by a rule or inside an unquantized region: nothing to share
     if present is not None and present.leader == follower.leader:
         return  # Concat(x, x): shared already
-    is_read_here_alone = all(reader.user is port.user for reader in draft.flow.readers(source))
+    is_read_here_alone = all(
+        reader.user is port.user or reads_shape_only(reader.user) for reader in draft.flow.readers(source)
+    )
     is_free = source not in draft.held and (present is None or (present.leader is None and present.range is None))
-    if is_read_here_alone and is_free:
+    if isinstance(follower.spec.granularity, PerChannel) and source is not port.value:  # the axis is another there
+        draft.edges[edge_site(port)] = follower
+        if is_read_here_alone and is_free and draft.values.pop(source, None) is not None:
+            draft.floats[source] = f"rounded where {value_site(port.user)} merges it, with scales of an axis"
+    elif is_read_here_alone and is_free:
         draft.values[source] = replace(follower, static=False)
     else:
         draft.edges[edge_site(port)] = follower

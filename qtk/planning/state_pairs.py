@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from qtk.capture.signature import output_nodes
-from qtk.capture.states import states_of
+from qtk.capture.signature import input_nodes, output_nodes
+from qtk.capture.states import returned_states, states_of
+from qtk.core.granularity import PerChannel
 from qtk.core.plan import QuantPlan, SitePlan
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
@@ -24,18 +25,27 @@ def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
 
     A state of several layers shares one encoding with the states of all of them.
     """
-    states = states_of(model)
-    if not states:
+    if not states_of(model):
         return plan
-    graph, sites = roots(model)[""], dict(plan.sites)
-    inputs = {str(node.target): node for node in graph.graph.find_nodes(op="placeholder")}
-    outputs = list(output_nodes(graph).items())
-    for name, index in states.items():
-        given, (output, returned) = value_site(inputs[name]), outputs[index]
-        makers = [site for site in _makers(graph, returned) if site in sites]
-        if given in sites and makers:
-            _share(sites, makers, given, f"the state that {output} is the next value of")
+    main, sites = roots(model)[""], dict(plan.sites)
+    inputs = {str(node.target): value_site(node) for node in input_nodes(main).values()}
+    for graph in roots(model).values():  # the model's, then its variants
+        outputs = list(output_nodes(graph).items())
+        for name, index in returned_states(graph).items():
+            output, returned = outputs[index]
+            makers = [site for site in _makers(graph, returned) if site in sites]
+            if makers and _is_moved(graph, returned, sites[makers[0]]):
+                continue  # the scales of its axis are those of another one in the input
+            if inputs[name] in sites and makers:
+                _share(sites, makers, inputs[name], f"the state that {output} is the next value of")
     return replace(plan, sites=sites)
+
+
+def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> bool:
+    """Whether a value has scales along an axis, and is returned with that at another place."""
+    granularity = decided.spec.granularity
+    return isinstance(granularity, PerChannel) and (
+        Flow(graph.graph).axis_at_root(returned, granularity.axis) != granularity.axis)
 
 
 def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:

@@ -40,7 +40,6 @@ from qtk.workflow.forward_pass import Batch, Data, Forward, run_all
 from qtk.workflow.large_exponents import large_exponents
 from qtk.workflow.local_gradients import LocalGradients
 from qtk.workflow.reached_matrices import matrices_counted
-from qtk.workflow.rolled_states import Reset
 from qtk.workflow.scale_floor import raise_scales
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 from qtk.workflow.width_check import SiteSamples
@@ -60,7 +59,6 @@ class CalibrationData:
         num_batches: largest number of batches; ``None``: all.
         progress: show progress bars.
         valid: which tokens count; ``None``: all.
-        reset: where a sequence begins, of a model with states.
     """
 
     batches: Data | None
@@ -69,7 +67,6 @@ class CalibrationData:
     num_batches: int | None = None
     progress: bool = True
     valid: Valid | None = None
-    reset: Reset | None = None
 
 
 def calibrate(
@@ -262,8 +259,7 @@ def _observed_on_data(
             buffers_kept(simulation.model),
         ):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
-                    num_batches=data.num_batches, label="calibrating", progress=data.progress,
-                    reset=data.reset)
+                    num_batches=data.num_batches, label="calibrating", progress=data.progress)
         tokens.warn_of_unfollowed({simulation.quantizers[site]: site.name for site in observers})
     except Exception as error:  # the other ranks are waiting
         problem = error

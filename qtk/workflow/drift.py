@@ -17,6 +17,7 @@ from qtk.quantizers.quantizer import Mode
 from qtk.report.drift import Drift
 from qtk.torch_private import pytree
 from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.workflow.sequences import like
 
 
 def drift(
@@ -27,7 +28,7 @@ def drift(
 
     Args:
         simulation: of a model with states.
-        data: the batches of one sequence, in order.
+        data: the batches of one sequence, in order, or ``qtk.Sequences``.
         steps: how many steps; beyond the last batch the first follows again. ``None``: one for each batch.
         forward: as for ``compute_encodings``.
         progress: show bars.
@@ -42,9 +43,9 @@ def drift(
         raise CalibrationError(f"steps must be at least 1, or None for one a batch; got {steps}")
     batches = in_memory(data, None)
     total = len(batches) if steps is None else steps
+    sequence = like(batches, [*itertools.islice(itertools.cycle(batches), total)])
 
     def run(label: str) -> Iterable[list[Tensor]]:
-        sequence = itertools.islice(itertools.cycle(batches), total)
         for output in outputs(simulation.model, sequence, forward=forward, num_batches=total, label=label,
                               progress=progress):
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -20,6 +20,7 @@ from qtk.capture.calls import Call, with_rows
 from qtk.capture.exclusion import excluded_modules
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.signature import values_of
+from qtk.capture.states import states_of
 from qtk.capture.tracing_lock import TRACING
 from qtk.config.load import load_config
 from qtk.config.shipped import shipped_names
@@ -78,6 +79,7 @@ def export(
     opset: int | None = None,
     run: bool = True,
     output_names: Sequence[str] | None = None,
+    state_codes: bool = False,
 ) -> None:
     """Writes every format into one new directory, or nothing if one fails.
 
@@ -94,6 +96,7 @@ def export(
         opset: ONNX operator set; ``None``: the lowest from 19 on that has the formats of all sites.
         run: run ONNX files on the example inputs, if ONNX Runtime is installed; warns of what departs.
         output_names: names of the outputs of the ONNX file, in order; ``None``: see ``output_nodes``.
+        state_codes: whether the ONNX file takes and returns states as their codes.
 
     Raises: ConfigError for an unknown format, with the known ones; ExportError if the directory exists or cannot be
         written, a format cannot express the model, or a file read back differs from the simulation; whatever
@@ -104,8 +107,8 @@ def export(
         raise ExportError(f"no formats to export; choose from {', '.join(EXPORTERS)}")
     exporters = {name: EXPORTERS[name] for name in map(EXPORTERS.canonical, names)}
     if "onnx" in exporters:
-        exporters["onnx"] = partial(_onnx, opset=opset, run=run, output_names=output_names)
-    for name, value in (("opset", opset), ("output_names", output_names)):
+        exporters["onnx"] = partial(_onnx, opset=opset, run=run, output_names=output_names, state_codes=state_codes)
+    for name, value in (("opset", opset), ("output_names", output_names), ("state_codes", state_codes or None)):
         if value is not None and "onnx" not in exporters:
             raise ExportError(f"{name}={value} has no effect on the formats {', '.join(exporters)}; add 'onnx' or "
                               f"leave {name} out")
@@ -223,8 +226,11 @@ def _read_back(path: Path) -> Iterator[None]:
 
 def _onnx(
     simulation: Simulation, example_inputs: ExampleInputs, folder: Path, *, opset: int | None = None, run: bool = True,
-    output_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None, state_codes: bool = False,
 ) -> None:
+    if state_codes and not states_of(simulation.model):
+        raise ExportError("state_codes: the model has no states; name them, QuantSim(…, states={'past': 1}), or leave "
+                          "it out")
     try:
         # loaded here: onnx is an extra, and slow to import
         from qtk.export.onnx import float_inputs, qdq, saturation, session
@@ -245,7 +251,7 @@ def _onnx(
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
         rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names,
-                             int16_sums=int16_sums)
+                             int16_sums=int16_sums, state_codes=state_codes)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "

@@ -14,6 +14,7 @@ from qtk.capture.signature import input_names, output_nodes
 from qtk.errors import ExportError, first_line
 from qtk.export.onnx.session import Optimizations, create_session, other_float_remedy
 from qtk.export.onnx.site_outputs import site_outputs
+from qtk.export.onnx.state_codes import StateCodes
 from qtk.graph.insert import quantizer_called
 from qtk.report.difference import Difference
 from qtk.report.findings import HIGH_SQNR_DB, departs, is_close
@@ -38,14 +39,15 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
     """
     leaves = zip(input_names(graph), input_leaves(graph.graph, call.args, call.kwargs), strict=True)
     inputs = {name: leaf.detach().cpu() for name, leaf in leaves if isinstance(leaf, Tensor)}
-    expected, least_db = tensor_outputs(graph, call), HIGH_SQNR_DB
+    expected, least_db, codes = tensor_outputs(graph, call), HIGH_SQNR_DB, StateCodes(file)
     lines: list[str] = []
     for optimized in (False, True):
         switched = f"ONNX Runtime, optimizations {'on' if optimized else 'off'}"
         try:
             session, _ = create_session(file, optimized=optimized)
-            feed = {name: tensor.numpy() for name, tensor in inputs.items()}
-            results = [torch.from_numpy(array) for array in session.run(None, feed)]
+            feed = {name: tensor.numpy() for name, tensor in codes.stored(inputs).items()}
+            names, arrays = [output.name for output in session.get_outputs()], session.run(None, feed)
+            results = list(codes.reals(dict(zip(names, map(torch.from_numpy, arrays), strict=True))).values())
         except Exception as error:  # whatever the runtime says
             remedy = other_float_remedy(graph)
             lines.append(f"{switched}, does not run it: {first_line(error)}{'' if remedy is None else f'; {remedy}'}")

@@ -20,6 +20,7 @@ from qtk.export.onnx.op_times import op_times
 from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
 from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
 from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
+from qtk.export.onnx.state_codes import StateCodes
 from qtk.numerics.top1 import Top1
 from qtk.report.difference import Difference
 from qtk.report.findings import agrees
@@ -66,11 +67,12 @@ class FileRuns:
         self._temporary = tempfile.TemporaryDirectory(prefix="qtk-")
         self.folder = Path(self._temporary.name)
         try:
+            self.codes = StateCodes(file)
             session, runtime = session_with(file, Optimizations.OFF)
             self.inputs = [(value.name, list(value.shape), str(value.type)) for value in session.get_inputs()]
             self.outputs = [value.name for value in session.get_outputs()]
             sites = site_outputs(file, codes=False)
-            self.off = _Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], sites)
+            self.off = _Way(OFF, runtime, [self._returning(sites, Optimizations.OFF)], self.codes, sites)
             optimized = [self._optimized(ON, Optimizations.ON), self._optimized(EXACT, Optimizations.EXACT)]
             self.ways = [self.off, *optimized, *([self._openvino()] if has_openvino() else [])]
             self.unseen_sites = sites_in_bodies(file)
@@ -147,7 +149,7 @@ class FileRuns:
             runners[FLOAT] = partial(_run_session, session, [], feed)
         for way in self.ways:
             if way is not self.off and way.refusal is None and (way.way != EXACT or integer_sums_saturate()):
-                runners[way.way] = partial(way.runners[0], feed)
+                runners[way.way] = partial(way.runners[0], self.codes.stored(feed))
         if OPENVINO in runners and float_file is not None:
             runners[FLOAT_IN_OPENVINO] = partial(OpenVinoModel(float_file, threads=self.threads).run, feed)
         latencies = median_latencies_ms(runners, turns=turns, progress=progress)
@@ -159,7 +161,7 @@ class FileRuns:
                     way.slowest = self._slowest(feed, float_file, turns)
 
     def _slowest(self, feed: Mapping[str, Tensor], float_file: Path | None, turns: int) -> tuple[OpTime, ...]:
-        times = op_times(self.file, feed, turns=turns, threads=self.threads)
+        times = op_times(self.file, self.codes.stored(feed), turns=turns, threads=self.threads)
         if float_file is None:
             return slowest(times, None)
         in_float = op_times(float_file, feed, turns=turns, threads=self.threads)
@@ -175,7 +177,7 @@ class FileRuns:
             for name, value in feed.items()
         }
         try:
-            self.off.runners[0](rows)
+            self.off.runners[0](self.codes.stored(rows))
         except Exception:  # whatever the runtime says: the rows belong together
             self.timing = Timing(batch_size, given, threads, cpus, _shapes(feed))
             return feed
@@ -195,8 +197,8 @@ class FileRuns:
                 self.file, optimizations, threads=self.threads, optimized_file=optimized
             )
         except Exception as error:
-            return _Way(name, f"ONNX Runtime, {name}", [], refusal=_first_line(error))
-        way = _Way(name, runtime, [partial(_run_session, session, self.outputs)])
+            return _Way(name, f"ONNX Runtime, {name}", [], self.codes, refusal=_first_line(error))
+        way = _Way(name, runtime, [partial(_run_session, session, self.outputs)], self.codes)
         way.nodes = executed_nodes(optimized, self.file, self.reasons)
         if optimizations is Optimizations.ON or integer_sums_saturate():
             self._return_sites(way, optimized, optimizations)
@@ -225,8 +227,9 @@ class FileRuns:
         try:
             model = OpenVinoModel(self.file, threads=self.threads)
         except ExportError as error:
-            return _Way(OPENVINO, OPENVINO, [], refusal=_first_line(error))
-        way = _Way(OPENVINO, model.runtime, [lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))])
+            return _Way(OPENVINO, OPENVINO, [], self.codes, refusal=_first_line(error))
+        run = lambda feed: dict(zip(self.outputs, model.run(feed), strict=True))  # noqa: E731
+        way = _Way(OPENVINO, model.runtime, [run], self.codes)
         way.nodes = model.nodes()
         return way
 
@@ -238,15 +241,16 @@ class _Way:
         way: its name in the verdict.
         runtime: the runtime and its settings.
         runners: each returns values by name; where several return one, the first counts.
+        codes: the states that the file takes and returns as codes, which the runners do.
         sites: the sites among these values.
         refusal: why the runtime does not run the file.
     """
 
     def __init__(
-        self, way: str, runtime: str, runners: list[Runner], sites: Sequence[SiteOutput] = (),
+        self, way: str, runtime: str, runners: list[Runner], codes: StateCodes, sites: Sequence[SiteOutput] = (),
         refusal: str | None = None,
     ) -> None:
-        self.way, self.runtime, self.runners, self.refusal = way, runtime, runners, refusal
+        self.way, self.runtime, self.runners, self.codes, self.refusal = way, runtime, runners, codes, refusal
         self.sites = list(sites)
         self.nodes: RuntimeNodes | None = None
         self.top1 = Top1()
@@ -259,13 +263,13 @@ class _Way:
 
     def values(self, feed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What it computes, by name. Raises: ExportError if it does not run."""
-        values: dict[str, Tensor] = {}
+        values, stored = dict[str, Tensor](), self.codes.stored(feed)
         for run in reversed(self.runners):
             try:
-                values |= run(feed)
+                values |= run(stored)
             except Exception as error:
                 raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
-        return values
+        return self.codes.reals(values)
 
     def add(
         self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
@@ -300,7 +304,8 @@ def merged_runs(files: Sequence[FileRuns]) -> tuple[Run, ...]:
     """The runs of several files as if they were one: sums over their outputs, without top-1, which is of one file."""
     merged = []
     for ways in zip(*(file.ways for file in files), strict=True):
-        way = _Way(ways[0].way, ways[0].runtime, [], refusal=next((way.refusal for way in ways if way.refusal), None))
+        refusal = next((way.refusal for way in ways if way.refusal), None)
+        way = _Way(ways[0].way, ways[0].runtime, [], ways[0].codes, refusal=refusal)
         parts = [sums for each in ways for sums in each.output_sums.values()]
         way.output_sums = dict(enumerate(parts))
         nodes = [each.nodes for each in ways if each.nodes is not None]

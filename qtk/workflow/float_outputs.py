@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ class FloatOutputs:
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Batch], forward: Forward | None, valid: Valid | None = None
+        self, model: nn.Module, batches: Iterable[Batch], forward: Forward | None, valid: Valid | None = None
     ) -> None:
         self.batches = batches
         self._forward = forward

@@ -22,7 +22,8 @@ from qtk.nn.eval_mode import evaluating
 from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 from qtk.workflow.batch_advice import batch_advice
-from qtk.workflow.rolled_states import Reset, RolledStates
+from qtk.workflow.rolled_states import RolledStates
+from qtk.workflow.sequences import Sequences, like
 
 Batch: TypeAlias = object
 """What a loader yields: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
@@ -64,11 +65,10 @@ def outputs(
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
-    reset: Reset | None = None,
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    States of the model are handed from batch to batch; ``reset``: where a sequence begins (``RolledStates``).
+    States of the model are handed from batch to batch (``RolledStates``).
     ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after
     which ``data`` without a length, and without ``num_batches``, are refused.
 
@@ -86,7 +86,7 @@ def outputs(
     total = min((number for number in (length_of(data), num_batches) if number is not None), default=None)
     batches = read(data, num_batches)
     seen = 0
-    rolled = RolledStates(model, reset)
+    rolled = RolledStates(model, data)
     with caching(model), rolled.listening():
         for index, batch in enumerate(tqdm(batches, desc=label, total=total, unit="batch", disable=not progress)):
             if total is None and index == most_uncounted:
@@ -127,7 +127,6 @@ def run_all(
     label: str = "",
     progress: bool = False,
     ended_by: tuple[type[BaseException], ...] = (),
-    reset: Reset | None = None,
 ) -> None:
     """Runs the model over all of ``data`` and drops what it returns; arguments as for ``outputs``.
 
@@ -150,7 +149,7 @@ def run_all(
         return
     batches = outputs(
         model, data, forward=forward, num_batches=num_batches, most_uncounted=most_uncounted, label=label,
-        progress=progress, ended_by=ended_by, reset=reset,
+        progress=progress, ended_by=ended_by,
     )
     for _ in batches:
         pass
@@ -209,8 +208,10 @@ def read(
         raise unreadable(index, error) from error
 
 
-def in_memory(data: Iterable[Batch], num_batches: int | None, *, least: int = 1, why: str = "") -> list[Batch]:
-    """The batches of ``data`` as a list, for what reads them several times.
+def in_memory(
+    data: Iterable[Batch], num_batches: int | None, *, least: int = 1, why: str = ""
+) -> list[Batch] | Sequences:
+    """The batches of ``data`` as a list, for what reads them several times, or as sequences of such.
 
     Args:
         data: batches.
@@ -232,7 +233,7 @@ def in_memory(data: Iterable[Batch], num_batches: int | None, *, least: int = 1,
                                "pass num_batches (a few hundred samples are enough)")
     if len(batches) < least:
         raise CalibrationError(f"at least {least} batches are needed, got {len(batches)}" + (f": {why}" if why else ""))
-    return batches
+    return like(data, batches)
 
 
 @runs_model

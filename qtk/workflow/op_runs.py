@@ -18,6 +18,7 @@ from qtk.export.onnx.cut_file import given_name, write_cut
 from qtk.export.onnx.executed_nodes import computing_kinds
 from qtk.export.onnx.session import Optimizations, session_with
 from qtk.export.onnx.site_outputs import SiteOutput
+from qtk.export.onnx.state_codes import StateCodes
 from qtk.report.difference import Difference
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.simulated_values import Reference
@@ -87,9 +88,11 @@ def _run(
         if optimized is not None and computing_kinds(copy) != computing_kinds(optimized):
             raise ExportError(f"ONNX Runtime fuses other ops of {file.name} where it is cut")
         kinds = {port.name: port.type for port in session.get_inputs()}
-        feed = {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items() if name in kinds}
+        codes = StateCodes(file)
+        feed = {name: tensor.detach().cpu().numpy() for name, tensor in codes.stored(inputs).items() if name in kinds}
         for site in sites:
             stored = site.stored(_value(site, values).detach().cpu().float())
             feed[given_name(site)] = stored.to(DTYPES[kinds[given_name(site)]]).numpy()
         names = [port.name for port in session.get_outputs()]
-        return {name: torch.from_numpy(array) for name, array in zip(names, session.run(None, feed), strict=True)}
+        arrays = session.run(None, feed)
+        return codes.reals({name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)})

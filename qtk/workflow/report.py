@@ -108,7 +108,7 @@ def _measured(what: str, measure: Callable[[], T], notes: list[str]) -> T | None
 
 
 def _outputs_sqnr_db(
-    simulation: Simulation, batches: Sequence[Batch], forward: Forward | None, float_weights: FloatWeights,
+    simulation: Simulation, batches: Iterable[Batch], forward: Forward | None, float_weights: FloatWeights,
     valid: Valid | None,
 ) -> float:
     with in_mode(list(simulation.quantizers.values()), Mode.BYPASS), float_weights.in_place():
@@ -117,7 +117,7 @@ def _outputs_sqnr_db(
 
 
 def _values(
-    simulation: Simulation, sites: Iterable[Site], batches: Sequence[Batch], forward: Forward | None,
+    simulation: Simulation, sites: Iterable[Site], batches: Iterable[Batch], forward: Forward | None,
     float_weights: FloatWeights, valid: Valid | None,
 ) -> dict[Site, list[Tensor]]:
     """The float values of sites, call by call: whole of parameters, of others at most ``MOST_SAMPLES`` a call."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtk.capture.states import states_of
+from qtk.capture.inputs import input_leaves
+from qtk.capture.signature import input_names
+from qtk.capture.states import grown_axes, returned_states, states_of
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
-from qtk.torch_private import pytree
-
-Reset: TypeAlias = int | Callable[[Any], bool]
-"""Where a sequence begins: every so many batches, or a function from a batch that says whether it is a first one."""
+from qtk.torch_private import call_structure, pytree
+from qtk.workflow.sequences import Sequences
 
 
 class RolledStates:
@@ -26,32 +26,30 @@ class RolledStates:
 
     Args:
         model: a prepared model; one without states is left alone.
-        reset: where a sequence begins; ``None``: all batches are the steps of one.
+        data: the batches; all are the steps of one sequence, but those of ``Sequences``.
+
+    Raises: CalibrationError for sequences without a model with states.
     """
 
-    def __init__(self, model: nn.Module, reset: Reset | None = None) -> None:
+    def __init__(self, model: nn.Module, data: object) -> None:
         self._states = states_of(model)
-        self._graph = roots(model).get("")
-        self._reset = reset
+        self._grown = {graph: grown_axes(graph) for graph in roots(model).values()} if self._states else {}
+        self._reset = data.reset if isinstance(data, Sequences) else None
         self._steps = 0
         self._carried: dict[str, Tensor] | None = None
         self._returned: dict[str, Tensor] | None = None
-        if reset is not None and not self._states:
-            raise CalibrationError("reset says where a sequence begins, and the model has no states; name them, "
+        if self._reset is not None and not self._states:
+            raise CalibrationError("qtk.Sequences say where a sequence begins, and the model has no states; name them, "
                                    "QuantSim(…, states={'h': 1})")
-        if isinstance(reset, int) and reset < 1:
-            raise CalibrationError(f"reset must be at least 1, the number of batches of a sequence; got {reset}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the body runs, the graph takes the carried states."""
-        if not self._states:
-            yield
-            return
-        assert self._graph is not None
+        """While the body runs, the graph, or the variant that a call is of, takes the carried states."""
         handles = [
-            self._graph.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            self._graph.register_forward_hook(self._leave),
+            handle for graph in self._grown for handle in (
+                graph.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                graph.register_forward_hook(self._leave),
+            )
         ]
         try:
             yield
@@ -75,21 +73,28 @@ class RolledStates:
         if self._carried is None:
             return None
         assert isinstance(graph, CapturedGraph)
-        leaves, structure = pytree.tree_flatten((args, kwargs))  # as the graph takes them
-        names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+        leaves, structure = input_leaves(graph.graph, args, kwargs), call_structure(graph.graph)
+        names, grown = input_names(graph), self._grown[graph]
         for name, state in self._carried.items():
+            if name not in names:
+                continue  # a variant that takes no states
             given = leaves[names.index(name)]
-            if given.shape != state.shape:
+            assert isinstance(given, Tensor)
+            if any(size != state.shape[axis] for axis, size in enumerate(given.shape) if axis not in grown[name]):
                 raise CalibrationError(
                     f"the state {name} is {list(given.shape)} in this batch, and output {self._states[name]} of the "
-                    f"batch before is {list(state.shape)}; begin a new sequence where the streams change, reset=…"
+                    f"batch before is {list(state.shape)}; begin a new sequence where the streams change, "
+                    "qtk.Sequences(data, reset=…)"
                 )
             leaves[names.index(name)] = state.to(given.device)
-        taken: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, structure)
+        if structure is None:
+            return tuple(leaves), {}
+        taken: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, structure.in_spec)
         return taken
 
     def _leave(self, graph: nn.Module, args: object, result: object) -> None:
         if self._returned is None:
+            assert isinstance(graph, CapturedGraph)
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             with torch.no_grad():
-                self._returned = {name: outputs[index].detach() for name, index in self._states.items()}
+                self._returned = {name: outputs[index].detach() for name, index in returned_states(graph).items()}

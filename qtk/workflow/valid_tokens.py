@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qtk.capture.signature import output_nodes
 from qtk.capture.token_inputs import Covered, CoveredLayouts, Masked, TokenInputs, Unmasked
 from qtk.capture.token_masks import TokenMasks
+from qtk.core.granularity import PerChannel
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import entered, roots, with_nested
@@ -109,6 +110,8 @@ class ValidTokens:
         """Picks the valid rows of values of one call of ``quantizer``; to be asked for once for each of its calls."""
         pending = None if self.valid is None else self._pending.get(quantizer)
         followed = pending.pop(0) if pending else None
+        if isinstance(followed, Masked) and isinstance(quantizer.spec.granularity, PerChannel):
+            followed = "scales of an axis, which rows do not have"
         masks = self._masks
 
         def rows(value: Tensor) -> Tensor:

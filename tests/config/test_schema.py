@@ -80,7 +80,7 @@ def test_all_but_the_version_may_be_left_out():
         (with_setting({"bits": 1}), "rules[1].weight.bits: got 1; must be at least 2"),
         (with_setting({"bits": "8"}), "rules[1].weight.bits: got '8'; must be a valid integer"),
         (with_setting({"bits": True}), "rules[1].weight.bits: got True; must be a valid integer"),
-        (with_setting({"wieght": 3}), "rules[1].weight.wieght: unknown key; known: bits, block_size"),
+        (with_setting({"wieght": 3}), "rules[1].weight.wieght: unknown key; known: axis, bits, block_size"),
         (with_setting({"bit": 3}, "output"), "rules[1].output.bit: unknown key; did you mean 'bits'?"),
         (with_setting("flaot"), "rules[1].weight: got 'flaot'; must be 'float' or 'quantized'"),
         (with_setting(8), "rules[1].weight: got 8; must be a mapping"),

@@ -7,6 +7,8 @@ from torch import nn
 import qtk
 from qtk.errors import CalibrationError
 from qtk.workflow.forward_pass import outputs
+from qtk.workflow.recorded_calls import recorded_calls
+from qtk.workflow.sequences import Sequences
 
 
 class Sum(nn.Module):
@@ -40,8 +42,9 @@ def test_each_batch_begins_with_what_the_one_before_returned(sim):
 
 def test_a_sequence_begins_where_reset_says_so(sim):
     batches = [batch(value) for value in (1, 2, 3, 4)]
-    assert sums(sim, batches, reset=2) == pytest.approx([1, 3, 3, 7], abs=0.01)
-    assert sums(sim, batches, reset=lambda given: float(given[0][0]) == 4) == pytest.approx([1, 3, 6, 4], abs=0.01)
+    assert sums(sim, Sequences(batches, reset=2)) == pytest.approx([1, 3, 3, 7], abs=0.01)
+    four = Sequences(batches, reset=lambda given: float(given[0][0]) == 4)
+    assert sums(sim, four) == pytest.approx([1, 3, 6, 4], abs=0.01)
 
 
 def test_a_call_by_the_user_keeps_the_states_that_it_brings_along(sim):
@@ -61,14 +64,13 @@ def test_streams_that_change_without_a_reset_are_an_error_that_names_both_ends(s
     with pytest.raises(CalibrationError, match=r"state state_sum is \[3, 1\] in this batch, and output 1 of the batch "
                                                r"before is \[2, 1\]; begin a new sequence"):
         sums(sim, [batch(1), batch(1, count=3)])
-    assert sums(sim, [batch(1), batch(1, count=3)], reset=1) == pytest.approx([1, 1], abs=0.01)
+    apart = Sequences([batch(1), batch(1, count=3)], reset=1)
+    assert sums(sim, apart) == pytest.approx([1, 1], abs=0.01)
 
 
-def test_a_reset_of_what_has_no_states_or_no_length_is_refused(sim):
+def test_sequences_of_what_has_no_states_are_refused():
     with pytest.raises(CalibrationError, match="the model has no states; name them"):
-        list(outputs(nn.Linear(2, 2), [torch.zeros(1, 2)], reset=2))
-    with pytest.raises(CalibrationError, match="reset must be at least 1"):
-        sums(sim, [batch(1)], reset=0)
+        list(outputs(nn.Linear(2, 2), Sequences([torch.zeros(1, 2)], reset=2)))
 
 
 def test_every_function_that_measures_rolls(sim):
@@ -76,3 +78,45 @@ def test_every_function_that_measures_rolls(sim):
     error = next(each for each in sim.compare(batches, progress=False) if each.site == "state_sum:input")
     assert error.clipped == 0
     assert error.own_sqnr_db > 60
+
+
+class Cache(nn.Module):
+    """A cache that grows by what it is given, and the sum of all of it; it begins with the first call, or empty."""
+
+    def forward(self, x, past=None):
+        past = x if past is None else torch.cat([past, x], 1)
+        return past.sum(1), past
+
+
+def cached(values, length=0):
+    return torch.tensor([[float(value)] for value in values])[None].repeat(2, 1, 1), torch.zeros(2, length, 1)
+
+
+def test_a_cache_grows_from_batch_to_batch_whatever_length_the_batches_bring_along():
+    sim = qtk.QuantSim(Cache(), cached([1, 2], 3), dynamic_shapes="all", states={"past": 1}, activation_bits=16)
+    batches = [cached([1, 2]), cached([3]), cached([4], 2)]
+    sim.compute_encodings(batches, progress=False)
+    found = list(outputs(sim.model, batches))
+    assert [float(total[0, 0]) for total, _ in found] == pytest.approx([3, 6, 10], abs=0.01)
+    assert [past.shape[1] for _, past in found] == [2, 3, 4]
+    assert torch.equal(found[2][1][:, :3], found[1][1])  # codes move: nothing is rounded again
+    with pytest.raises(CalibrationError, match=r"state past is \[3, 0, 1\] in this batch, and output 1 .* \[2, 2, 1\]"):
+        list(outputs(sim.model, [batches[0], tuple(torch.cat([each, each[:1]]) for each in batches[1])]))
+
+
+def test_what_a_variant_without_states_returns_is_carried_too():
+    sim = qtk.QuantSim(Cache(), cached([1, 2], 3), dynamic_shapes="all", variants=[cached([1, 2])[:1]],
+                       states={"past": 1}, activation_bits=16)
+    batches = [cached([1, 2])[:1], cached([3]), cached([4])]
+    sim.compute_encodings(batches, progress=False)
+    assert [float(total[0, 0]) for total, _ in outputs(sim.model, batches)] == pytest.approx([3, 6, 10], abs=0.01)
+
+
+def test_layerwise_methods_see_the_states_of_the_float_model(sim):
+    calls = recorded_calls(sim.model, list(sim.quantizers.values()), [batch(1), batch(2), batch(3)], None, None)
+    assert [float(call.args[1]["sum"][0, 0]) for call in calls] == [0, 1, 3]
+
+
+def test_states_are_told_apart_by_key_whatever_their_order_in_the_batch(sim):
+    batches = [(x, dict(reversed(state.items()))) for x, state in (batch(1), batch(2), batch(3))]
+    assert sums(sim, batches) == pytest.approx([1, 3, 6], abs=0.01)

@@ -7,6 +7,7 @@ their sites.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from torch import fx
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
+from qtk.capture.signature import input_names, input_nodes
+from qtk.capture.states import returned_states
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
@@ -30,11 +33,13 @@ from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
 from qtk.export.onnx.separate_weights import separate_weights
 from qtk.export.onnx.stacked_products import multiply_stacks
+from qtk.export.onnx.state_codes import STATES, return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
 from qtk.export.simulated_sites import SimulatedSite, simulated_sites
+from qtk.graph.sites import value_site
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -59,6 +64,7 @@ def export(
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
     output_names: Sequence[str] | None = None,
     int16_sums: bool = False,
+    state_codes: bool = False,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -73,12 +79,14 @@ def export(
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
         output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
+        state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
     Raises: ExportError if a quantizer has no encoding, the opset is not supported, the names are not one for each
-        output or are taken, an op, a number format or a granularity cannot be expressed in ONNX, the result is not
-        valid ONNX or cannot be written; CaptureError if the inputs are not nested as those the model was prepared with.
+        output or are taken, a state has no codes, an op, a number format or a granularity cannot be expressed in ONNX,
+        the result is not valid ONNX or cannot be written; CaptureError if the inputs are not nested as those the model
+        was prepared with.
     """
     path = Path(path)
     sites = simulated_sites(model)
@@ -98,6 +106,7 @@ def export(
     read_as_produced(graph)
     if int16_sums:
         separate_weights(graph)
+    _hand_states_on(graph, model, codes=state_codes)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:
@@ -112,6 +121,21 @@ def export(
     for value in graph.graph.initializers.values():
         value.const_value = None  # nodes and values hold one another, so that codes would stay while the file is read
     return rounded
+
+
+def _hand_states_on(file: ir.Model, model: fx.GraphModule, *, codes: bool) -> None:
+    """Notes in the metadata of a file which output an input is in the next run, and lets both be codes."""
+    states = returned_states(model)
+    if not states:
+        return
+    inputs, outputs = input_names(model), [str(value.name) for value in file.graph.outputs]
+    given = [str(value.name) for value in file.graph.inputs]
+    file.metadata_props[STATES] = json.dumps({
+        given[inputs.index(name)]: outputs[index] for name, index in states.items() if name in inputs
+    })
+    if codes:
+        sites = {str(node.target): value_site(node).name for node in input_nodes(model).values()}
+        return_codes(file, {sites[name]: index for name, index in states.items() if name in sites})
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:

@@ -1,0 +1,65 @@
+"""``Sequences``: batches of several sequences one after the other, for models with states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeAlias
+
+from qtk.errors import CalibrationError
+from qtk.public import public
+
+Reset: TypeAlias = int | Callable[[Any], bool]
+"""Where a sequence begins: every so many batches, or a function from a batch that says whether it is a first one."""
+
+
+@public
+class Sequences:
+    """Batches that say where a sequence begins: there a model with states takes those that the batch brings along.
+
+    Every function that takes data takes them; without them, all batches are the steps of one sequence.
+
+    >>> import qtk, torch
+    >>> class Sum(torch.nn.Module):
+    ...     def forward(self, x, total):
+    ...         return x.relu(), total + x
+    >>> batches = [(torch.ones(2, 1), torch.zeros(2, 1)) for _ in range(6)]
+    >>> sim = qtk.QuantSim(Sum(), batches[0], states={"total": 1})
+    >>> sim.compute_encodings(qtk.Sequences(batches, reset=3), progress=False)
+    >>> round(float(sim.encodings()["total:input"].maximum), 3)
+    3.0
+
+    A function of the batch says it too:
+
+    >>> first = qtk.Sequences(batches, reset=lambda batch: batch is batches[0])
+    >>> sim.compute_encodings(first, progress=False)
+    >>> round(float(sim.encodings()["total:input"].maximum), 3)
+    6.0
+
+    Args:
+        data: the batches, a list or a loader.
+        reset: the number of batches of a sequence, or a function from a batch to whether it is the first of one.
+
+    Raises: CalibrationError for data that are no batches or can be read once alone, or a number below 1.
+    """
+
+    def __init__(self, data: Iterable[object], *, reset: Reset) -> None:
+        if not isinstance(data, Iterable) or isinstance(data, Iterator):
+            raise CalibrationError("sequences are made of batches that can be read again, a list or a loader; got "
+                                   f"{type(data).__name__}")
+        if not callable(reset) and reset < 1:
+            raise CalibrationError(f"reset must be at least 1, the number of batches of a sequence; got {reset}")
+        self.data, self.reset = data, reset
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        """Raises: TypeError if the data have no length."""
+        if not isinstance(self.data, Sized):
+            raise TypeError(f"{type(self.data).__name__} has no length")
+        return len(self.data)
+
+
+def like(data: object, batches: list[object]) -> list[object] | Sequences:
+    """``batches``, with sequences that begin as those of ``data``, if these say where."""
+    return Sequences(batches, reset=data.reset) if isinstance(data, Sequences) else batches
