@@ -37,7 +37,7 @@ def _has_own_scales(state: LayerState) -> bool:
     """Whether no scale is that of several matrices."""
     axes, scale, shape = state.geometry.axes, state.encoding.scale, state.weight.shape
     return axes is not None and scale.ndim == len(shape) and state.encoding.spec.scale_format is None and all(
-        scale.shape[axis] == shape[axis] for axis in axes.stack
+        scale.shape[axis] == shape[axis] for axis in axes.separate
     )
 
 
@@ -51,7 +51,7 @@ def _states(start: LayerState) -> Iterator[LayerState]:
     for index, (float_weight, weight, scale) in enumerate(parts):
         gram, linear = start.error.gram[index:index + 1], start.error.linear
         yield replace(
-            start, geometry=replace(start.geometry, groups=1), float_weight=float_weight,
+            start, geometry=replace(start.geometry, groups=1, axes=axes.of_one), float_weight=float_weight,
             weight=weight if start.is_rounded else float_weight,
             encoding=Encoding(encoding.spec, scale, None if zero_points is None else zero_points[index]),
             moments=start.moments.of_matrix(index),

@@ -70,7 +70,7 @@ class StackUse:
     @property
     def is_plain(self) -> bool:
         """Whether the weight is one matrix, multiplied with the last axis of the data."""
-        return not self.axes.stack and self.terms is None and not self.is_left
+        return not self.axes.stack and self.axes.parts == 1 and self.terms is None and not self.is_left
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
@@ -94,6 +94,8 @@ class StackUse:
             return MatrixRows.of(*_contracted(x, matrix, *self.terms), count)
         if self.is_left:
             x = x[None] if x.ndim == 1 else x.mT
+        if self.axes.parts > 1:
+            return MatrixRows.of(*_of_parts(x, matrix.unique()), count)
         return MatrixRows.of(*_batched(x[None] if x.ndim == 1 else x, matrix[..., 0, 0]), count)
 
     @property
@@ -119,8 +121,14 @@ class StackUse:
         return found
 
 
-def stack_use(flow: Flow, row: OpRow, port: Port) -> StackUse:
+def stack_use(flow: Flow, row: OpRow, port: Port, *, parts: int = 1) -> StackUse:
     """How the op at ``port`` multiplies the weight there.
+
+    Args:
+        flow: of the graph.
+        row: of the op.
+        port: where it reads the weight.
+        parts: into how many parts the uses of the weight cut its outputs (``output_parts``).
 
     Raises: NotALayer if the product cannot be told apart by matrices, outputs and columns of the weight.
     """
@@ -140,11 +148,14 @@ def stack_use(flow: Flow, row: OpRow, port: Port) -> StackUse:
     at_root = []
     for axis in (*outputs, *columns):
         found = flow.axis_at_root(port.value, axis)
-        if found is None or lengths[found] != shape[axis] or found in at_root:
+        is_whole = found is not None and (lengths[found] == shape[axis] or (parts > 1 and axis in outputs))
+        if found is None or not is_whole or found in at_root:
             raise NotALayer("is rearranged before it is multiplied")
         at_root.append(found)
     rest = tuple(axis for axis in range(len(lengths)) if axis not in at_root)
-    axes = MatrixAxes(rest, tuple(at_root[:len(outputs)]), tuple(at_root[len(outputs):]))
+    if parts > 1 and (rest or len(outputs) > 1 or terms is not None):
+        raise NotALayer("is cut along its outputs, and a stack of matrices or multiplied by an einsum")
+    axes = MatrixAxes(rest, tuple(at_root[:len(outputs)]), tuple(at_root[len(outputs):]), parts)
     is_left = terms is None and _is_left(op, row, port)
     return StackUse(op, data, root, moves, axes, terms, is_left)
 
@@ -247,6 +258,12 @@ def _batched(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     batch = torch.broadcast_shapes(x.shape[:-2], matrix.shape)  # type: ignore[no-untyped-call]
     owner = matrix.expand(batch).reshape(-1).repeat_interleave(x.shape[-2])
     return x.expand(*batch, *x.shape[-2:]).reshape(-1, x.shape[-1]), owner
+
+
+def _of_parts(x: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that all of these matrices meet. Shape: x [..., rows, in], matrices [parts that are multiplied]."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.repeat(len(matrices), 1), matrices.repeat_interleave(len(rows))
 
 
 def _contracted(x: Tensor, matrix: Tensor, data: str, weight: str, result: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
@@ -16,6 +16,7 @@ from qtk.graph.op_table import op_name, row_of
 from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import Port
 from qtk.graph.targets import attribute
+from qtk.layerwise.output_parts import Use, output_parts
 from qtk.layerwise.parameter_view import ParameterView, parameter_view
 from qtk.layerwise.stack_use import NotALayer, StackUse, stack_use
 from qtk.numerics.im2col import Geometry
@@ -69,27 +70,36 @@ def weighted_layers(model: nn.Module, plan: QuantPlan) -> tuple[list[WeightedLay
     skipped: dict[str, str] = {}
     shared = {decided.leader.name for decided in plan.values() if decided.leader is not None}
     readers = _readers_of_parameters(model)
+    uses = list(_uses(model))
+    uses_of: dict[Quantizer, list[Use]] = {}
+    for _, use, quantizer in uses:
+        uses_of.setdefault(quantizer, []).append(use)
+    for graph, (flow, row, port), quantizer in uses:
+        try:
+            _check_readers(flow, port)
+            layer = _layer(graph, flow, row, port, quantizer, shared, output_parts(uses_of[quantizer]))
+            if not _is_read_by(quantizer, layer, readers[id(layer.parameter)]):
+                raise NotALayer("is read in another format, or in float, by other ops too")
+            known = layers.setdefault(quantizer.site, layer)
+            if known.geometry != layer.geometry:
+                raise NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
+            known.uses.update(layer.uses)
+        except NotALayer as reason:
+            skipped[quantizer.site] = str(reason)
+    return [layer for name, layer in layers.items() if name not in skipped], skipped
+
+
+def _uses(model: nn.Module) -> Iterator[tuple[fx.GraphModule, Use, Quantizer]]:
+    """Every product with a quantized weight, its graph and the quantizer, in graph order."""
     for graph in graphs(model).values():
         flow = Flow(graph.graph)
         for node in graph.graph.nodes:
             row = flow.row(node)
             for port in flow.weight_ports(node) if row is not None and row.weight_axes is not None else ():
                 quantizer = quantizer_called(flow.root(port.value))
-                if quantizer is None:
-                    continue
-                assert row is not None
-                try:
-                    _check_readers(flow, port)
-                    layer = _layer(graph, flow, row, port, quantizer, shared)
-                    if not _is_read_by(quantizer, layer, readers[id(layer.parameter)]):
-                        raise NotALayer("is read in another format, or in float, by other ops too")
-                    known = layers.setdefault(quantizer.site, layer)
-                    if known.geometry != layer.geometry:
-                        raise NotALayer(f"is used in two ways, {known.geometry} and {layer.geometry}")
-                    known.uses.update(layer.uses)
-                except NotALayer as reason:
-                    skipped[quantizer.site] = str(reason)
-    return [layer for name, layer in layers.items() if name not in skipped], skipped
+                if quantizer is not None:
+                    assert row is not None
+                    yield graph, (flow, row, port), quantizer
 
 
 def _is_read_by(
@@ -119,7 +129,7 @@ def _check_readers(flow: Flow, port: Port) -> None:
 
 
 def _layer(
-    graph: fx.GraphModule, flow: Flow, row: OpRow, port: Port, quantizer: Quantizer, shared: set[str]
+    graph: fx.GraphModule, flow: Flow, row: OpRow, port: Port, quantizer: Quantizer, shared: set[str], parts: int
 ) -> WeightedLayer:
     root = flow.root(port.value)
     (source,) = root.all_input_nodes
@@ -129,12 +139,12 @@ def _layer(
     if quantizer.site in shared:
         raise NotALayer("shares its encoding with other sites")
     weight = view.tensor
-    if port.value is root and _is_one_matrix(row, port, weight):
+    if port.value is root and parts == 1 and _is_one_matrix(row, port, weight):
         return WeightedLayer(
             quantizer.site, _geometry(row, port, weight), weight, _bias(graph, row, port), quantizer,
             _activation(port.user), view=view,
         )
-    use = stack_use(flow, row, port)
+    use = stack_use(flow, row, port, parts=parts)
     return WeightedLayer(
         quantizer.site, Geometry.of_matrices(use.axes, weight.shape), weight,
         _bias(graph, row, port) if use.is_plain else None, quantizer,

@@ -23,7 +23,10 @@ from qtk.report.difference import Difference
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.simulated_values import Reference
 
-DTYPES = {"tensor(uint8)": torch.uint8, "tensor(int8)": torch.int8, "tensor(float)": torch.float32}
+DTYPES = {
+    "tensor(uint8)": torch.uint8, "tensor(int8)": torch.int8, "tensor(uint16)": torch.uint16,
+    "tensor(int16)": torch.int16, "tensor(float)": torch.float32,
+}
 """Types of the values that are given to an op."""
 
 

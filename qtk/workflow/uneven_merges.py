@@ -43,19 +43,20 @@ class UnevenValues:
 def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
     """Finds merges whose operands differ by more than ``LARGEST_RATIO`` in range, and follows their values.
 
-    Leaves out merges that are frozen, and those that a product with weights reads as a whole: it needs codes of one
-    range.
+    Of a merge in float what is computed from it and has one range for all (``merged_members``). Leaves out merges that
+    are frozen, and those that a product with weights reads as a whole: it needs codes of one range.
     """
     sites = {site.name: site for site in simulation.plan}
     outputs: dict[str, None] = {}
     readers: dict[str, None] = {}
     for graph in roots(simulation.model).values():
         merges = [(node, quantized) for node in graph.graph.nodes if (quantized := _quantized_merge(node)) is not None]
-        flow = Flow(graph.graph) if merges else None
-        for node, quantized in merges:
+        behind = [node for node in graph.graph.nodes if _joins_uneven(sites.get(str(label(node, SITE))), samples)]
+        flow = Flow(graph.graph) if merges or behind else None
+        uneven = [quantized for node, quantized in merges
+                  if flow is not None and _is_uneven([sites[name] for name in _members(flow, node)], samples)]
+        for quantized in (*uneven, *behind):
             assert flow is not None
-            if not _is_uneven([sites[name] for name in _members(flow, node)], samples):
-                continue
             walk = _Walk(flow)
             if walk.follow(quantized) and not any(simulation.quantizers[sites[name]].frozen for name in walk.outputs):
                 outputs |= dict.fromkeys(walk.outputs)
@@ -64,8 +65,20 @@ def uneven_values(samples: SiteSamples, simulation: Simulation) -> UnevenValues:
 
 
 def _is_uneven(members: list[Site], samples: SiteSamples) -> bool:
-    ranges = [largest for site in members if (largest := samples.largest(site))]
-    return bool(ranges) and max(ranges) > LARGEST_RATIO * min(ranges)
+    return _differ([samples.largest(site) for site in members])
+
+
+def _joins_uneven(site: Site | None, samples: SiteSamples) -> bool:
+    """Whether a site, the value of an op, holds elements of operands of a float merge that differ too much in range."""
+    if site is None or site not in samples.members or not site.port.startswith("out"):
+        return False
+    of_members = [float(values.abs().nan_to_num(posinf=0.0).amax()) for values in samples.members[site].values()]
+    return _differ([*of_members, samples.largest(site)])
+
+
+def _differ(ranges: list[float]) -> bool:
+    known = [largest for largest in ranges if largest]
+    return bool(known) and max(known) > LARGEST_RATIO * min(known)
 
 
 def _quantized_merge(node: fx.Node) -> fx.Node | None:

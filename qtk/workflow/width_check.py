@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from qtk.observers.observer import Observer
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.table import Column, Table
 from qtk.workflow.large_exponents import large_exponents
+from qtk.workflow.merged_members import MemberSamples
 
 SAMPLE = 256
 """Values of a site that are kept of a call."""
@@ -90,12 +91,20 @@ class SiteSamples:
     def __init__(self, simulation: Simulation, quantizers: Mapping[Site, Quantizer]) -> None:
         self._quantizers = list(quantizers.values())
         self._calls = SiteCalls(simulation, quantizers)
+        self._members = MemberSamples(simulation, quantizers)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
 
-    def followed(self) -> AbstractContextManager[None]:
-        """Calls in the body are told apart by their sites."""
-        return self._calls.followed()
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Calls in the body are told apart by their sites, and the first by the members of float merges."""
+        with self._calls.followed(), self._members.followed():
+            yield
+
+    @property
+    def members(self) -> Mapping[Site, Mapping[str, Tensor]]:
+        """Site that is quantized behind a float merge → name of an operand → some of its values there."""
+        return self._members.values
 
     def observers(self, observers: Mapping[Quantizer, Observer]) -> dict[Quantizer, Any]:
         """The observers, which keep samples too; where a quantizer has none, one that does nothing else."""
@@ -109,6 +118,8 @@ class SiteSamples:
         """These samples, those of ``later`` where both have some of a site."""
         both = copy(self)
         both._values = defaultdict(list, {**self._values, **later._values})
+        both._members = copy(self._members)
+        both._members.values = {**self._members.values, **later._members.values}
         return both
 
     def unheld(self, simulation: Simulation) -> list[UnheldSite]:
@@ -119,7 +130,25 @@ class SiteSamples:
             _judged(site, simulation.plan[site], values, encoding, precise, exponents.get(site), proposed.get(site))
             for spec, each in samples.items() for site, values, encoding in _in_question(spec, each, exponents)
         ]
+        names = {each.name for each in found if each is not None}
+        found += (each for each in self._unheld_members(simulation, precise) if each.name.split()[0] not in names)
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
+
+    def _unheld_members(self, simulation: Simulation, precise: Literal[16, "float"]) -> Iterator[UnheldSite]:
+        """The members of float merges that the common range of a site behind does not hold."""
+        for site, members in self.members.items():
+            quantizer = simulation.quantizers.get(site)
+            encoding = None if quantizer is None else quantizer.encoding
+            if encoding is None or isinstance(encoding.spec.dtype, FloatDtype) or encoding.scale.numel() > 1:
+                continue
+            is_wide = precise != "float" and encoding.spec.dtype.bits >= precise
+            for name, values in members.items():
+                judged = _judged(site, simulation.plan[site], values[values.isfinite()].to(HOST), encoding.to(HOST),
+                                 "float" if is_wide else precise, None, None)
+                if judged is not None:
+                    others = ", ".join(other for other in members if other != name)
+                    yield replace(judged, name=f"{site.name} of {name}",
+                                  reason=f"{judged.reason}, as it shares a range with {others}")
 
     def largest(self, site: Site) -> float:
         """The largest absolute value that was kept of a site; 0 if none was."""

@@ -34,6 +34,14 @@ FORMS = {  # shape of the weight, inputs, function, how many matrices
     "two moves": ((4, 3, 6), (torch.randn(3, 5, 4),), lambda x, w: torch.bmm(x, w.permute(1, 2, 0).mT), 3),
     "matrices cut out of one": ((4, 18), (torch.randn(3, 5, 4),),
                                 lambda x, w: torch.bmm(x, w.view(4, 3, 6).transpose(0, 1)), 3),
+    "outputs cut in three": ((9, 4), (torch.randn(2, 5, 4),), lambda x, w: torch.cat(
+        [F.linear(each, part) for each, part in zip((x, x + 1, x - 1), w.chunk(3), strict=True)], -1), 3),
+    "outputs cut unevenly": ((18, 4), (torch.randn(2, 5, 4),), lambda x, w: torch.cat(
+        [F.linear(x, w[:12]), F.linear(x + 1, w[12:])], -1), 3),
+    "columns first, cut": ((4, 6), (torch.randn(2, 5, 4),), lambda x, w: torch.cat(
+        [x @ w[:, :3], (x + 1) @ w[:, 3:]], -1), 2),
+    "whole and cut": ((6, 4), (torch.randn(2, 5, 4),), lambda x, w: torch.cat(
+        [F.linear(x, w), F.linear(x + 1, w[3:])], -1), 2),
 }
 
 
@@ -73,7 +81,8 @@ def test_rows_times_matrices_are_what_the_op_computes(name):
 REFUSED = {
     "a part of the columns": ((3, 6, 4), lambda x, w: torch.bmm(x, w[:, :4]), "rearranged"),
     "columns in another order": ((3, 4, 6), lambda x, w: torch.bmm(x, w.flip(1)), "flip"),
-    "rows of several products": ((8, 4), lambda x, w: F.linear(x, w[:4]) + F.linear(x, w[4:]), "rearranged"),
+    "too many parts": ((34, 4), lambda x, w: F.linear(x, w[:1]) + F.linear(x, w[1:]), "34 outputs"),
+    "a stack, cut": ((3, 6, 4), lambda x, w: torch.bmm(x, w[:, :2].mT) + torch.bmm(x, w[:, 2:4].mT), "a stack"),
     "both operands and no result": (
         (3, 4, 6), lambda x, w: torch.einsum("bti,bio,bo->bt", x, w, x.new_ones(3, 6)), "another form"),
 }

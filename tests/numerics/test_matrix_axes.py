@@ -22,3 +22,17 @@ def test_views_of_matrices_are_in_the_order_of_the_indices():
     for index, view in enumerate(axes.matrices(weight)):
         view.fill_(index)
     assert torch.equal(weight.long(), axes.indices(weight.shape))
+
+
+def test_outputs_that_are_cut_are_matrices():
+    weight = torch.arange(24.0).reshape(4, 6)
+    axes = MatrixAxes((), (1,), (0,), parts=3)
+    matrices = axes.to_gemm(weight)
+    assert matrices.shape == (3, 2, 4)
+    assert torch.equal(matrices[1], weight[:, 2:4].mT)
+    assert torch.equal(axes.from_gemm(matrices, weight.shape), weight)
+    assert [tuple(view.shape) for view in axes.matrices(weight)] == [(4, 2)] * 3
+    for index, view in enumerate(axes.matrices(weight)):
+        view.fill_(index)
+    assert torch.equal(weight.long(), axes.indices(weight.shape))
+    assert (axes.separate, axes.of_one.count((4, 2)), Geometry.of_matrices(axes, (4, 6)).groups) == ((1,), 1, 3)

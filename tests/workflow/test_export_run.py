@@ -11,8 +11,10 @@ from torch import nn
 
 import qtk
 from qtk.capture.calls import Call
+from qtk.export.onnx.session import Optimizations
+from qtk.report.difference import Difference
 from qtk.workflow import export as module
-from qtk.workflow.export_run import departures
+from qtk.workflow.export_run import _are_near, _ops_are_right, departures
 from tests.exported_files import RUN
 
 
@@ -58,6 +60,42 @@ def test_a_file_that_departs_is_named_with_the_output_and_the_way_on(linear, tmp
     (line,) = departures(file, linear.model, Call((torch.randn(32, 16),), {}, None))
     assert line.startswith("ONNX Runtime, optimizations off: output ")
     assert "dB from the simulation; sim.verify_export(directory, data)" in line
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_bias_that_the_optimizer_rounds_is_no_amplification(rounded, tmp_path, monkeypatch):
+    if rounded:
+        monkeypatch.setattr("qtk.export.onnx.qdq_nodes.keep_float_biases", lambda graph, names: None)
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 12, 12)
+    sim = qtk.QuantSim(Convolutions().eval(), x, weight_bits=4, activation_bits=4)
+    sim.compute_encodings([x], progress=False)
+    lines = said(sim, tmp_path / "out")
+    assert [("optimizations on: output" in line) for line in lines] == ([True] if rounded else [])
+    call = Call((x,), {}, None)
+    names = [port.name for port in sim.model.graph.find_nodes(op="placeholder")]
+    are_right = _ops_are_right(tmp_path / "out" / "model.onnx", sim.model, call, {names[0]: x}, Optimizations.ON)
+    assert are_right != rounded
+
+
+def test_the_optimizations_may_amplify_about_as_much_as_a_run_without_them():
+    def outputs(sqnr_db):
+        return [Difference("y", 100, 0.5, 0.3, 1.0, 9.0, sqnr_db)]
+
+    assert _are_near(outputs(13.0), outputs(18.0))
+    assert not _are_near(outputs(11.0), outputs(18.0))
+    assert not _are_near(outputs(13.0), [])  # without them the outputs are those of the simulation
 
 
 @pytest.mark.medium

@@ -13,6 +13,7 @@ class Largest:
 
     def __init__(self, **largest):
         self.values = {name.replace("__", ":"): value for name, value in largest.items()}
+        self.members = {}
 
     def largest(self, site):
         return self.values.get(site.name, 0.0)

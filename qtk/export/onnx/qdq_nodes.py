@@ -27,6 +27,7 @@ from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, P
 from qtk.errors import ExportError
 from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
+from qtk.export.onnx.float_biases import keep_float_biases
 from qtk.export.onnx.float_softmax import keep_softmax_float
 from qtk.export.onnx.float_weights import keep_float_weights
 from qtk.export.onnx.folded_weights import dequantize_when_loaded
@@ -90,6 +91,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     keep_softmax_float(graph, names)
     rank_scalars(graph, names)
     keep_float_weights(graph, names)
+    keep_float_biases(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     drop_zeros_of_convolutions(graph)

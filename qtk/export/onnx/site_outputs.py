@@ -65,7 +65,7 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
 
     Args:
         file: an exported file.
-        codes: return codes, of calibrated sites of 8 bits; else dequantized values.
+        codes: return codes, of calibrated integer sites of up to 16 bits; else dequantized values.
     """
     top_level = {node.name for node in load_restored(file).graph}
     steps: Counter[str] = Counter()
@@ -81,7 +81,9 @@ def site_outputs(file: Path, *, codes: bool) -> list[SiteOutput]:
             continue
         if not codes:
             outputs.append(SiteOutput(site.name, step, value.name, None))
-        elif site.encoding is not None and site.spec.dtype.bits == 8 and not isinstance(site.spec.dtype, FloatDtype):
+        elif site.encoding is not None and site.spec.dtype.bits <= 16 and not isinstance(
+            site.spec.dtype, FloatDtype
+        ):
             outputs.append(SiteOutput(site.name, step, value.name, site.encoding))
     return outputs
 

@@ -21,9 +21,9 @@ class Mlp(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
-def exported(model, x, folder, *, dynamic_shapes="batch", config="onnxruntime"):
+def exported(model, x, folder, *, dynamic_shapes="batch", config="onnxruntime", **widths):
     torch.manual_seed(0)
-    sim = qtk.QuantSim(qtk.prepare_model(model.eval(), x, dynamic_shapes=dynamic_shapes), x, config=config)
+    sim = qtk.QuantSim(qtk.prepare_model(model.eval(), x, dynamic_shapes=dynamic_shapes), x, config=config, **widths)
     sim.compute_encodings([x], progress=False)
     sim.export(folder, formats=["onnx"])
     return sim

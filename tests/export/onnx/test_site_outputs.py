@@ -59,11 +59,19 @@ def test_the_copy_returns_the_outputs_of_the_file_first(file, tmp_path):
 
 
 @pytest.mark.medium
-def test_codes_of_other_widths_are_left_out(tmp_path):
-    sim = simulate(nn.Linear(8, 4), INPUTS, activation=activations("uint16"))
+@pytest.mark.parametrize("width", ["uint16", "uint4"])
+def test_codes_of_other_widths_are_returned_in_the_type_that_holds_them(width, tmp_path):
+    sim = simulate(nn.Linear(8, 4), INPUTS, activation=activations(width))
     export(sim, INPUTS, tmp_path / "model.onnx")
-    assert site_outputs(tmp_path / "model.onnx", codes=True) == []
-    assert len(site_outputs(tmp_path / "model.onnx", codes=False)) == 2
+    sites = site_outputs(tmp_path / "model.onnx", codes=True)
+    session, _ = session_with(write_with_outputs(tmp_path / "model.onnx", sites, tmp_path), Optimizations.OFF)
+    values = dict(zip([port.name for port in session.get_outputs()], session.run(None, {"input": INPUTS.numpy()}),
+                      strict=True))
+    assert [site.site for site in sites] == ["input:input", "linear:out"]
+    assert {str(values[site.name].dtype) for site in sites} == {"uint16" if width == "uint16" else "uint8"}
+    reals = sites[-1].reals(torch.from_numpy(values[sites[-1].name]))
+    torch.testing.assert_close(reals, sim(INPUTS).detach())
+    assert torch.equal(sites[-1].stored(reals), torch.from_numpy(values[sites[-1].name].astype("int32")))
 
 
 @pytest.mark.medium
