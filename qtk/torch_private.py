@@ -55,6 +55,7 @@ __all__ = [
     "graph_from_bytes",
     "graph_to_bytes",
     "has_hooks",
+    "has_length_hint",
     "hooks",
     "hooks_on_saved_tensors_work",
     "in_backward",
