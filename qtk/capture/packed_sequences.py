@@ -2,8 +2,8 @@
 
 torch cannot trace them. ``nn.LSTM`` and its kin read the number of sequences out of ``batch_sizes``, a tensor, and
 ``torch.ops.aten._pad_packed_sequence`` takes no symbolic length. While ``packing_as_ops`` is active, the nets take the
-number of sequences from the shape of the lengths, and pack and pad call marker ops, which ``recover`` replaces by
-torch's own. The number of packed elements and of time steps are sizes that the lengths decide.
+number of sequences from the shape of the lengths, and pack and pad call marker ops, which ``recover`` replaces. How
+many elements and time steps there are, the lengths decide.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from qtk.nn.packed import pack_padded
 from qtk.torch_private import rnn_kernels
 
 Size = int | torch.SymInt
@@ -32,8 +33,7 @@ PACK, PAD = torch.ops.qtk.captured_pack.default, torch.ops.qtk.captured_pad.defa
 
 @torch.library.impl("qtk::captured_pack", "CompositeExplicitAutograd")
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    packed: tuple[Tensor, Tensor] = torch.ops.aten._pack_padded_sequence(x, lengths, batch_first)
-    return packed
+    return pack_padded(x, lengths, batch_first)
 
 
 @torch.library.register_fake("qtk::captured_pack")  # type: ignore[untyped-decorator]
@@ -88,36 +88,91 @@ def packing_as_ops() -> Iterator[None]:
         padded: tuple[Tensor, Tensor] = PAD(data, batch_sizes, batch_first, padding_value, steps, count(batch_sizes))
         return padded
 
-    with contextlib.ExitStack() as stack:
-        for name, function in (("_pack_padded_sequence", pack), ("_pad_packed_sequence", pad)):
-            setattr(rnn_kernels, name, function)  # hides that of torch, which the module reads from elsewhere
-            stack.callback(delattr, rnn_kernels, name)
-        for kind in (nn.RNN, nn.GRU, nn.LSTM):
-            forward = kind.forward
-            stack.callback(setattr, kind, "forward", forward)
-            setattr(kind, "forward", _on_packed(forward, count))
-        yield
-
-
-def _on_packed(forward: Callable[..., Any], count: Callable[[Tensor], Size]) -> Callable[..., Any]:
-    """``forward`` of a recurrent net, whose packed sequences have ``count(batch_sizes)`` sequences."""
-
-    @functools.wraps(forward)
-    def call(net: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-        if not isinstance(input, PackedSequence):
-            return forward(net, input, hx)
-        data, batch_sizes, order, back = input
-        states = net.permute_hidden(hx, order) if hx is not None else _zeros(net, data, count(batch_sizes))
+    def on_packed(net: nn.RNNBase, packed: PackedSequence, hx: Any) -> Any:
+        data, batch_sizes, order, back = packed
+        sequences = count(batch_sizes)
+        if hx is not None:
+            _check_states(net, hx, sequences)
+        states = _zeros(net, data, sequences) if hx is None else net.permute_hidden(hx, order)
         settings = net.bias, net.num_layers, net.dropout, net.training, net.bidirectional
         run = getattr(rnn_kernels, net.mode.lower())
         output, *last = run(data, batch_sizes, states, net._flat_weights, *settings)
         hidden = tuple(last) if net.mode == "LSTM" else last[0]
         return PackedSequence(output, batch_sizes, order, back), net.permute_hidden(hidden, back)
 
-    return call
+    with _kernels(_pack_padded_sequence=pack, _pad_packed_sequence=pad), _nets(lambda _: on_packed):
+        yield
 
 
-def _zeros(net: nn.RNNBase, data: Tensor, sequences: Size) -> Tensor | tuple[Tensor, Tensor]:
-    steps = net.num_layers * (2 if net.bidirectional else 1)
-    hidden = data.new_zeros(steps, sequences, net.proj_size or net.hidden_size)
-    return (hidden, data.new_zeros(steps, sequences, net.hidden_size)) if net.mode == "LSTM" else hidden
+@contextlib.contextmanager
+def packing_checked() -> Iterator[None]:
+    """While active, packed sequences and states of other sizes than they say are an error.
+
+    torch (2.14) checks neither, and reads beyond their ends.
+    """
+
+    def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def on_packed(net: nn.RNNBase, packed: PackedSequence, hx: Any) -> Any:
+            torch._check(int(packed.batch_sizes.sum()) == packed.data.shape[0])
+            if hx is not None:
+                _check_states(net, hx, int(packed.batch_sizes[0]))
+            return forward(net, packed, hx)
+
+        return on_packed
+
+    with _kernels(_pack_padded_sequence=pack_padded), _nets(checked):
+        yield
+
+
+@contextlib.contextmanager
+def _kernels(**functions: Callable[..., object]) -> Iterator[None]:
+    """Hides kernels of torch, which ``rnn_kernels`` looks up elsewhere, behind ``functions``."""
+    vars(rnn_kernels).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            del vars(rnn_kernels)[name]
+
+
+@contextlib.contextmanager
+def _nets(on_packed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While active, recurrent nets compute packed sequences by ``on_packed`` of their own ``forward``."""
+
+    def replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
+        inner = on_packed(forward)
+
+        @functools.wraps(forward)
+        def call(net: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+            return inner(net, input, hx) if isinstance(input, PackedSequence) else forward(net, input, hx)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for kind in (nn.RNN, nn.GRU, nn.LSTM):
+            stack.callback(setattr, kind, "forward", kind.forward)
+            setattr(kind, "forward", replaced(kind.forward))
+        yield
+
+
+def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences: Size) -> None:
+    """Raises: RuntimeError if a state has another shape than the net takes for so many sequences."""
+    states = (hx,) if isinstance(hx, Tensor) else hx
+    for state, width in zip(states, _widths(net), strict=True):
+        torch._check(state.ndim == 3)
+        for length, expected in zip(state.shape, (_steps(net), sequences, width), strict=True):
+            torch._check(length == expected)
+
+
+def _zeros(net: nn.RNNBase, data: Tensor, sequences: Size) -> Tensor | tuple[Tensor, ...]:
+    states = tuple(data.new_zeros(_steps(net), sequences, width) for width in _widths(net))
+    return states if len(states) > 1 else states[0]
+
+
+def _steps(net: nn.RNNBase) -> int:
+    return net.num_layers * (2 if net.bidirectional else 1)
+
+
+def _widths(net: nn.RNNBase) -> list[int]:
+    """The widths of the hidden state and, of an LSTM, the cell state."""
+    return [net.proj_size or net.hidden_size, *([net.hidden_size] if net.mode == "LSTM" else [])]

@@ -20,6 +20,7 @@ from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
+from qtk.nn.packed import pack_padded
 from qtk.nn.train_only import train_only
 from qtk.torch_private import BatchNormBase, DropoutBase
 
@@ -46,7 +47,7 @@ def recover(
             node.target = torch.ops.aten.detach.default
             continue
         if node.target is PACK:
-            node.target = torch.ops.aten._pack_padded_sequence.default
+            node.target = pack_padded
             continue
         if node.target is PAD:
             node.target, node.args = torch.ops.aten._pad_packed_sequence.default, node.args[:5]

@@ -37,6 +37,7 @@ from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.kept_batch_norm import kept_batch_norm
+from qtk.nn.packed import pack_padded
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
 from qtk.nn.train_only import train_only
@@ -167,7 +168,7 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
                       "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
     ("pick", None, "max min amax amin sort median kthvalue cummax cummin"),
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-                  "replication_pad2d replication_pad3d _pad_circular"),
+                  "replication_pad2d replication_pad3d _pad_circular _pad_packed_sequence"),
     ("meshgrid", None, "meshgrid"),
 )
 _MOVEMENT_SCALING = {
@@ -251,7 +252,7 @@ def row_of(node: fx.Node) -> OpRow | None:
     if schema is None:
         return OF_FUNCTIONS.get(node.target)
     name = schema.name.removeprefix("aten::")
-    if name in ("constant_pad_nd", "pad") and _fill_value(node):
+    if name in ("constant_pad_nd", "pad", "_pad_packed_sequence") and _fill_value(node):
         return PAD_WITH_VALUE
     if name == "group_norm" and node.args[1] == 1:
         return ONE_GROUP_NORM
@@ -268,7 +269,8 @@ def is_product(function: object) -> bool:
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
 OF_FUNCTIONS: dict[object, OpRow] = {
-    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
+    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"],
+    train_only: DROPOUT, pack_padded: ROWS["gather"],
 }
 """Functions in Python that graphs call → their rows."""
 
@@ -283,4 +285,6 @@ def _fill_value(node: fx.Node) -> object:
     """The number a pad op fills with (0 when it copies values of its input)."""
     if "constant_pad_nd" in str(node.target):
         return node.args[2] if len(node.args) > 2 else 0
+    if "_pad_packed_sequence" in str(node.target):
+        return node.args[3]
     return node.args[3] if len(node.args) > 3 and node.args[2] == "constant" else 0
