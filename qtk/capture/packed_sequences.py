@@ -2,8 +2,8 @@
 
 torch cannot trace them. ``nn.LSTM`` and its kin read the number of sequences out of ``batch_sizes``, a tensor, and
 ``torch.ops.aten._pad_packed_sequence`` takes no symbolic length. While ``packing_as_ops`` is active, the nets take the
-number of sequences from the shape of the lengths, and pack and pad call marker ops, which ``recover`` replaces. How
-many elements and time steps there are, the lengths decide.
+number of sequences from the shape of the lengths, packing calls ``pack_padded``, and padding a marker op that
+``recover`` replaces by torch's.
 """
 
 from __future__ import annotations
@@ -17,33 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from qtk.nn.packed import pack_padded
+from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import rnn_kernels
 
 Size = int | torch.SymInt
 
-torch.library.define("qtk::captured_pack", "(Tensor x, Tensor lengths, bool batch_first) -> (Tensor, Tensor)")
 torch.library.define(
     "qtk::captured_pad",
     "(Tensor data, Tensor batch_sizes, bool batch_first, Scalar padding_value, SymInt steps, SymInt sequences) "
     "-> (Tensor, Tensor)",
 )
-PACK, PAD = torch.ops.qtk.captured_pack.default, torch.ops.qtk.captured_pad.default
-
-
-@torch.library.impl("qtk::captured_pack", "CompositeExplicitAutograd")
-def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    return pack_padded(x, lengths, batch_first)
-
-
-@torch.library.register_fake("qtk::captured_pack")  # type: ignore[untyped-decorator]
-def _shapes_of_pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    elements, steps = context.new_dynamic_size(), context.new_dynamic_size()
-    sequences, longest = x.shape[:2] if batch_first else x.shape[:2][::-1]
-    torch._check(lengths.shape[0] == sequences)
-    torch._check(steps <= longest)
-    return x.new_empty(elements, *x.shape[2:]), lengths.new_empty(steps)
+PAD = torch.ops.qtk.captured_pad.default
 
 
 @torch.library.impl("qtk::captured_pad", "CompositeExplicitAutograd")
@@ -78,7 +62,7 @@ def packing_as_ops() -> Iterator[None]:
         return sequences
 
     def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        data, batch_sizes = PACK(x, lengths, batch_first)
+        data, batch_sizes = pack_padded(x, lengths, batch_first)
         known[id(batch_sizes)] = batch_sizes, lengths.shape[0]
         return data, batch_sizes
 

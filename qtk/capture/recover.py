@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import Holder, free_name, holder, keep_type
 from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
-from qtk.capture.packed_sequences import PACK, PAD
+from qtk.capture.packed_sequences import PAD
 from qtk.capture.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
 from qtk.graph.module_stack import module_calls
@@ -20,7 +20,6 @@ from qtk.graph.targets import attribute, path_of
 from qtk.nn.batch_norm import BatchNorm, batch_norm
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
-from qtk.nn.packed import pack_padded
 from qtk.nn.train_only import train_only
 from qtk.torch_private import BatchNormBase, DropoutBase
 
@@ -45,9 +44,6 @@ def recover(
     for node in list(graph.nodes):
         if node.target is DETACH:
             node.target = torch.ops.aten.detach.default
-            continue
-        if node.target is PACK:
-            node.target = pack_padded
             continue
         if node.target is PAD:
             node.target, node.args = torch.ops.aten._pad_packed_sequence.default, node.args[:5]

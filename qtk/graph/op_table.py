@@ -37,7 +37,6 @@ from qtk.nn.channel_scale import ChannelScale
 from qtk.nn.dropout import Dropout
 from qtk.nn.instance_norm import InstanceNorm
 from qtk.nn.kept_batch_norm import kept_batch_norm
-from qtk.nn.packed import pack_padded
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.scale_shift import ScaleShift
 from qtk.nn.train_only import train_only
@@ -170,6 +169,7 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
                   "replication_pad2d replication_pad3d _pad_circular _pad_packed_sequence"),
     ("meshgrid", None, "meshgrid"),
+    ("pack", None, "qtk::pack_padded"),
 )
 _MOVEMENT_SCALING = {
     "identity": Scaling.KEPT, "dropout": Scaling.KEPT, "max_pool": Scaling.WINDOWED, "nearest": Scaling.WINDOWED,
@@ -269,8 +269,7 @@ def is_product(function: object) -> bool:
 GETITEM = OpRow("getitem", MOVEMENT, inputs=(0,))
 
 OF_FUNCTIONS: dict[object, OpRow] = {
-    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"],
-    train_only: DROPOUT, pack_padded: ROWS["gather"],
+    operator.getitem: GETITEM, batch_norm: ROWS["batch_norm"], kept_batch_norm: ROWS["batch_norm"], train_only: DROPOUT
 }
 """Functions in Python that graphs call → their rows."""
 
