@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from qtk.ops.pack_padded import pack_padded
-from qtk.torch_private import rnn_kernels
+from qtk.torch_private import rnn_kernels, rnn_parameter_names
 
 Size = int | torch.SymInt
 
@@ -51,26 +51,26 @@ def _shapes_of_pad(
 @contextlib.contextmanager
 def packing_as_ops() -> Iterator[None]:
     """While active, ``pack_padded_sequence``, ``pad_packed_sequence`` and nets on packed sequences can be traced."""
-    known: dict[int, tuple[Tensor, Size]] = {}
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+    """The batch sizes made here and their lengths, by the identity of the first."""
 
     def count(batch_sizes: Tensor) -> Size:
-        """The number of sequences: known of those packed here, else the first of the batch sizes."""
         if id(batch_sizes) in known:
-            return known[id(batch_sizes)][1]
+            return known[id(batch_sizes)][1].shape[0]
         sequences: Size = batch_sizes[0].item()  # type: ignore[assignment]
         torch._check(sequences >= 1)
         return sequences
 
     def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         data, batch_sizes = pack_padded(x, lengths, batch_first)
-        known[id(batch_sizes)] = batch_sizes, lengths.shape[0]
+        known[id(batch_sizes)] = batch_sizes, lengths
         return data, batch_sizes
 
     def pad(
         data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, steps: Size
     ) -> tuple[Tensor, Tensor]:
-        padded: tuple[Tensor, Tensor] = PAD(data, batch_sizes, batch_first, padding_value, steps, count(batch_sizes))
-        return padded
+        padded, lengths = PAD(data, batch_sizes, batch_first, padding_value, steps, count(batch_sizes))
+        return padded, known[id(batch_sizes)][1] if id(batch_sizes) in known else lengths
 
     def on_packed(net: nn.RNNBase, packed: PackedSequence, hx: Any) -> Any:
         data, batch_sizes, order, back = packed
@@ -79,8 +79,9 @@ def packing_as_ops() -> Iterator[None]:
             _check_states(net, hx, sequences)
         states = _zeros(net, data, sequences) if hx is None else net.permute_hidden(hx, order)
         settings = net.bias, net.num_layers, net.dropout, net.training, net.bidirectional
+        parameters = [net.get_parameter(name) for names in rnn_parameter_names(net) for name in names]
         run = getattr(rnn_kernels, net.mode.lower())
-        output, *last = run(data, batch_sizes, states, net._flat_weights, *settings)
+        output, *last = run(data, batch_sizes, states, parameters, *settings)
         hidden = tuple(last) if net.mode == "LSTM" else last[0]
         return PackedSequence(output, batch_sizes, order, back), net.permute_hidden(hidden, back)
 
@@ -149,7 +150,8 @@ def _check_states(net: nn.RNNBase, hx: Tensor | tuple[Tensor, Tensor], sequences
 
 
 def _zeros(net: nn.RNNBase, data: Tensor, sequences: Size) -> Tensor | tuple[Tensor, ...]:
-    states = tuple(data.new_zeros(_steps(net), sequences, width) for width in _widths(net))
+    states = tuple(torch.zeros(_steps(net), sequences, width, dtype=data.dtype, device=data.device)
+                   for width in _widths(net))
     return states if len(states) > 1 else states[0]
 
 

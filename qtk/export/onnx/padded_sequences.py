@@ -4,7 +4,8 @@ A packed value [ΣN, …] becomes a padded one [T, N, …], the time first; step
 
 1. ``pack_padded`` hands on its input.
 2. A recurrent net reads and returns padded values; in place of the batch sizes it takes the lengths.
-3. A quantizer's marker reads and returns padded values, unless its range would be taken over the padding.
+3. A dropout, and the marker of a quantizer whose range would not be taken over the padding, read and return padded
+   values.
 4. ``pad_packed_sequence`` writes its value over the steps beyond a length, and cuts the time.
 5. Any other reader of a packed value gets it packed; a net or a pad that reads a packed value made by another op gets
    it padded.
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from qtk.graph.op_table import DROPOUT, row_of
 from qtk.graph.targets import called_module
 from qtk.nn.recurrent import Recurrent
 from qtk.ops.pack_padded import pack_padded
@@ -55,22 +58,22 @@ SIZES = 4
 
 
 class _Rewriting:
-    """The padded values and lengths found so far, each by the packed value or the batch sizes that it replaces."""
+    """The padded values and lengths found so far, each by the packed value or the batch sizes that it stands for."""
 
     def __init__(self, graph: fx.Graph, followed: Collection[str]) -> None:
         self.graph, self.followed = graph, followed
         self.padded: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self.lengths: dict[fx.Node, fx.Node] = {}
-        self.done: set[fx.Node] = set()
+        self.replaced: set[fx.Node] = set()
+        """The nodes that are no longer packed, though their readers may want that."""
+        self.rewritten: set[fx.Node] = set()
         """The readers of packed values that read padded ones now."""
 
     def visit(self, node: fx.Node) -> None:
         if node.target is pack_padded:
             self._pack(node)
-        elif node.target is torch.ops.qtk.quantized_site.default and node.args[0] in self.padded and node.args[1] in self.followed:
-            value, lengths = self.padded[node.args[0]]
-            node.args = (value, *node.args[1:])
-            self._returns_padded(node, node, lengths)
+        elif self._is_followed(node):
+            self._elementwise(node)
         elif takes_packed(node):
             self._net(node)
         elif node.target is PAD:
@@ -83,7 +86,7 @@ class _Rewriting:
         assert isinstance(lengths, fx.Node)
         value = self._call(node, torch.ops.aten.transpose.int, x, 0, 1) if batch_first else x
         for data in _elements(node, 0):
-            self.padded[data] = value, lengths
+            self._stands_for(data, value, lengths)
         for sizes in _elements(node, 1):
             computed = self._call(sizes, batch_sizes_of, lengths)
             sizes.replace_all_uses_with(computed)
@@ -93,54 +96,66 @@ class _Rewriting:
         """Case 2."""
         data, states, weights, biases, sizes = node.args
         assert isinstance(states, (list, tuple))
-        count = self._call(node, torch.ops.aten.sym_size.int, states[0], 1)
-        value, lengths = self._padded(node, data, sizes, count)
+        value, lengths = self._padded(node, data, sizes, partial(self._length, node, states[0], 1))
         node.args = (value, states, weights, biases, lengths)
-        self.done.add(node)
+        self.rewritten.add(node)
         for output in _elements(node, 0):
-            self._returns_padded(output, node, lengths)
+            self._stands_for(output, output, lengths)
+
+    def _is_followed(self, node: fx.Node) -> bool:
+        is_marker = node.target is torch.ops.qtk.quantized_site.default and node.args[1] in self.followed
+        return (is_marker or row_of(node) is DROPOUT) and node.args[0] in self.replaced
+
+    def _elementwise(self, node: fx.Node) -> None:
+        """Case 3."""
+        value, lengths = self.padded[node.args[0]]  # type: ignore[index]
+        node.args = (value, *node.args[1:])
+        self.rewritten.add(node)
+        self._stands_for(node, node, lengths)
 
     def _pad(self, node: fx.Node) -> None:
         """Case 4."""
         data, sizes, batch_first, padding_value, steps = node.args
-        assert isinstance(sizes, fx.Node)
-        count: object = None if sizes not in self.lengths else self._call(
-            node, torch.ops.aten.sym_size.int, self.lengths[sizes], 0)
-        value, lengths = self._padded(node, data, sizes, count)
+        value, lengths = self._padded(node, data, sizes, partial(self._first, node, sizes))
         result = self._call(node, padded_to, value, lengths, batch_first, padding_value, steps)
         for output in _elements(node, 0):
             output.replace_all_uses_with(result)
         for output in _elements(node, 1):
             output.replace_all_uses_with(lengths)
-        self.done.add(node)
+        self.rewritten |= {node, result}
 
-    def _padded(self, node: fx.Node, data: Any, sizes: Any, count: object) -> tuple[fx.Node, fx.Node]:
-        """A packed value as padded one, and the lengths, in front of ``node``, which reads it; case 5."""
-        if data in self.padded:
-            return self.padded[data]
-        if sizes not in self.lengths:
-            self.lengths[sizes] = self._call(node, lengths_of, sizes, count)
-        self.padded[data] = self._call(node, unpacked, data, sizes, count), self.lengths[sizes]
+    def _padded(
+        self, reader: fx.Node, data: Any, sizes: Any, count: Callable[[], fx.Node]
+    ) -> tuple[fx.Node, fx.Node]:
+        """A packed value as padded one, and the lengths, in front of ``reader``; case 5."""
+        if data not in self.padded:
+            if sizes not in self.lengths:
+                self.lengths[sizes] = self._call(reader, lengths_of, sizes, count())
+            lengths = self.lengths[sizes]
+            count_node = self._length(reader, lengths, 0)
+            self.padded[data] = self._call(reader, unpacked, data, sizes, count_node), lengths
         return self.padded[data]
 
-    def _returns_padded(self, node: fx.Node, maker: fx.Node, lengths: fx.Node) -> None:
-        self.padded[node] = node, lengths
-        self.done.add(maker)
+    def _stands_for(self, data: fx.Node, value: fx.Node, lengths: fx.Node) -> None:
+        self.padded[data] = value, lengths
+        self.replaced.add(data)
 
     def pack_for_others(self) -> None:
         """Case 5."""
-        for data, (value, lengths) in self.padded.items():
-            others = [reader for reader in data.users if reader not in self.done and not self._is_unpacking(reader)]
+        for data in self.replaced:
+            others = [reader for reader in data.users if reader not in self.rewritten]
             if others:
-                with self.graph.inserting_after(max(data, value)):
-                    packed = self.graph.call_function(repacked, (value, lengths))
+                with self.graph.inserting_after(data):
+                    packed = self.graph.call_function(repacked, self.padded[data])
                 for reader in others:
-                    if reader is not packed:
-                        reader.replace_input_with(data, packed)
+                    reader.replace_input_with(data, packed)
 
-    @staticmethod
-    def _is_unpacking(reader: fx.Node) -> bool:
-        return reader.target in (unpacked, padded_to)
+    def _length(self, before: fx.Node, value: fx.Node, axis: int) -> fx.Node:
+        return self._call(before, torch.ops.aten.sym_size.int, value, axis)
+
+    def _first(self, before: fx.Node, sizes: fx.Node) -> fx.Node:
+        """The number of sequences, as a size."""
+        return self._call(before, Tensor.item, self._call(before, torch.ops.aten.select.int, sizes, 0, 0))
 
     def _call(self, before: fx.Node, function: Callable[..., object], *arguments: Any) -> fx.Node:
         with self.graph.inserting_before(before):
@@ -157,7 +172,8 @@ def batch_sizes_of(lengths: Tensor) -> Tensor:
     >>> batch_sizes_of(torch.tensor([3, 1])).tolist()
     [2, 1, 1]
     """
-    return (_steps(lengths, int(lengths.max())).unsqueeze(1) < lengths).sum(1)
+    longest: Size = lengths.max().item()  # type: ignore[assignment]  # a symbol while it is traced
+    return (_steps(lengths, longest).unsqueeze(1) < lengths).sum(1)
 
 
 def lengths_of(batch_sizes: Tensor, sequences: Size) -> Tensor:
@@ -175,6 +191,7 @@ def unpacked(data: Tensor, batch_sizes: Tensor, sequences: Size) -> Tensor:
     >>> unpacked(torch.tensor([1, 4, 2, 3]), torch.tensor([2, 1, 1]), 2).tolist()
     [[1, 4], [2, 1], [3, 1]]
     """
+    torch._check(batch_sizes.shape[0] >= 1)  # it may be a size that data decide, and a scan asks
     first = (batch_sizes.cumsum(0) - batch_sizes).unsqueeze(1)
     return data[torch.where(_has_element(batch_sizes, sequences), first + _steps(batch_sizes, sequences), 0)]
 
