@@ -22,7 +22,10 @@ from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.op_table import row_of
 from qtk.graph.sites import name_sites, value_site
-from qtk.torch_private import DropoutBase
+from qtk.torch_private import DropoutBase, has_length_hint, length_hint
+
+DECIDED_BY_DATA = 2
+"""A length that torch.export leaves free."""
 
 
 def open_composites(model: fx.GraphModule) -> tuple[str, ...]:
@@ -87,4 +90,5 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size  # type: ignore[arg-type]
+    """The length in the example inputs, or some free one of a size that data decide (elements of packed sequences)."""
+    return length_hint(size) if has_length_hint(size) else DECIDED_BY_DATA

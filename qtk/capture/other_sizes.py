@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qtk.capture.calls import Call, detached, distinct
 from qtk.capture.free_shapes import LeafAxis, leaf_numbers
 from qtk.capture.inputs import is_free
+from qtk.capture.packed_sequences import packing_checked
 from qtk.capture.prepared_model import REPORT, SIZES, PreparedGraph
 from qtk.capture.served_sizes import BATCH, Axis, ServedSizes, SizeLimit, evaluate
 from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, tensor_difference
@@ -156,7 +157,7 @@ class OtherSizes:
             return None
         args, kwargs = detached(self.call(lengths))
         try:
-            with mode:
+            with mode, packing_checked():
                 return eval_outcome(self._model, args, kwargs)
         except Exception:  # whatever the model raises, or memory ends
             return None

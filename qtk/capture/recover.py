@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from qtk.capture.composites import composite_of
 from qtk.capture.holders import Holder, free_name, holder, keep_type
 from qtk.capture.markers import BATCH_NORM, DETACH, DROPOUT, INSTANCE_NORM, MODULE
+from qtk.capture.packed_sequences import PAD
 from qtk.capture.train_only import TrainOnly
 from qtk.graph.captured_graph import ACTING
 from qtk.graph.module_stack import module_calls
@@ -43,6 +44,9 @@ def recover(
     for node in list(graph.nodes):
         if node.target is DETACH:
             node.target = torch.ops.aten.detach.default
+            continue
+        if node.target is PAD:
+            node.target, node.args = torch.ops.aten._pad_packed_sequence.default, node.args[:5]
             continue
         if node.target is DROPOUT:
             kind, (module, arguments) = "dropout", _dropout(node)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch import Tensor
 from qtk.torch_private import OpOverload, python_kernel
 
 _ATEN = torch.ops.aten
-_OPS = {_ATEN.lstm.input: 2, _ATEN.gru.input: 1, _ATEN.rnn_tanh.input: 1, _ATEN.rnn_relu.input: 1}
-"""Op → number of its states."""
+_OPS = (_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input)
+_OF_PACKED = (_ATEN.lstm.data, _ATEN.gru.data, _ATEN.rnn_tanh.data, _ATEN.rnn_relu.data)
 
 
 @contextlib.contextmanager
-def lengths_stay_free(ops: Collection[OpOverload] = tuple(_OPS)) -> Iterator[None]:
+def lengths_stay_free(ops: Collection[OpOverload] = (*_OPS, *_OF_PACKED)) -> Iterator[None]:
     """While active, tracers find the shapes of recurrent nets without a loop over time.
 
     Args:
@@ -31,13 +30,11 @@ def lengths_stay_free(ops: Collection[OpOverload] = tuple(_OPS)) -> Iterator[Non
     importlib.import_module("torch._decomp")  # registers the kernels that are replaced
     with contextlib.ExitStack() as stack:
         for op in ops:
-            num_states = _OPS[op]
-            stack.enter_context(python_kernel(op, partial(_results, num_states)))
+            stack.enter_context(python_kernel(op, _results_of_packed if op in _OF_PACKED else _results))
         yield
 
 
 def _results(
-    num_states: int,
     x: Tensor,
     hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
@@ -50,8 +47,24 @@ def _results(
 ) -> tuple[Tensor, ...]:
     """Tensors like those that a recurrent net returns, strides included."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
-    assert len(states) == num_states
     time_first = x.transpose(0, 1) if batch_first else x
     width = states[0].shape[-1] * (2 if bidirectional else 1)
     output = x.new_zeros(time_first.shape[0], time_first.shape[1], width)
     return (output.transpose(0, 1) if batch_first else output, *(state.new_zeros(state.shape) for state in states))
+
+
+def _results_of_packed(
+    data: Tensor,
+    batch_sizes: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    """As ``_results``, of a packed sequence. Shape: data [ΣN, I]."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    output = data.new_zeros(data.shape[0], states[0].shape[-1] * (2 if bidirectional else 1))
+    return (output, *(state.new_zeros(state.shape) for state in states))

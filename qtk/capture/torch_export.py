@@ -29,6 +29,7 @@ from qtk.capture.free_shapes import (
 )
 from qtk.capture.inputs import is_free
 from qtk.capture.markers import mark
+from qtk.capture.packed_sequences import packing_as_ops
 from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.served_sizes import GIVEN, LATE, STATIC
 from qtk.capture.tracing_time import FLOOR_S, TIMES, OutOfTime, tracing_for
@@ -259,7 +260,7 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
     args, kwargs = distinct((args, kwargs))
-    with silent_torch(), lengths_stay_free():
+    with silent_torch(), lengths_stay_free(), packing_as_ops():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
         drop_input_guards(program)  # ``check_inputs`` is ours

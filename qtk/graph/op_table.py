@@ -187,8 +187,9 @@ _MOVEMENTS: tuple[tuple[str, InputAxis | None, str], ...] = (
                       "_upsample_nearest_exact1d _upsample_nearest_exact3d"),
     ("pick", None, "max min max.default max.dim min.default min.dim amax amin sort median kthvalue cummax cummin"),
     ("pad", None, "constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-                  "replication_pad2d replication_pad3d _pad_circular"),
+                  "replication_pad2d replication_pad3d _pad_circular _pad_packed_sequence"),
     ("meshgrid", None, "meshgrid"),
+    ("pack", None, "qtk::pack_padded"),
 )
 _MOVEMENT_TOKENS = {
     "reshape": Tokens.RESHAPED, "squeeze": Tokens.RESHAPED, "transpose": Tokens.PERMUTED, "roll": Tokens.REORDERED,
@@ -300,7 +301,7 @@ def row_of(node: fx.Node) -> OpRow | None:
     if schema is None:
         return OF_FUNCTIONS.get(node.target)
     name = schema.name.removeprefix("aten::")
-    if name in ("constant_pad_nd", "pad") and _fill_value(node):
+    if name in ("constant_pad_nd", "pad", "_pad_packed_sequence") and _fill_value(node):
         return PAD_WITH_VALUE
     if name == "group_norm" and node.args[1] == 1:
         return ONE_GROUP_NORM
@@ -332,4 +333,6 @@ def _fill_value(node: fx.Node) -> object:
     """The number a pad op fills with (0 when it copies values of its input)."""
     if "constant_pad_nd" in str(node.target):
         return node.args[2] if len(node.args) > 2 else 0
+    if "_pad_packed_sequence" in str(node.target):
+        return node.args[3]
     return node.args[3] if len(node.args) > 3 and node.args[2] == "constant" else 0

@@ -70,7 +70,8 @@ class Recurrent(nn.Module):
     """Stateless ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``.
 
     Runs torch's fused kernel while no quantizer inside is active, else a loop over time; they differ by float rounding.
-    ``over_time`` is that loop; an export replaces it by an op of its own.
+    ``over_time`` is that loop; an export replaces it, and the kernel for packed sequences, by ops of its own, which
+    take padded sequences [T, N, I] and their lengths [N] in place of packed ones and their batch sizes.
 
     Args:
         kind: the kind of net.
@@ -102,6 +103,7 @@ class Recurrent(nn.Module):
         self.has_biases = has_biases
         self.projected = projected
         self.over_time: OverTime = loop_over_time
+        self.packed_kernel: Callable[..., tuple[Tensor, ...]] | None = None
         for name in self.step_names:
             self.add_module(name, Step(kind))
 
@@ -190,7 +192,7 @@ class Recurrent(nn.Module):
         run: Any = SEQUENCES[self.kind]
         result: tuple[Tensor, ...] = (
             run(x, start, flat, *settings, self.batch_first) if batch_sizes is None
-            else run(x, batch_sizes, start, flat, *settings)
+            else (self.packed_kernel or run)(x, batch_sizes, start, flat, *settings)
         )
         return result
 

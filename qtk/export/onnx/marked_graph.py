@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -35,9 +35,12 @@ from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
+from qtk.export.onnx.padded_sequences import pad_sequences, takes_packed
 from qtk.export.onnx.scan_over_time import scan_over_time
+from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
+from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
 from qtk.export.simulated_sites import SimulatedSite
-from qtk.graph.graphs import graphs
+from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent
@@ -94,20 +97,20 @@ def trace(
         nested as those the model was prepared with.
     """
     sites = list(sites)
-    if isinstance(model, PackedRecurrent):
-        _check_padding(model, sites)
+    _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
-        flat = _marked(model, {site.node: site.name for site in sites})
+        flat = _marked(model, {site.node: site.name for site in sites}, 
+                       [site.name for site in sites if _is_by_element(site)])
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
         graph = _translate(program, opset)
     return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)), equal_axes(model))
 
 
-def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
+def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Collection[str]) -> fx.GraphModule:
     """A graph module with the same parameters, flat inputs, tensors as flat outputs, and markers instead of quantizers.
 
-    Quantizers that are not in ``sites`` are removed.
+    Quantizers that are not in ``sites`` are removed. ``followed``: see ``pad_sequences``.
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
@@ -121,15 +124,15 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     for node in model.graph.nodes:
         composite = composite_called(node)
         if composite is not None:
-            packed = isinstance(model, PackedRecurrent)
-            flat.set_submodule(str(node.target), _marked_composite(composite, sites, packed=packed))
+            flat.set_submodule(str(node.target), _marked_composite(composite, sites))
+    pad_sequences(flat, followed)
     return flat
 
 
-def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed: bool) -> nn.Module:
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
     """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op.
 
-    torch's exporter has no ONNX operator for packed sequences and plain RNNs, and drops the projections of LSTMs.
+    torch's exporter has no ONNX operator for plain RNNs, and drops the projections of LSTMs.
     """
     copied = copy.deepcopy(module)
     has_markers = False
@@ -137,10 +140,10 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed
         has_markers |= _mark_sites(before, dict(zip(before.graph.nodes, after.graph.nodes, strict=True)), sites)
         after.delete_submodule(QUANTIZERS)
         after.recompile()
-    if has_markers or (isinstance(module, Recurrent) and (packed or not _is_one_operator(module))):
+    if has_markers or (isinstance(module, Recurrent) and not _is_one_operator(module)):
         copied.add_module("active_tap", _ActiveTap())
     if isinstance(copied, Recurrent):
-        copied.over_time = scan_over_time
+        copied.over_time, copied.packed_kernel = scan_over_time, PADDED_KERNELS.get(copied.kind)
     return copied
 
 
@@ -175,15 +178,20 @@ def _mark_sites(
     return any(call in sites for call in calls)
 
 
-def _check_padding(model: PackedRecurrent, sites: Iterable[SimulatedSite]) -> None:
-    """Raises: ExportError naming a site in a cell whose dynamic range would include padding."""
-    cells = [graph.graph for path, graph in graphs(model).items() if path.endswith(".cell")]
+def _check_padding(model: fx.GraphModule, sites: Iterable[SimulatedSite]) -> None:
+    """Raises: ExportError naming a site in a net on packed sequences whose dynamic range would include padding."""
+    inside = {graph.graph for node in model.graph.nodes if takes_packed(node) for graph in nested_graphs(node).values()}
     for site in sites:
-        if site.spec.dynamic and site.node.graph in cells and not isinstance(site.spec.granularity, PerToken):
+        if site.node.graph in inside and not _is_by_element(site):
             raise ExportError(
                 f"{site.name}: packed sequences are padded in ONNX, and dynamic quantization of a whole tensor would "
                 "include the padding; quantize this site per token or statically, or export formats=('encodings',)"
             )
+
+
+def _is_by_element(site: SimulatedSite) -> bool:
+    """Whether the codes of an element of a sequence do not depend on others."""
+    return isinstance(site.spec.granularity, PerToken) or not site.spec.dynamic
 
 
 def _export(
@@ -202,7 +210,8 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, **TRANSLATIONS, **grouped_matmul_translations(program),
+        torch.ops.qtk.quantized_site.default: _mark, **TRANSLATIONS, **OF_LENGTHS,
+        **grouped_matmul_translations(program),
     }
     try:
         # it traces the program again to decompose it

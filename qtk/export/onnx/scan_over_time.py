@@ -18,29 +18,33 @@ def scan_over_time(
     x: Tensor,
     states: tuple[Tensor, ...],
     parameters: StepParameters,
-    batch_sizes: Tensor | None,
+    lengths: Tensor | None,
     *,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """``qtk.nn.recurrent.loop_over_time`` as one op.
+    """``qtk.nn.recurrent.loop_over_time`` as one op, but that sequences of several lengths are padded.
 
-    Packed sequences are padded: the cell runs on all N sequences at every time step, and one that has no element there
-    keeps its state.
+    The cell runs on all N sequences at every time step, and a sequence keeps its state beyond its length.
+
+    Shape: x [T, N, I], states [N, …], lengths [N].
     """
-    if batch_sizes is None:
-        projected = step.projection(x.flip(0) if backwards else x, parameters.w_ih, parameters.b_ih)
-        hidden, last = _scan(step, [projected], states, parameters)
-        return hidden.flip(0) if backwards else hidden, last
-    layout = _Padding(batch_sizes, states[0].shape[0])
-    padded = [layout.pad(step.projection(x, parameters.w_ih, parameters.b_ih)), layout.has_element]
-    hidden, last = _scan(step, [each.flip(0) for each in padded] if backwards else padded, states, parameters)
-    return layout.pack(hidden.flip(0) if backwards else hidden, x.shape[0]), last
+    sequences = [x] if lengths is None else [x, _has_element(x, lengths)]
+    if backwards:
+        sequences = [each.flip(0) for each in sequences]
+    sequences[0] = step.projection(sequences[0], parameters.w_ih, parameters.b_ih)
+    hidden, last = _scan(step, sequences, states, parameters)
+    return hidden.flip(0) if backwards else hidden, last
+
+
+def _has_element(x: Tensor, lengths: Tensor) -> Tensor:
+    """Whether a sequence has an element at a time step, [T, N, 1]."""
+    return (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths.to(x.device)).unsqueeze(-1)
 
 
 def _scan(
     step: Step, sequences: Sequence[Tensor], states: tuple[Tensor, ...], parameters: StepParameters
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Runs the cell over the projected input and, of packed sequences, over which of them have an element."""
+    """Runs the cell over the projected input and, of several lengths, over which sequences have an element."""
     given = [tensor for tensor in parameters.of_cell if tensor is not None]
 
     def body(*values: Tensor) -> list[Tensor]:
@@ -54,29 +58,3 @@ def _scan(
 
     *last, hidden = torch.ops.higher_order.scan(body, list(states), list(sequences), tuple(given))
     return hidden, tuple(last)
-
-
-class _Padding:
-    """Where the rows of packed sequences stand in [T, N]: row ``first[t] + n`` is element t of sequence n.
-
-    Args:
-        batch_sizes: how many sequences have an element at each time step, [T].
-        sequences: N.
-    """
-
-    def __init__(self, batch_sizes: Tensor, sequences: int) -> None:
-        sizes = batch_sizes.unsqueeze(1)
-        self.sequence = torch.arange(sequences, device=batch_sizes.device)
-        self.first, self.sequences = sizes.cumsum(0) - sizes, sequences
-        self.has_element = (self.sequence < sizes).unsqueeze(-1)
-
-    def pad(self, packed: Tensor) -> Tensor:
-        """[ΣN, …] → [T, N, …]; where a sequence has no element, the first row stands."""
-        rows = torch.where(self.has_element.squeeze(-1), self.first + self.sequence, 0)
-        return packed[rows]
-
-    def pack(self, padded: Tensor, rows: int) -> Tensor:
-        """[T, N, …] → [ΣN, …]; ``rows`` is ΣN."""
-        row = torch.arange(rows, device=padded.device)
-        time = (self.first <= row).sum(0) - 1
-        return padded[time, row - self.first.squeeze(1)[time]]

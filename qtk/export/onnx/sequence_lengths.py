@@ -1,0 +1,68 @@
+"""ONNX's LSTM and GRU over padded sequences of several lengths: ``sequence_lens``, which torch's exporter leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_gru, aten_lstm
+from torch import Tensor
+
+_REST = "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional"
+torch.library.define("qtk::padded_lstm", f"(Tensor x, Tensor lengths, Tensor[] hx, {_REST}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("qtk::padded_gru", f"(Tensor x, Tensor lengths, Tensor hx, {_REST}) -> (Tensor, Tensor)")
+
+PADDED_KERNELS = {"lstm": torch.ops.qtk.padded_lstm.default, "gru": torch.ops.qtk.padded_gru.default}
+"""Kind of a recurrent net → the op that computes it of padded sequences [T, N, I] and their lengths [N]; traced only."""
+
+
+@torch.library.register_fake("qtk::padded_lstm")  # type: ignore[untyped-decorator]
+def _lstm_shapes(
+    x: Tensor, lengths: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, cell = hx
+    return _output(x, hidden, bidirectional), torch.empty_like(hidden), torch.empty_like(cell)
+
+
+@torch.library.register_fake("qtk::padded_gru")  # type: ignore[untyped-decorator]
+def _gru_shapes(
+    x: Tensor, lengths: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool,
+) -> tuple[Tensor, Tensor]:
+    return _output(x, hx, bidirectional), torch.empty_like(hx)
+
+
+def _output(x: Tensor, hidden: Tensor, bidirectional: bool) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], hidden.shape[-1] * (2 if bidirectional else 1))
+
+
+def _with_lengths(translation: Callable[..., tuple[ir.Value, ...]]) -> Callable[..., object]:
+    """torch's translation of the net, with the lengths at each operator of a layer."""
+
+    def translate(x: ir.Value, lengths: ir.Value, hx: object, params: object, *settings: object) -> object:
+        int32 = op.Cast(lengths, to=ir.DataType.INT32)
+        results = translation(x, hx, params, *settings, False)
+        pending: list[ir.Value | None] = [results[0]]
+        while pending:
+            value = pending.pop()
+            node = None if value is None or value is x else value.producer()
+            if node is None:
+                continue
+            if node.op_type in ("LSTM", "GRU"):
+                node.replace_input_with(LENGTHS, int32)
+            pending.append(node.inputs[0])
+        return results
+
+    return translate
+
+
+LENGTHS = 4
+"""Input ``sequence_lens`` of the operators."""
+
+TRANSLATIONS: Mapping[Callable[..., object], Callable[..., object]] = {
+    PADDED_KERNELS["lstm"]: _with_lengths(aten_lstm), PADDED_KERNELS["gru"]: _with_lengths(aten_gru),
+}
+"""Operator → its translation."""
