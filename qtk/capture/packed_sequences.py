@@ -136,7 +136,7 @@ def _nets(on_packed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iter
     with contextlib.ExitStack() as stack:
         for kind in (nn.RNN, nn.GRU, nn.LSTM):
             stack.callback(setattr, kind, "forward", kind.forward)
-            setattr(kind, "forward", replaced(kind.forward))
+            kind.forward = replaced(kind.forward)
         yield
 
 

@@ -99,7 +99,7 @@ def trace(
     sites = list(sites)
     _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
-        flat = _marked(model, {site.node: site.name for site in sites}, 
+        flat = _marked(model, {site.node: site.name for site in sites},
                        [site.name for site in sites if _is_by_element(site)])
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)

@@ -25,14 +25,12 @@ from qtk.capture.signature import input_names, input_nodes
 from qtk.capture.states import returned_states
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
-from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
-from qtk.export.onnx.qdq_nodes import replace_markers
-from qtk.export.onnx.separate_weights import separate_weights
-from qtk.export.onnx.stacked_products import multiply_stacks
+from qtk.export.onnx.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
+from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
 from qtk.export.onnx.state_codes import STATES, return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
@@ -100,12 +98,10 @@ def export(
     marked = trace(model, sites, example_inputs, opset=opset)
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked))
-    replace_markers(marked, sites, opset=opset)
-    graph = marked.model
-    multiply_stacks(graph)
-    read_as_produced(graph)
-    if int16_sums:
-        separate_weights(graph)
+    graph, names = marked.model, replace_markers(marked, sites, opset=opset)
+    run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
+    list_sites(graph)
+    run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     _hand_states_on(graph, model, codes=state_codes)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]

@@ -25,24 +25,12 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
-from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
-from qtk.export.onnx.float_biases import keep_float_biases
-from qtk.export.onnx.float_softmax import keep_softmax_float
-from qtk.export.onnx.float_weights import keep_float_weights
-from qtk.export.onnx.folded_weights import dequantize_when_loaded
-from qtk.export.onnx.fused_activations import fuse_activations
-from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
-from qtk.export.onnx.int8_movement import quantize_around_movement
-from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
+from qtk.export.onnx.hard_sigmoids import CONSTANT
+from qtk.export.onnx.linear_nodes import PERMUTATION
 from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
-from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
-from qtk.export.onnx.pooled_codes import pool_codes
-from qtk.export.onnx.quantized_scan import carry_codes
-from qtk.export.onnx.right_weights import put_weights_right
-from qtk.export.onnx.scalar_ranks import rank_scalars
-from qtk.export.onnx.storage_types import BLOCK_OPSET, limits, storage_type
+from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.numerics import affine, minifloat
@@ -56,8 +44,10 @@ SITES = "qtk.sites"
 if there are any, ``constants``: the names of those that are constants of formulas, not sites."""
 
 
-def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> None:
+def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opset: int) -> ValueNames:
     """Replaces the markers of ``sites`` in ``marked.model``, and names its inputs, outputs and sites. In place.
+
+    Returns: the names of its values.
 
     Raises: ExportError naming a site whose blocks ONNX cannot express, or that is missing from the graph.
     """
@@ -81,24 +71,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     name_inputs_and_outputs(graph, names, marked.input_names, marked.output_names)
     name_lengths(graph, marked.equal_axes)
     _name_sites(names, entries)
-    carry_codes(graph, names)
-    move_codes(graph, names)
-    pool_codes(graph, names)
-    add_hard_sigmoids(graph, names)
-    put_weights_right(graph, names)
-    fuse_linear_layers(graph, names)
-    fuse_activations(graph, names)
-    keep_softmax_float(graph, names)
-    rank_scalars(graph, names)
-    keep_float_weights(graph, names)
-    keep_float_biases(graph, names)
-    if opset >= BLOCK_OPSET:
-        quantize_around_movement(graph, names)
-    drop_zeros_of_convolutions(graph)
-    RemoveUnusedNodesPass()(marked.model)
-    OutputFixPass()(marked.model)
-    dequantize_when_loaded(marked.model, opset=opset)
-    _list_sites(marked.model)
+    return names
 
 
 def qparam_name(site: str, kind: str) -> str:
@@ -106,7 +79,7 @@ def qparam_name(site: str, kind: str) -> str:
     return f"{site}.{kind}"
 
 
-def _list_sites(model: ir.Model) -> None:
+def list_sites(model: ir.Model) -> None:
     """Moves site and spec of every DequantizeLinear, also in the body of a Scan, to the metadata of the file."""
     specs: dict[str, int] = {}
     nodes: dict[str, tuple[object, ...]] = {}

@@ -40,7 +40,7 @@ def _output(x: Tensor, hidden: Tensor, bidirectional: bool) -> Tensor:
 
 
 def _with_lengths(translation: Callable[..., tuple[ir.Value, ...]]) -> Callable[..., object]:
-    """torch's translation of the net, with the lengths at each operator of a layer."""
+    """Torch's translation of the net, with the lengths at each operator of a layer."""
 
     def translate(x: ir.Value, lengths: ir.Value, hx: object, params: object, *settings: object) -> object:
         int32 = op.Cast(lengths, to=ir.DataType.INT32)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
+from tests.exported_files import leave_out
 
 MODELS = {
     "linear": (lambda: nn.Linear(16, 8), (64, 16)),
@@ -35,7 +35,7 @@ def test_float_biases_are_added_as_they_are(name, tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["conv", "linear"])
 def test_without_it_onnx_runtime_rounds_them(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "keep_float_biases", lambda graph, names: None)
+    leave_out(monkeypatch, "keep_float_biases")
     assert differing(name, tmp_path / "out", weight_bits=4, activation_bits=4) > 0.005
 
 

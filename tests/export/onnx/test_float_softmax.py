@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from qtk.export.onnx.executed_nodes import executed_nodes
 from qtk.export.onnx.session import create_session
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds
+from tests.exported_files import leave_out
 
 
 class Moved(nn.Module):
@@ -59,7 +59,7 @@ def test_scores_in_float_are_read_as_they_are(tmp_path):
 
 @pytest.mark.medium
 def test_without_it_the_integer_operator_computes_other_codes(tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "keep_softmax_float", lambda graph, names: None)
+    leave_out(monkeypatch, "keep_softmax_float")
     x = scores(4, 1.0)
     sim = exported(nn.Softmax(-1), x, tmp_path / "out", config="default")
     assert optimized_kinds(tmp_path / "out")["QLinearSoftmax"] == 1

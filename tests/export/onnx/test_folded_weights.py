@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
+from tests.exported_files import leave_out
 
 X = torch.randn(2, 5, 8)
 
@@ -58,7 +58,7 @@ def test_an_embedding_dequantizes_no_table_at_run_time(tmp_path):
 
 @pytest.mark.medium
 def test_without_it_weights_are_dequantized_at_every_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "dequantize_when_loaded", lambda model, opset: None)
+    leave_out(monkeypatch, "dequantize_when_loaded")
     exported(First(nn.LSTM(8, 16)), X, tmp_path / "out")
     optimized_kinds(tmp_path / "out")
     assert len(_dequantized_constants(tmp_path / "out" / "optimized.onnx")) == 2

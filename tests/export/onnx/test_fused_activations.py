@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from tests.export.onnx.test_flat_linears import Mlp, exported, optimized_kinds, steps
+from tests.exported_files import leave_out
 
 
 class Convolutions(nn.Module):
@@ -60,7 +60,7 @@ def test_gelu_of_floats_is_one_operator(tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("name", list(FUSED))
 def test_without_it_the_activation_is_several_operators(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "fuse_activations", lambda graph, names: None)
+    leave_out(monkeypatch, "fuse_activations")
     make, kind = FUSED[name]
     exported(Convolutions(make()), X, tmp_path / "out", config=CONFIG)
     kinds = optimized_kinds(tmp_path / "out")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
+from tests.exported_files import leave_out
 
 
 class Products(nn.Module):
@@ -57,7 +57,7 @@ def test_the_product_behind_runs_in_integers(name, tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["Split", "Pad", "class token", "MaxPool"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "move_codes", lambda graph, names: None)
+    leave_out(monkeypatch, "move_codes")
     exported(MODELS[name], torch.randn(2, 5, 8), tmp_path / "out")
     kinds = optimized_kinds(tmp_path / "out")
     assert kinds.keys() & {"Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits"}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from qtk.export.onnx import qdq_nodes
 from qtk.export.onnx.session import create_session
 from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
+from tests.exported_files import leave_out
 
 
 class Left(nn.Module):
@@ -69,7 +69,7 @@ def test_other_targets_compute_the_same(name, config, tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["left", "einsum"])
 def test_without_it_the_product_is_float(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(qdq_nodes, "put_weights_right", lambda graph, names: None)
+    leave_out(monkeypatch, "put_weights_right")
     exported(RIGHT[name](), X, tmp_path / "out")
     assert optimized_kinds(tmp_path / "out").keys() & {"MatMul", "FusedMatMul", "Einsum"}
 
