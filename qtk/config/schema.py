@@ -44,7 +44,8 @@ class Match(Frozen):
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
         if not self.op and not self.path and not self.feeds and self.has_weight is None and self.adapter is None:
-            raise ValueError("a match needs op, path, feeds, has_weight or adapter; to match everything write path: '*'")
+            raise ValueError("a match needs op, path, feeds, has_weight or adapter; to match everything write "
+                             "path: '*'")
         return self
 
 

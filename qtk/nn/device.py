@@ -26,8 +26,8 @@ def is_dry_run(model: nn.Module) -> bool:
 
 def without_values(model: nn.Module) -> str:
     """What cannot be done with a dry run, and how to load its weights."""
-    return (f"{empty_tensors(model)}: on the meta device, whose tensors have no values: make the simulation from a model "
-            f"with weights; {LOAD}")
+    return (f"{empty_tensors(model)}: on the meta device, whose tensors have no values: make the simulation from a "
+            f"model with weights; {LOAD}")
 
 
 def empty_tensors(model: nn.Module) -> str:

@@ -42,7 +42,7 @@ class Hook:
 def test_the_call_that_removes_the_hooks_is_named_with_the_parameters(config):
     model, x = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 32)
     hooks = [Hook(model[0]), Hook(model[2])]
-    with pytest.raises(CaptureError, match="0.weight, 0.bias, 2.weight and 1 others: on the meta device") as error:
+    with pytest.raises(CaptureError, match=r"0.weight, 0.bias, 2.weight and 1 others: on the meta device") as error:
         qtk.QuantSim(model, x, config=config)
     assert "hooks of 2 modules" in str(error.value)
     assert "accelerate.hooks.remove_hook_from_module(model, recurse=True)" in str(error.value)
