@@ -60,7 +60,7 @@ def assign_bits(
         loss: ``loss(outputs, batch)``, as for ``sim.sensitivity``; ``None``: the error of the outputs.
         forward: as for ``compute_encodings``.
         num_batches: as for ``compute_encodings``.
-        valid: as for ``compute_encodings``.
+        valid: as for ``compute_encodings``; a ``loss`` says itself what counts.
         progress: show bars.
 
     Returns: the widths, what they cost and lose, and the config; printable, and written by its ``save``.

@@ -220,7 +220,7 @@ class BitSearch:
                 continue
             self._plan([index] * len(self._members))
             found = sensitivity(self._trial.simulation, self._batches, loss=self._loss, top=0, forward=self._forward,
-                                progress=False)
+                                progress=False, valid=self._valid if self._loss is None else None)
             increases = {row.name: row.increase for row in found}
             rows.append(increases)
             sizes.append(quantized_bytes(self._trial.simulation, self._members))
@@ -264,7 +264,7 @@ class BitSearch:
             return sum(losses) / len(losses)
         if self._float is None:
             with in_mode(quantizers, Mode.BYPASS), FloatWeights(self._trial.simulation).in_place():
-                self._float = FloatOutputs(model, self._batches, self._forward)
+                self._float = FloatOutputs(model, self._batches, self._forward, self._valid)
         return self._float.error(model)
 
     def _result(

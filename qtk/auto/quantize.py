@@ -92,7 +92,8 @@ def quantize(
         forward: how to run the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
         num_batches: batches to take of the data; they are kept in memory.
         holdout: fraction of the batches that judge, at least one.
-        valid: which tokens count, as for ``compute_encodings``.
+        valid: which tokens count, as for ``compute_encodings``: in ranges, layer-wise methods and the error of the
+            outputs; ``evaluate`` says itself what counts.
         time_limit: seconds after which no further trial begins.
         directory: where finished trials are noted, so that the same call resumes a run that was stopped.
         progress: show a bar.
@@ -118,7 +119,7 @@ def quantize(
     held_out = min(len(batches) - 1, max(1, round(holdout * len(batches))))
     prepared = prepare_model(model, inputs)
     builder = TrialBuilder(prepared, inputs, config, weight_bits, activation_bits, batches[:-held_out], forward, valid)
-    judge = FloatOutputs(prepared, batches[-held_out:], forward)
+    judge = FloatOutputs(prepared, batches[-held_out:], forward, valid)
     metric = "output error" if evaluate is None else getattr(evaluate, "__name__", "the metric")
     in_float = math.nan if evaluate is None else _metric(evaluate, prepared, "the float model")
     settings = {

@@ -62,7 +62,8 @@ class TrialBuilder:
         Those that were not measured go by the estimate of what they cost alone; those that cost nothing are left out.
         """
         sites = {site.name for site in SiteRules(self._planned(choices.scheme, self.config).simulation).sites}
-        rows = sensitivity(self.simulation(choices).simulation, self.batches, forward=self.forward, progress=False)
+        rows = sensitivity(self.simulation(choices).simulation, self.batches, forward=self.forward, valid=self.valid,
+                           progress=False)
         gains = {row.name: row.increase if math.isnan(row.recovery) else row.recovery for row in rows}
         return sorted((name for name in gains if name in sites and gains[name] > 0), key=lambda name: -gains[name])
 

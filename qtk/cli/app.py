@@ -158,6 +158,9 @@ def verify(
     turns: Annotated[int, typer.Option(help="Runs for the median latency; 0: not measured.")] = 30,
     batch_size: Annotated[int, typer.Option(help="Rows that the latency is of.")] = 1,
     threads: Annotated[int | None, typer.Option(help="Threads of a run; left out: the runtime's own number.")] = None,
+    valid: Annotated[
+        list[str] | None, typer.Option(help="The input that says which tokens count: attention_mask. Repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     quiet: Quiet = False,
     show_traceback: Traceback = False,
@@ -166,7 +169,7 @@ def verify(
     with _errors(show_traceback=show_traceback), search_path(Path.cwd()):
         sound = verification.verify(
             directory, results_console(), data=data, num_batches=num_batches, float_export=float_export,
-            runtime=runtime, turns=turns, batch_size=batch_size, threads=threads, as_json=as_json,
+            runtime=runtime, turns=turns, batch_size=batch_size, threads=threads, valid=valid or (), as_json=as_json,
             progress=shows_bars(progress_console(quiet=quiet)),
         )
     if not sound:

@@ -71,7 +71,11 @@ def top1(pairs: Pairs) -> float:
     return counted.share or 0.0
 
 
-def agreement(outputs: Iterable[object], others: Iterable[object]) -> float | None:
+Counted: TypeAlias = Sequence[Sequence[Tensor | None]]
+"""Batch by batch, of each tensor that is returned, which elements count: bool of its shape; ``None``: all."""
+
+
+def agreement(outputs: Iterable[object], others: Iterable[object], counted: Counted | None = None) -> float | None:
     """Share of equal predictions, 0…1; ``None`` if no output has any.
 
     The prediction is the class of the largest score, or the output itself if it is integer.
@@ -80,11 +84,14 @@ def agreement(outputs: Iterable[object], others: Iterable[object]) -> float | No
     (1.0, 0.5)
     """
     equal = total = 0
-    for output, other in zip(outputs, others, strict=True):
+    for index, (output, other) in enumerate(zip(outputs, others, strict=True)):
         predicted, predicted_by_other = _predictions(output), _predictions(other)
         if predicted is not None and predicted_by_other is not None:
-            equal += int((predicted == predicted_by_other).sum())
-            total += predicted.numel()
+            same, which = predicted == predicted_by_other, counted[index][0] if counted is not None else None
+            if which is not None:
+                same = same[which if which.shape == same.shape else which.any(-1)]
+            equal += int(same.sum())
+            total += same.numel()
     return equal / total if total else None
 
 
@@ -95,13 +102,20 @@ def _predictions(output: object) -> Tensor | None:
     return leaf.argmax(-1) if leaf.ndim > 1 and leaf.shape[-1] else None
 
 
-def outputs_sqnr_db(references: Sequence[object], outputs: Sequence[object]) -> float | None:
+def outputs_sqnr_db(
+    references: Sequence[object], outputs: Sequence[object], counted: Counted | None = None
+) -> float | None:
     """SQNR in dB of all floating-point outputs over all batches; ``None`` if there are none."""
-    pairs = zip(references, outputs, strict=True)
-    leaves = [pair for both in pairs for pair in zip(*map(_reals, both), strict=True)]
-    if not leaves:
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for index, both in enumerate(zip(references, outputs, strict=True)):
+        first, second = (_tensors(side) for side in both)
+        for place, pair in enumerate(zip(first, second, strict=True)):
+            which = None if counted is None else counted[index][place]
+            for side, leaf in zip(sides, pair if pair[0].is_floating_point() else (), strict=False):
+                side.append((leaf if which is None else leaf[which]).flatten().double())
+    if not sides[0]:
         return None
-    reference, value = (torch.cat([leaf.flatten().double() for leaf in side]) for side in zip(*leaves, strict=True))
+    reference, value = (torch.cat(side) for side in sides)
     return sqnr_db(reference, value)
 
 
@@ -114,5 +128,5 @@ def _scores(output: object) -> Tensor:
     return leaf
 
 
-def _reals(output: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _tensors(output: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from qtk.auto.quantize import Evaluate
 from qtk.auto.quantize import quantize as search
-from qtk.capture.prepared_model import PreparedGraph
+from qtk.capture.prepared_model import PreparedGraph, PreparedModel
 from qtk.cli.batches import Batches
 from qtk.cli.console import shows_bars
-from qtk.cli.evaluation import Evaluation, agreement, evaluation, outputs_sqnr_db
+from qtk.cli.evaluation import Counted, Evaluation, agreement, evaluation, outputs_sqnr_db
 from qtk.cli.example_input import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
@@ -40,6 +40,7 @@ from qtk.workflow.forward_pass import Batch, outputs
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs, prepare_model
 from qtk.workflow.transforms import transform
+from qtk.workflow.valid_tokens import ValidTokens
 
 REPORT, REPORT_BATCHES = "report.html", 4
 """The report of a model in a setting, and the calibration batches that it is measured on."""
@@ -110,10 +111,11 @@ def _model_of(results: Results, recipe: Recipe, entry: ModelEntry) -> Iterator[N
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The outputs and labels of one pass over the data, batch by batch."""
+    """The outputs and labels of one pass over the data, batch by batch, and which elements count."""
 
     outputs: list[object]
     labels: list[object]
+    counted: Counted | None = None
 
 
 class Run:
@@ -156,7 +158,7 @@ class Run:
         simulated = self._pass(sim.model, held_out, setting.name, like=reference)
         score = Score(
             measure(simulated.outputs, reference.labels),
-            outputs_sqnr_db(reference.outputs, simulated.outputs),
+            outputs_sqnr_db(reference.outputs, simulated.outputs, simulated.counted),
             _onnx_size_bytes(folder),
         )
         in_float = measure(reference.outputs, reference.labels)
@@ -171,7 +173,7 @@ class Run:
         return replace(
             score,
             onnxruntime_value=measure(exported, reference.labels),
-            onnxruntime_agreement=agreement(simulated.outputs, exported),
+            onnxruntime_agreement=agreement(simulated.outputs, exported, simulated.counted),
             runtime=runner.runtime,
         )
 
@@ -230,7 +232,7 @@ class Run:
             try:
                 sim.report(folder / REPORT, (inputs for inputs, _ in pairs), title=f"{self.entry.name} {setting.name}",
                            num_batches=REPORT_BATCHES if count is None else min(count, REPORT_BATCHES), account=account,
-                           headline=headline, progress=False)
+                           headline=headline, progress=False, valid=self.recipe.data.valid)
             except QtkError as error:
                 self._say(f"{setting.name}: no {REPORT}: {error}")
 
@@ -270,8 +272,16 @@ class Run:
 
         title = f"{self.entry.name}: measuring {what}"
         count = count if like is None else len(like.labels)
-        on_device = outputs(model, inputs(), num_batches=count, label=title, progress=self.progress)
-        result = _Pass([pytree.tree_map_only(Tensor, Tensor.cpu, output) for output in on_device], labels)
+        tokens = ValidTokens(model, self.recipe.data.valid if isinstance(model, PreparedModel) else None)
+        made: list[object] = []
+        counted: list[list[Tensor | None]] = []
+        with tokens.listening():
+            for output in outputs(model, inputs(), num_batches=count, label=title, progress=self.progress):
+                leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                which = [tokens.counted_of_output(leaf) for leaf in leaves]
+                counted.append([None if each is None else each.cpu() for each in which])
+                made.append(pytree.tree_map_only(Tensor, Tensor.cpu, output))
+        result = _Pass(made, labels, None if tokens.valid is None else counted)
         if like is not None and not _equal(result.labels, like.labels):
             raise ConfigError(f"{held_out.where}: {held_out.locator} gives other batches on each pass; "
                               "turn shuffling and random augmentation off")

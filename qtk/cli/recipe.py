@@ -73,8 +73,8 @@ class DataEntry(_Part):
         calibration: a few hundred representative samples; labels are not used.
         evaluation: data to evaluate on; only ``qtk export`` does without.
         num_batches: how many batches of the calibration data are taken; left out: all.
-        valid: the input that says which tokens count in calibration (``attention_mask``), or a list of two, of an
-            encoder-decoder; left out: all count.
+        valid: the input that says which tokens count (``attention_mask``) in calibration, errors and agreement, or a
+            list of two, of an encoder-decoder; left out: all count.
         num_evaluation_batches: likewise of the evaluation data.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,6 +31,7 @@ def verify(
     turns: int = 30,
     batch_size: int = 1,
     threads: int | None = None,
+    valid: Sequence[str] = (),
     as_json: bool = False,
     progress: bool = True,
 ) -> bool:
@@ -45,6 +47,7 @@ def verify(
         turns: how often each runtime runs for the median of its latency.
         batch_size: the rows that the latency is of.
         threads: threads within an op; ``None`` leaves the number to the runtime.
+        valid: inputs that say which tokens count, masks [samples, tokens]; empty: all count.
         as_json: print JSON instead of tables.
         progress: show bars.
 
@@ -64,7 +67,7 @@ def verify(
         batches = (inputs for inputs, _ in pairs)
     verdicts = verify_files(
         directory, batches, runtime=runtime, float_export=float_export, turns=turns, progress=progress,
-        batch_size=batch_size, threads=threads,
+        batch_size=batch_size, threads=threads, valid=valid,
     )
     if as_json:
         console.print_json(json.dumps([verdict.to_json() for verdict in verdicts], allow_nan=False))

@@ -32,17 +32,20 @@ class Match(Frozen):
             such a rule says of ``output`` holds for the value as these ops read it; an op with weights, or a matrix
             product, that reads it too gets it as it would be without the rule.
         has_weight: they multiply with a parameter (``true``), or do not (``false``).
+        adapter: they belong to an adapter (LoRA: ``s · B (A x)`` beside a product of x with more weights), or do not.
     """
 
     op: Names = ()
     path: Names = ()
     feeds: Names = ()
     has_weight: StrictBool | None = None
+    adapter: StrictBool | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Match:
-        if not self.op and not self.path and not self.feeds and self.has_weight is None:
-            raise ValueError("a match needs op, path, feeds or has_weight; to match everything write path: '*'")
+        if not self.op and not self.path and not self.feeds and self.has_weight is None and self.adapter is None:
+            raise ValueError("a match needs op, path, feeds, has_weight or adapter; to match everything write "
+                             "path: '*'")
         return self
 
 

@@ -11,10 +11,28 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
-META = "the model is on the meta device, whose tensors have no values: make the simulation from a model with weights"
-"""What cannot be done with a dry run."""
+LOAD = ("load the model without device_map (from_pretrained(…, device_map=None)), or model.load_state_dict(state, "
+        "assign=True)")
+"""How tensors get their values."""
+
+NAMED = 3
+"""Tensors that a message names."""
 
 
 def is_dry_run(model: nn.Module) -> bool:
     """Whether tensors of the model have no values (meta)."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def without_values(model: nn.Module) -> str:
+    """What cannot be done with a dry run, and how to load its weights."""
+    return (f"{empty_tensors(model)}: on the meta device, whose tensors have no values: make the simulation from a "
+            f"model with weights; {LOAD}")
+
+
+def empty_tensors(model: nn.Module) -> str:
+    """The names of the first parameters and buffers without values, and how many others there are."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"

@@ -22,6 +22,7 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import RECURRENT, op_name
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
+from qtk.planning.adapters import adapter_ops
 from qtk.planning.decision import Decision
 from qtk.planning.feeds import Feeds
 from qtk.planning.image_gates import GATED, is_image_gate
@@ -90,6 +91,7 @@ class Draft:
         self._natures = natures(graph, self.flow)
         self.absolute = absolute_values(graph, self.flow)
         self.feeds = Feeds(graph, self.flow, self.formulas)
+        self._adapters = adapter_ops(graph, self.flow)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
         self._matchables: dict[fx.Node, Matchable] = {}
@@ -125,7 +127,7 @@ class Draft:
         if op not in self._matchables:
             formula = self.formulas.get(op)
             kind = formula.kind if formula is not None else None
-            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind)
+            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind, op in self._adapters)
         return self._matchables[op]
 
     def last_of(self, node: fx.Node) -> fx.Node:

@@ -36,12 +36,14 @@ class Matchable:
         flow: of its graph.
         feeds: the names of the ops that its value feeds.
         kind: the op kind to match it as; ``None``: its own.
+        in_adapter: whether it belongs to an adapter.
     """
 
     node: fx.Node
     flow: Flow
     feeds: frozenset[str] = frozenset()
     kind: str | None = None
+    in_adapter: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -150,6 +152,7 @@ def matches(rule: Rule, op: Matchable) -> bool:
         (not rule.match.feeds or not op.feeds.isdisjoint(rule.match.feeds))
         and (not rule.match.op or any(name in rule.match.op for name in op.names))
         and (not rule.match.path or any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path))
+        and rule.match.adapter in (None, op.in_adapter)
         and rule.match.has_weight in (None, bool(op.node.op != "placeholder" and op.flow.weight_ports(op.node)))
     )
 
@@ -160,6 +163,7 @@ def wanted(rule: Rule) -> str:
     wants += [f"path {', '.join(rule.match.path)}"] if rule.match.path else []
     wants += [f"feeds {', '.join(rule.match.feeds)}"] if rule.match.feeds else []
     wants += [] if rule.match.has_weight is None else [f"has_weight {str(rule.match.has_weight).lower()}"]
+    wants += [] if rule.match.adapter is None else [f"adapter {str(rule.match.adapter).lower()}"]
     return " and ".join(wants)
 
 

@@ -25,7 +25,7 @@ from qtk.graph.insert import drop_sites
 from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
-from qtk.nn.device import META, device_of, is_dry_run
+from qtk.nn.device import device_of, is_dry_run, without_values
 from qtk.nn.kept_buffers import buffers_kept
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
@@ -177,7 +177,7 @@ def parameter_encodings(
         model is on the meta device.
     """
     if is_dry_run(model):
-        raise CalibrationError(META)
+        raise CalibrationError(without_values(model))
     encodings: dict[Site, Encoding] = {}
     waiting: dict[Site, Observer] = {}
     together = Together()

@@ -17,6 +17,7 @@ from qtk.capture.exclusion import exclude, module_names
 from qtk.capture.free_shapes import DynamicShapes, check_dynamic_shapes, with_batch_of_two
 from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.capture.ladder import capture_graph, capture_tree
+from qtk.capture.offloaded import refuse_offloaded
 from qtk.capture.original_hooks import warn_of_hooks
 from qtk.capture.prepare_report import PrepareReport
 from qtk.capture.prepared_model import EXAMPLES, REPORT, WRITES, PreparedGraph, PreparedModel
@@ -29,6 +30,7 @@ from qtk.capture.verify_prepared import Outcome, eval_outcome, train_difference
 from qtk.errors import CaptureError, VerificationError, first_line
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import join
+from qtk.nn.device import LOAD, empty_tensors, is_dry_run
 from qtk.nn.fast_path import fast_path_off
 from qtk.public import public
 from qtk.quantizers.quantizer import Quantizer
@@ -176,6 +178,7 @@ def _prepared(
     model: nn.Module, calls: Sequence[Call], dynamic_shapes: DynamicShapes, excluded: list[set[str]], *, verify: bool,
 ) -> PreparedModel:
     started = time.perf_counter()
+    refuse_offloaded(model)
     notes: list[str] = []
     expected: list[Outcome] = []
     train_only: dict[nn.Module, bool] = {}
@@ -315,6 +318,8 @@ def _run_once(
         path = raised_in(model, error)
         where = "" if path is None else f", in {path} ({type(model.get_submodule(path)).__name__})"
         hint = "; to pass one dict, wrap it in a tuple" if kwargs and isinstance(error, TypeError) else ""
+        if is_dry_run(model):
+            hint = f"; {empty_tensors(model)}: on the meta device, without values; {LOAD}, or pass meta tensors"
         raise CaptureError(
             f"{type(model).__name__} does not run on its example inputs (tensors of shape {shapes}){where}: "
             f"{first_line(error)}; pass inputs that model(...) accepts{hint}"

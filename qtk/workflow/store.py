@@ -34,7 +34,7 @@ from qtk.export.plan_json import plan_from_json, plan_to_json
 from qtk.graph.arithmetic import arithmetic_digest
 from qtk.graph.insert import QUANTIZERS, drop_sites
 from qtk.graph.simulation import Simulation
-from qtk.nn.device import META, is_dry_run
+from qtk.nn.device import is_dry_run, without_values
 from qtk.numerics.effective import effective_zero_point
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.registry import did_you_mean
@@ -109,7 +109,7 @@ def save(
         cannot be stored as codes.
     """
     if is_dry_run(simulation.model):
-        raise ExportError(META)
+        raise ExportError(without_values(simulation.model))
     state = {name: _whole(name, tensor) for name, tensor in _full_state(simulation.model).items()}
     originals = _originals(state)
     packed = packed_weights(simulation, state) if weights == "integer" else {}

@@ -7,7 +7,7 @@ change; that the file holds what was simulated was checked when it was exported.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -46,6 +46,7 @@ def verify_files(
     progress: bool = True,
     batch_size: int = 1,
     threads: int | None = None,
+    valid: Sequence[str] = (),
 ) -> list[Verdict]:
     """The verdict on each ONNX file in a directory, or on one file.
 
@@ -58,9 +59,11 @@ def verify_files(
         progress: show bars where it takes longer than seconds.
         batch_size: the rows that the latency is of; all of the first batch where a file does not run on so many.
         threads: threads within an op while a file runs; ``None`` leaves the number to the runtime.
+        valid: names of inputs that say which tokens count, masks [samples, tokens] of 0 and 1. Of a value whose first
+            axes are these two, or one of both, other tokens are not compared.
 
-    Raises: ExportError if ``batch_size`` or ``threads`` is below 1, there is no file, one was not written by qtk, or
-        does not run on the data.
+    Raises: ExportError if ``valid`` names no input that is such a mask, ``batch_size`` or ``threads`` is below 1, there
+        is no file, one was not written by qtk, or does not run on the data.
     """
     require_onnxruntime()
     check_runtime(runtime)
@@ -76,13 +79,14 @@ def verify_files(
     if data is not None and files[1:]:
         raise ExportError(f"{directory} holds {len(files)} files, and data fits one; name the file")
     return [
-        _verify(file, data, runtime, float_export, turns, batch_size, threads, progress=progress) for file in files
+        _verify(file, data, runtime, float_export, turns, batch_size, threads, valid, progress=progress)
+        for file in files
     ]
 
 
 def _verify(
     file: Path, data: Iterable[object] | None, runtime: str, float_export: str | os.PathLike[str] | None, turns: int,
-    batch_size: int, threads: int | None, *, progress: bool,
+    batch_size: int, threads: int | None, valid: Sequence[str], *, progress: bool,
 ) -> Verdict:
     in_float = None if float_export is None else float_file(float_export, file)
     stored = list(stored_sites(file))
@@ -100,11 +104,13 @@ def _verify(
             inputs = _named(runs, batch)
             outputs, sites = runs.reference(inputs)
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
+            masks = [_mask(name, inputs) for name in valid]
             compared = [
-                Reference(value, _step(value, returned.get(name)))
+                Reference(value, _step(value, returned.get(name)), _counted(value, masks))
                 for name, value in zip(runs.outputs, outputs, strict=True)
             ]
-            values = {key: Reference(value, _step(value, encodings.get(key[0]))) for key, value in sites.items()}
+            values = {key: Reference(value, _step(value, encodings.get(key[0])), _counted(value, masks))
+                      for key, value in sites.items()}
             runs.compare(inputs, compared, values)
             examples = examples or (inputs, compared, values)
         if examples is None:
@@ -124,6 +130,24 @@ def _verify(
     found = judge(results, circumstances)
     float_bytes = None if in_float is None else size_bytes(in_float)
     return Verdict(file, REFERENCE, results, found, size_bytes(file), float_bytes, timing=runs.timing)
+
+
+def _mask(name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The input of a name as a mask. Raises: ExportError if it is none."""
+    mask = inputs.get(name)
+    if mask is None or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        raise ExportError(f"valid={name!r} must name an input [samples, tokens] of 0 and 1; the inputs are "
+                          f"{', '.join(f'{each} {list(value.shape)}' for each, value in inputs.items())}")
+    return mask.bool()
+
+
+def _counted(value: Tensor, masks: Sequence[Tensor]) -> Tensor | None:
+    """Which elements of a value are those of tokens that count; ``None``: all."""
+    for mask in masks:
+        for tokens in (mask, mask.flatten()):
+            if value.ndim > tokens.ndim and value.shape[:tokens.ndim] == tokens.shape:
+                return tokens.reshape(*tokens.shape, *[1] * (value.ndim - tokens.ndim)).expand(value.shape)
+    return None
 
 
 def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:

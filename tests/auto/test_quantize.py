@@ -8,6 +8,8 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError, ConfigError
+from qtk.quantizers.modes import in_mode
+from qtk.quantizers.quantizer import Mode
 
 BATCHES = torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
 
@@ -158,6 +160,33 @@ def test_a_function_for_valid_tokens_is_the_same_in_the_next_process(tmp_path):
     data, net = [torch.randn(4, 3, 16) for _ in range(3)], nn.Linear(16, 4).eval()
     for _ in range(2):
         qtk.quantize(net, data, valid=all_tokens(), directory=tmp_path, progress=False)
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x, mask):
+        return self.linear(x).relu()
+
+
+@pytest.mark.medium
+def test_tokens_that_do_not_count_are_no_error():
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    mask[:, 2:] = False
+    data = [(torch.randn(4, 3, 16).masked_fill(~mask[..., None], 1000.0), mask) for _ in range(4)]
+    sim, account = qtk.quantize(Padded().eval(), data, valid="mask", max_drop=0.01, progress=False)
+    assert account.reached
+    assert len(account.trials) == 1
+    inputs = data[-1]
+    got = sim.model(*inputs).detach()[mask]
+    with in_mode(sim.simulation.quantizers.values(), Mode.BYPASS):
+        expected = sim.model(*inputs).detach()[mask]
+    error = float((expected - got).square().sum() / expected.square().sum())
+    assert account.best.drop == pytest.approx(error, rel=1e-4)
+    found = qtk.assign_bits(sim, data, budget={"weight_bits": 8}, choices=(4, 8), valid="mask", progress=False)
+    assert min(row.loss for row in found.measured) < 0.01
 
 
 class Scalar(nn.Module):

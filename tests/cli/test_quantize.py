@@ -121,7 +121,9 @@ def test_encodings_of_a_file_are_kept_and_the_others_computed(project, tmp_path)
 def test_the_recipe_names_the_input_that_says_which_tokens_count(project, tmp_path):
     padded = f"{project.module}:padded"
     models = [{"name": "net", "model": f"{project.module}:padded_net"}]
-    run(project, tmp_path, models=models, data={"calibration": padded, "evaluation": padded, "valid": "mask"})
+    data = {"calibration": padded, "evaluation": padded, "valid": "mask"}
+    summary = run(project, tmp_path, models=models, data=data)
+    assert summary.models["net"]["w8a8"].sqnr_db > 30, "the padding of 1000, which is clipped, counted"
     (file,) = (tmp_path / "results" / "net" / "w8a8").rglob("encodings.json")
     largest = float(encodings_json.read(file)["relu:out"].maximum)
     assert largest == pytest.approx(5.0, rel=0.01), "the padding of 1000 counted"

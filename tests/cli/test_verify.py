@@ -57,6 +57,12 @@ def test_data_and_json(exported):
     assert record["runs"][0]["total"]["elements"] == 16 * 4
 
 
+def test_the_mask_of_tokens_is_named(exported):
+    result = invoke(exported / "w8a8", "--turns", 0, "--valid", "mask")
+    assert result.exit_code == 1
+    assert "valid='mask' must name an input [samples, tokens] of 0 and 1; the inputs are input" in result.stderr
+
+
 def test_the_float_export_of_a_recipe_is_found(exported, monkeypatch):
     given = []
     monkeypatch.setattr(verification, "verify_files", lambda *_, float_export, **__: given.append(float_export) or [])

@@ -10,7 +10,7 @@ import qtk
 from qtk.errors import CalibrationError, ExportError
 from qtk.export.onnx.session import integer_sums_saturate
 from qtk.report.verdict import Level
-from qtk.workflow.verify_files import REFERENCE, verify_files
+from qtk.workflow.verify_files import REFERENCE, _counted, verify_files
 from tests.export.onnx.without_vnni import QEMU
 
 INPUTS = torch.rand(64, 64)  # as the random values that are verified with, so that outputs are not clipped
@@ -60,6 +60,39 @@ def test_weights_that_would_saturate_are_named_on_every_cpu(written):
 @pytest.mark.parametrize("batch", [INPUTS, (INPUTS,), {"input": INPUTS}, [INPUTS]])
 def test_batches_of_every_kind(written, batch):
     assert verified(written / "onnxruntime", [batch]).exact.total.elements == 64 * 8
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        return self.layer(x).masked_fill(mask[..., None] == 0, 0.0)
+
+
+@pytest.mark.medium
+def test_tokens_that_do_not_count_are_not_compared(tmp_path):
+    x, mask = torch.randn(4, 6, 8), torch.ones(4, 6, dtype=torch.int64)
+    mask[:, 4:] = 0
+    sim = qtk.QuantSim(Masked().eval(), (x, mask), config="onnxruntime")
+    sim.compute_encodings([(x, mask)], progress=False)
+    sim.export(tmp_path / "out", formats=["onnx"])
+    counts = {valid: verified(tmp_path / "out", [(x, mask)], valid=valid) for valid in ((), ("mask",))}
+    assert [verdict.exact.total.elements for verdict in counts.values()] == [4 * 6 * 4, 4 * 4 * 4]
+    sites = {site.name: site.elements for site in counts["mask",].exact.sites}
+    assert sites["x:input"] == 4 * 4 * 8
+    for name in ("x", "other"):
+        with pytest.raises(ExportError, match=rf"valid='{name}' must name an input .*mask \[4, 6\]"):
+            verified(tmp_path / "out", [(x, mask)], valid=(name,))
+
+
+def test_elements_of_tokens_are_found_by_their_axes():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    assert _counted(torch.zeros(2, 3, 5), [mask]).sum() == 3 * 5
+    assert torch.equal(_counted(torch.zeros(6, 5), [mask])[:, 0], mask.flatten())
+    assert _counted(torch.zeros(2, 5), [mask]) is None
+    assert _counted(torch.zeros(2, 4, 5), [mask, torch.ones(2, 4).bool()]).all()
 
 
 def test_a_spoilt_optimization_is_seen(written, monkeypatch):

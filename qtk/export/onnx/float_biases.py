@@ -16,7 +16,7 @@ from qtk.export.onnx.moved_codes import FOLLOWED
 from qtk.export.onnx.value_names import ValueNames
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm")
-EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
+EIGHT_BITS = frozenset((ir.DataType.INT8, ir.DataType.UINT8))
 
 
 def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
@@ -28,18 +28,19 @@ def keep_float_biases(graph: ir.Graph, names: ValueNames) -> None:
         if node.op_type not in PRODUCTS or len(node.inputs) < 3:
             continue
         data, weight, bias = node.inputs[:3]
-        if data is not None and bias is not None and bias.is_initializer() and not (
-            _has_8_bits(data) and _has_8_bits(weight)
+        types = [_type_of_codes(value) for value in (data, weight)]
+        if data is not None and bias is not None and bias.is_initializer() and None not in types and not (
+            EIGHT_BITS.issuperset(types)
         ):
             read_through_max(data, [(node, 0)], names)
 
 
-def _has_8_bits(value: ir.Value | None) -> bool:
-    """Whether a value is dequantized from codes of 8 bits, and moved."""
+def _type_of_codes(value: ir.Value | None) -> ir.DataType | None:
+    """The type of the codes that a value is dequantized from, and moved; ``None`` if it is not."""
     producer = None if value is None else value.producer()
     while producer is not None and producer.op_type in FOLLOWED:
         value = producer.inputs[0]
         producer = None if value is None else value.producer()
     if producer is None or producer.op_type != "DequantizeLinear":
-        return False
-    return codes_of(producer).dtype in EIGHT_BITS
+        return None
+    return codes_of(producer).dtype
