@@ -25,6 +25,7 @@ from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
+from qtk.export.onnx.axis_scales import keep_axis_scales_float
 from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.float_softmax import keep_softmax_float
@@ -90,6 +91,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     keep_softmax_float(graph, names)
     rank_scalars(graph, names)
     keep_float_weights(graph, names)
+    keep_axis_scales_float(graph, names)
     if opset >= BLOCK_OPSET:
         quantize_around_movement(graph, names)
     drop_zeros_of_convolutions(graph)
