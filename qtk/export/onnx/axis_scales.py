@@ -1,8 +1,8 @@
 """Keeps computed values with a scale for each index of an axis out of ONNX Runtime's integer operators.
 
 These take one scale of what is computed: ONNX Runtime (seen in 1.32) fuses DequantizeLinear with the scales of heads
-and a product to MatMulIntegerToFloat, which takes them for scales of columns and fails, or computes something else
-where there are as many. Such a DequantizeLinear is read, and such a QuantizeLinear reads, through Max.
+and a product to MatMulIntegerToFloat, and refuses that when it runs, for these are no scales of columns. Such a
+DequantizeLinear is read, and such a QuantizeLinear reads, through Max.
 """
 
 from __future__ import annotations
