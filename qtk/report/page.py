@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from qtk.core.plan import QuantPlan
 from qtk.errors import ExportError
 from qtk.report.account import Account
+from qtk.report.drift import Drift
 from qtk.report.sensitivities import Sensitivities
 from qtk.report.site_errors import SiteError, SiteErrors
-from qtk.report.svg import Histogram, channels_svg, histogram_svg
+from qtk.report.svg import Histogram, channels_svg, curve_svg, histogram_svg
 
 GOOD_DB, BAD_DB = 40.0, 10.0
 """Own SQNR at which the colour of a site is that of a good one, and of a bad one."""
@@ -46,6 +47,7 @@ class Contents:
         histograms: site → its float values.
         weights: site of a weight → its channels.
         sensitivities: what each site costs at the output; ``None`` if not measured.
+        drift: of a model with states, the error along the data; ``None`` of others.
         account: what was tried; ``None`` if nothing was searched.
         notes: what is not shown, and why.
     """
@@ -57,6 +59,7 @@ class Contents:
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     weights: Mapping[str, ChannelRanges] = field(default_factory=dict)
     sensitivities: Sensitivities | None = None
+    drift: Drift | None = None
     account: Account | None = None
     notes: tuple[str, ...] = ()
 
@@ -125,5 +128,6 @@ def page(contents: Contents) -> str:
     return template.render(
         contents=contents, tree=tree(contents.errors, contents.plan), colour=colour, db=decibels_text,
         isnan=math.isnan,
-        histogram=histogram_svg, channels=lambda each: channels_svg(each.lowest, each.highest, each.limit),
+        histogram=histogram_svg, curve=curve_svg,
+        channels=lambda each: channels_svg(each.lowest, each.highest, each.limit),
     )

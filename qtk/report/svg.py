@@ -76,6 +76,20 @@ def channels_svg(lowest: Sequence[float], highest: Sequence[float], limit: Seque
     return _picture(parts, f"{len(lowest)} channels")
 
 
+def curve_svg(values: Sequence[float]) -> str:
+    """A line through values, evenly spaced, from the lowest at the bottom to the highest at the top; inf is there too.
+
+    >>> 'd="M0.0 80.0L150.0 4.0L300.0 42.0"' in curve_svg([30.0, 40.0, 35.0])
+    True
+    """
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    span, wide = (high - low) or 1.0, WIDTH / max(len(values) - 1, 1)
+    points = [f"{index * wide:.1f} {HEIGHT - 4 - (HEIGHT - 8) * (min(value, high) - low) / span:.1f}"
+              for index, value in enumerate(values)]
+    return _picture([f'<path class="curve" d="M{"L".join(points)}"/>'], f"{len(values)} steps, {low:.1f} to {high:.1f}")
+
+
 def _picture(parts: Sequence[str], title: str) -> str:
     return (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" preserveAspectRatio="none"><title>{title}</title>'
             f'{"".join(parts)}</svg>')

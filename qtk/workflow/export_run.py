@@ -50,8 +50,8 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         try:
             session, _ = create_session(file, optimized=optimized)
             feed = {name: tensor.numpy() for name, tensor in codes.stored(inputs).items()}
-            names, arrays = [output.name for output in session.get_outputs()], session.run(None, feed)
-            results = list(codes.reals(dict(zip(names, map(torch.from_numpy, arrays), strict=True))).values())
+            returned = zip(session.get_outputs(), session.run(None, feed), strict=True)
+            results = [codes.reals(output.name, torch.from_numpy(array)) for output, array in returned]
         except Exception as error:  # whatever the runtime says
             remedy = other_float_remedy(graph)
             lines.append(f"{switched}, does not run it: {first_line(error)}{'' if remedy is None else f'; {remedy}'}")

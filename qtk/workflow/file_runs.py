@@ -88,7 +88,7 @@ class FileRuns:
     def reference(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[tuple[str, int], Tensor]]:
         """The outputs and the values of the sites with the optimizations off. Raises: ExportError as ``compare``."""
         values = self.off.values(self._feed(inputs))
-        return [values[name] for name in self.outputs], {
+        return [self.codes.reals(name, values[name]) for name in self.outputs], {
             (site.site, site.step): values[site.name] for site in self.off.sites
         }
 
@@ -269,13 +269,13 @@ class _Way:
                 values |= run(stored)
             except Exception as error:
                 raise ExportError(f"{self.runtime} cannot run the file: {type(error).__name__}: {error}") from error
-        return self.codes.reals(values)
+        return values
 
     def add(
         self, names: Sequence[str], outputs: Sequence[Reference], sites: SiteValues, values: Mapping[str, Tensor]
     ) -> None:
         for index, (name, reference) in enumerate(zip(names, outputs, strict=True)):
-            ours, theirs = reference.value, values[name]
+            ours, theirs = reference.value, self.codes.reals(name, values[name])
             if ours.shape != theirs.shape:
                 raise ExportError(f"{self.runtime}: output {index} has shape {tuple(theirs.shape)}, the simulation's "
                                   f"{tuple(ours.shape)}")

@@ -53,6 +53,8 @@ def op_differences(
     Raises: ExportError if ONNX Runtime does not run the file cut like that, or fuses other ops.
     """
     known = [site for site in sites if (site.site, site.step) in values]
+    codes = StateCodes(file)
+    inputs = codes.stored(inputs)
     try:
         results = _run(file, known, inputs, values, optimizations, optimized)
         mismatched = [site for site in known if results[site.name].shape != _value(site, values).shape]
@@ -70,7 +72,7 @@ def op_differences(
     returned = {site.name for site in known}
     for name, reference in zip(results, outputs, strict=False):
         if name not in returned and results[name].shape == reference.value.shape:
-            sums.setdefault(name, DifferenceSums(name)).add(reference, results[name])
+            sums.setdefault(name, DifferenceSums(name)).add(reference, codes.reals(name, results[name]))
     return tuple(each.difference() for each in sums.values())
 
 
@@ -91,11 +93,9 @@ def _run(
         if optimized is not None and computing_kinds(copy) != computing_kinds(optimized):
             raise ExportError(f"ONNX Runtime fuses other ops of {file.name} where it is cut")
         kinds = {port.name: port.type for port in session.get_inputs()}
-        codes = StateCodes(file)
-        feed = {name: tensor.detach().cpu().numpy() for name, tensor in codes.stored(inputs).items() if name in kinds}
+        feed = {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items() if name in kinds}
         for site in sites:
             stored = site.stored(_value(site, values).detach().cpu().float())
             feed[given_name(site)] = stored.to(DTYPES[kinds[given_name(site)]]).numpy()
         names = [port.name for port in session.get_outputs()]
-        arrays = session.run(None, feed)
-        return codes.reals({name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)})
+        return {name: torch.from_numpy(array) for name, array in zip(names, session.run(None, feed), strict=True)}

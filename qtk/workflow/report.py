@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtk.atomic import write_file
+from qtk.capture.states import states_of
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
 from qtk.errors import CalibrationError, ExportError
@@ -25,6 +26,7 @@ from qtk.report.account import Account
 from qtk.report.page import ChannelRanges, Contents, decibels_text, page, require_jinja2
 from qtk.report.svg import Histogram
 from qtk.workflow.compare import compare
+from qtk.workflow.drift import drift
 from qtk.workflow.float_outputs import FloatOutputs, sqnr_db
 from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
 from qtk.workflow.sensitivity import sensitivity as measure_sensitivity
@@ -49,7 +51,7 @@ def report(
     Args:
         simulation: calibrated.
         path: of the file.
-        data: batches, which are kept in memory; a few are enough.
+        data: batches, which are kept in memory; a few are enough. Of a model with states the error is drawn along them.
         title: of the page.
         forward: how to run the model on a batch.
         num_batches: batches to take of the data.
@@ -77,6 +79,7 @@ def report(
         simulation, batches, forward, float_weights, valid), notes)
     costs = None if not sensitivity else _measured("what the outputs lose by each site", lambda: measure_sensitivity(
         simulation, batches, forward=forward, progress=progress, valid=valid), notes)
+    along = drift(simulation, batches, forward=forward, progress=progress) if states_of(simulation.model) else None
     errors = compare(simulation, batches, forward=forward, progress=progress, valid=valid)
     sites = {site.name: site for site in simulation.plan}
     ranked = [sites[error.site] for error in errors]
@@ -94,7 +97,7 @@ def report(
         {site.name: _histogram(values[site], simulation.quantizers[site].encoding) for site in ranked[:SHOWN_SITES]},
         {site.name: _channels(values[site], encoding) for site in weights
          if values[site] and (encoding := simulation.quantizers[site].encoding) is not None},
-        costs, account, tuple(notes),
+        costs, along, account, tuple(notes),
     )).encode())
 
 

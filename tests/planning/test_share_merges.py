@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+import qtk
+from qtk.errors import SpecError
 from tests.planning.plans import BARE, by_name, leaders, plan_of
 
 CODES = {**BARE, "rules": [{"match": {"op": "concat"}, "output": {"bits": 8}}]}
@@ -114,3 +116,54 @@ def test_padding_with_a_number_beside_small_values_stays_float():
             return nn.functional.pad(self.b(x), (1, 1), value=500.0)
 
     assert by_name(plan_of(Padded(), torch.randn(3, 4))).keys() == {"x:input", "b.weight", "b:out"}
+
+
+PER_HEAD = {**BARE, "rules": [
+    {"match": {"op": "concat"}, "output": {"bits": 8, "granularity": "per_channel", "axis": 1}}]}
+
+
+class Heads(nn.Module):
+    def __init__(self, along=2):
+        super().__init__()
+        self.key, self.along = nn.Linear(6, 6), along
+
+    def forward(self, x, past):
+        past = torch.cat([past, self.key(x).view(2, 3, 2, 3).transpose(1, 2)], self.along)
+        return past @ past.transpose(2, 3)
+
+
+def test_scales_of_an_axis_are_shared_where_that_axis_is():
+    """The key is [batch, length, heads * width] where it is computed: its axis 1 has no scales."""
+    quant_plan = plan_of(Heads(), (torch.randn(2, 3, 6), torch.randn(2, 2, 5, 3)), PER_HEAD)
+    assert leaders(quant_plan) == {"past:input": "concat:out", "concat:in[1]": "concat:out"}
+    assert {str(each.spec) for name, each in by_name(quant_plan).items() if "weight" not in name and name != "x:input"
+            and not name.startswith("matmul")} == {"uint8 per_channel(axis=1) asymmetric"}
+    reasons = {site.name: reason for site, reason in quant_plan.unquantized.items()}
+    assert reasons["key:out"] == "rounded where concat:out merges it, with scales of an axis"
+
+
+def test_what_is_joined_along_the_axis_of_the_scales_shares_nothing():
+    quant_plan = plan_of(Heads(1), (torch.randn(2, 3, 6), torch.randn(2, 2, 3, 3)), PER_HEAD)
+    assert leaders(quant_plan) == {}
+
+
+def test_a_value_whose_length_alone_is_read_elsewhere_shares_at_its_producer():
+    class Grows(nn.Module):
+        def forward(self, x, past):
+            return torch.cat([past, x], 1) @ torch.arange(3.0)[:, None] + past.shape[1]
+
+    model = qtk.prepare_model(Grows(), (torch.randn(2, 4, 3), torch.randn(2, 5, 3)), dynamic_shapes="all")
+    quant_plan = qtk.QuantSim(model, (torch.randn(2, 4, 3), torch.randn(2, 5, 3)), config=CODES).plan
+    assert leaders(quant_plan) == {"x:input": "concat:out", "past:input": "concat:out"}
+
+
+@pytest.mark.parametrize(("axis", "error"), [
+    (2, r"concat:out: axis 2 of \[.*\] has no fixed length"),
+    (4, r"concat:out: axis 4 does not exist in a tensor of rank 4"),
+])
+def test_an_axis_without_a_scale_for_each_index_is_refused_with_its_site(axis, error):
+    rule = {"match": {"op": "concat"}, "output": {"bits": 8, "granularity": "per_channel", "axis": axis}}
+    inputs = torch.randn(2, 3, 6), torch.randn(2, 2, 5, 3)
+    model = qtk.prepare_model(Heads(), inputs, dynamic_shapes="all")
+    with pytest.raises(SpecError, match=error):
+        qtk.QuantSim(model, inputs, config={**BARE, "rules": [rule]})

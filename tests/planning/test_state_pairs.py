@@ -1,8 +1,12 @@
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import qtk
+from qtk.workflow.forward_pass import outputs
 
 X = torch.randn(3, 2, 4)
 
@@ -94,3 +98,70 @@ def test_a_stream_calibrated_from_zeros_keeps_its_accuracy_and_its_file_runs_the
             z, simulated = sim.model(x, simulated)
         error, power = error + float((z - torch.from_numpy(y)).square().sum()), power + float(z.square().sum())
     assert power > 10 ** 3.5 * error  # 35 dB
+
+
+class Decoder(nn.Module):
+    """Attends to keys that it keeps, [batch, heads, length, width], and to a memory that stays as it is."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.query, self.key, self.write = nn.Linear(6, 6), nn.Linear(6, 6), write
+
+    def forward(self, x, at, past, memory):
+        query, key = (each(x).view(x.shape[0], -1, 2, 3).transpose(1, 2) for each in (self.query, self.key))
+        past = self.write(past, key, at)
+        return (query @ past.transpose(2, 3)).softmax(-1) @ past + query @ memory @ memory.transpose(2, 3), past, memory
+
+
+def appended(past, key, at):
+    return torch.cat([past, key], 2)
+
+
+def written(past, key, at):
+    return past.index_copy(2, at, key)
+
+
+@functools.cache
+def prepared(write):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 6), torch.arange(3), torch.randn(2, 2, 8, 3), torch.randn(2, 2, 3, 3)
+    return qtk.prepare_model(Decoder(write).eval(), inputs, dynamic_shapes="all"), inputs
+
+
+def returned_by(write, length, output):
+    """The simulation, and what it returns of its states at each of 64 steps, from ``length`` entries of 0 on."""
+    model, inputs = prepared(write)
+    rules = [{"match": {"op": ["concat", "scatter"]}, "output": output}]
+    sim = qtk.QuantSim(copy.deepcopy(model), inputs, states={"past": 1, "memory": 2},
+                       config={"version": 1, "rules": rules})
+    generator = torch.Generator().manual_seed(0)
+    first = torch.zeros(2, 2, length, 3), torch.randn(2, 2, 3, 3, generator=generator)
+    batches = [(x, torch.tensor([at]), *first) for at, x in enumerate(torch.randn(64, 2, 1, 6, generator=generator))]
+    sim.compute_encodings(batches, progress=False)
+    return sim, [(past, memory) for _, past, memory in outputs(sim.model, batches)]
+
+
+AXIS = {"granularity": "per_channel", "axis": 1}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("output", [
+    {"bits": 8}, {"bits": 8, "symmetric": True, **AXIS}, {"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3", **AXIS},
+])
+def test_an_entry_of_a_cache_is_rounded_once_however_many_steps_follow(output):
+    sim, returned = returned_by(appended, 0, output)
+    last, memory = returned[-1]
+    assert last.shape[2] == 64
+    assert all(torch.equal(past, last[:, :, :past.shape[2]]) for past, _ in returned)
+    assert all(torch.equal(each, memory) for _, each in returned)
+    assert sim.quantizers["past:input"] is sim.quantizers["concat:out"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("output", [{"bits": 8}, {"bits": 8, "symmetric": True, **AXIS}])
+def test_what_is_written_into_a_cache_of_a_fixed_length_shares_its_encoding(output):
+    sim, returned = returned_by(written, 64, output)
+    last, _ = returned[-1]
+    assert all(torch.equal(past[:, :, :at + 1], last[:, :, :at + 1]) and not past[:, :, at + 1:].any()
+               for at, (past, _) in enumerate(returned))
+    assert sim.quantizers["past:input"] is sim.quantizers["scatter_index:out"]

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from qtk.report.svg import HEIGHT, WIDTH, Histogram, channels_svg, histogram_svg
+from qtk.report.svg import HEIGHT, WIDTH, Histogram, channels_svg, curve_svg, histogram_svg
 
 SPACE = 14
 """Height that a histogram leaves for the bracket of its range."""
@@ -83,3 +83,10 @@ def test_channels_without_values_are_lines_in_the_middle(count):
     svg = channels_svg([0.0] * count, [0.0] * count, [0.0] * count)
     assert [box[1] for box in boxes(svg, "bar")] == [HEIGHT / 2] * count
     assert f"<title>{count} channels</title>" in svg
+
+
+def test_a_curve_goes_through_its_values_and_an_exact_step_is_at_the_top():
+    (path,) = parts(curve_svg([20.0, 40.0, math.inf, 30.0]), "curve")
+    points = [tuple(map(float, point.split())) for point in path.get("d")[1:].split("L")]
+    assert points == [(0, HEIGHT - 4), (WIDTH / 3, 4), (2 * WIDTH / 3, 4), (WIDTH, HEIGHT / 2)]
+    assert parts(curve_svg([math.inf]), "curve")

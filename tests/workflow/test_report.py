@@ -6,6 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError, ExportError
+from qtk.report.svg import curve_svg
 from tests.report.written_report import simulation, written
 
 
@@ -28,12 +29,31 @@ def test_its_numbers_are_those_measured(tmp_path):
 
 
 @pytest.mark.medium
+def test_the_error_of_a_model_with_states_is_drawn_along_its_sequences(tmp_path):
+    class Average(nn.Module):
+        def forward(self, x, mean):
+            mean = 0.9 * mean + 0.1 * x
+            return (x - mean) * 3, mean
+
+    torch.manual_seed(0)
+    batches = qtk.Sequences([(x, torch.zeros(2, 3)) for x in torch.randn(6, 2, 3)], reset=3)
+    sim = qtk.QuantSim(Average(), batches.data[0], states={"mean": 1})
+    sim.compute_encodings(batches, progress=False)
+    sim.report(tmp_path / "report.html", batches, progress=False, sensitivity=False)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    drift = sim.drift(batches, progress=False)
+    assert str(drift) in text
+    assert curve_svg(drift.sqnr_db) in text
+
+
+@pytest.mark.medium
 def test_values_that_are_clipped_are_marked(tmp_path):
     sim, data = simulation()
     sim.set_range("1:out", 0.0, 0.5)
     sim.report(tmp_path / "report.html", data, progress=False, sensitivity=False)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     card = text[text.index("<h3>1:out</h3>"):]
+    assert "The error along a sequence" not in text
     card = card[:card.index("</svg>")]
     assert 'class="clipped"' in card
     assert "What the output loses" not in text

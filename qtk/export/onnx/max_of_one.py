@@ -16,8 +16,12 @@ from qtk.export.onnx.value_names import ValueNames
 
 def read_through_max(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
     """Lets nodes, each at the index of one of its inputs, read ``x`` through Max, if ``x`` is dequantized. In place."""
-    if not carries_codes(x):
-        return
+    if carries_codes(x):
+        max_behind(x, reads, names)
+
+
+def max_behind(x: ir.Value, reads: Iterable[tuple[ir.Node, int]], names: ValueNames) -> None:
+    """Lets nodes, each at the index of one of its inputs, read ``x``, made by a node, through Max. In place."""
     same = ir.node("Max", [x], outputs=[value_of(x.dtype, x.shape)])
     names.give(same.outputs[0], names.free(f"{x.name}/Max"))
     same.name = same.outputs[0].name

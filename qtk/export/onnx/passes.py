@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import OutputFixPass, RemoveUnusedNodesPass
 
+from qtk.export.onnx.axis_scales import keep_axis_scales_float
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
 from qtk.export.onnx.float_biases import keep_float_biases
@@ -86,6 +87,8 @@ BEFORE_SITES_ARE_LISTED = (
          _of_graph(keep_float_weights)),
     Pass("keep_float_biases", "float biases of products without integer kernels are rounded", "1.32",
          _of_graph(keep_float_biases)),
+    Pass("keep_axis_scales_float", "operators between codes with scales of an axis fail or take one scale", "1.32",
+         _of_graph(keep_axis_scales_float)),
     Pass("quantize_around_movement", "the optimized graph of int8 values is refused", "1.31",
          _of_graph(quantize_around_movement), after=("move_codes",),
          is_for=lambda opset, int16_sums: opset >= BLOCK_OPSET),

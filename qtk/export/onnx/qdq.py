@@ -126,12 +126,13 @@ def _hand_states_on(file: ir.Model, model: fx.GraphModule, *, codes: bool) -> No
         return
     inputs, outputs = input_names(model), [str(value.name) for value in file.graph.outputs]
     given = [str(value.name) for value in file.graph.inputs]
+    sites = {str(node.target): value_site(node).name for node in input_nodes(model).values()}
+    pairs = {name: index for name, index in states.items() if name in sites}
     file.metadata_props[STATES] = json.dumps({
-        given[inputs.index(name)]: outputs[index] for name, index in states.items() if name in inputs
+        given[inputs.index(name)]: {"output": outputs[index], "site": sites[name]} for name, index in pairs.items()
     })
     if codes:
-        sites = {str(node.target): value_site(node).name for node in input_nodes(model).values()}
-        return_codes(file, {sites[name]: index for name, index in states.items() if name in sites})
+        return_codes(file, {sites[name]: index for name, index in pairs.items()})
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -23,21 +24,22 @@ from torch import Tensor
 
 from qtk.errors import ExportError
 from qtk.export.onnx.node_writer import value_of
+from qtk.export.onnx.qdq_nodes import qparam_name
 from qtk.export.onnx.site_outputs import SiteOutput
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.export.onnx.value_names import ValueNames
 
 STATES = "qtk.states"
-"""Metadata key of a file: JSON, name of an input that is a state → name of the output that it is in the next run."""
+"""Metadata key of a file: JSON, name of an input that is a state → ``output``, the name of the output that it is in the
+next run, and ``site``: where the input is quantized, its encoding is in ``<site>.scale`` and ``<site>.zero_point``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
-    """A state input, what quantizes and dequantizes it, and the place of the output that it is in the next run."""
+    """A state input, what quantizes it, and the place of the output that it is in the next run."""
 
     value: ir.Value
     quantize: ir.Node
-    dequantize: ir.Node
     output: int
 
 
@@ -51,10 +53,9 @@ def return_codes(model: ir.Model, states: Mapping[str, int]) -> None:
     Raises: ExportError for a state that has no integer codes of a calibrated range.
     """
     graph, names = model.graph, ValueNames(model.graph)
-    made = {node.name: node for node in graph}
-    pairs = [_pair(graph, made, site, index) for site, index in states.items()]
+    pairs = [_pair(graph, site, index) for site, index in states.items()]
     for pair in pairs:
-        _take_codes(pair)
+        _take_codes(graph, names, pair)
     for pair in pairs:
         _return_codes(graph, names, pair)
     RemoveUnusedNodesPass()(model)
@@ -70,18 +71,14 @@ class StateCodes:
 
     def __init__(self, file: Path) -> None:
         model = ir.load(file)
-        pairs = json.loads(model.metadata_props.get(STATES, "{}"))
-        self._codes: dict[str, SiteOutput] = {}
-        self._dtypes: dict[str, np.dtype[np.generic]] = {}
+        states = json.loads(model.metadata_props.get(STATES, "{}"))
         kinds = {value.name: value.dtype for value in model.graph.inputs}
-        for site in stored_sites(file) if any(_is_integer(kinds[name]) for name in pairs) else ():
-            codes = site.node.inputs[0]
-            if codes is not None and codes.name in pairs and codes.is_graph_input():
-                kind = kinds[codes.name]
-                assert kind is not None
-                self._dtypes[codes.name] = np.dtype(kind.numpy())
-                for name in (codes.name, pairs[codes.name]):
-                    self._codes[name] = SiteOutput(site.name, 0, name, site.encoding)
+        self._dtypes = {name: np.dtype(kind.numpy()) for name in states if _is_integer(kind := kinds[name])}
+        self._codes: dict[str, SiteOutput] = {}
+        encodings = {site.name: site.encoding for site in stored_sites(file)} if self._dtypes else {}
+        for name in self._dtypes:
+            for each in (name, states[name]["output"]):
+                self._codes[each] = SiteOutput(states[name]["site"], 0, each, encodings[states[name]["site"]])
 
     def stored(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inputs by name, as the file takes them, of float ones."""
@@ -90,46 +87,57 @@ class StateCodes:
             if name in self._dtypes else value for name, value in inputs.items()
         }
 
-    def reals(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the file returns, by name, in float."""
-        codes = self._codes
-        return {name: codes[name].reals(value) if name in codes else value for name, value in values.items()}
+    def reals(self, output: str, value: Tensor) -> Tensor:
+        """What the file returns as an output, in float."""
+        return self._codes[output].reals(value) if output in self._codes else value
 
 
-def _is_integer(kind: ir.DataType | None) -> bool:
+def _is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
     return kind is not None and kind.is_integer()
 
 
-def _pair(graph: ir.Graph, made: Mapping[str | None, ir.Node], site: str, index: int) -> _Pair:
-    dequantize = made.get(site)
-    codes = None if dequantize is None else dequantize.inputs[0]
-    quantize = None if codes is None else codes.producer()
-    if dequantize is None or quantize is None or quantize.op_type != "QuantizeLinear" or not all(
-        value is not None and value.is_initializer() for value in quantize.inputs[1:]
-    ):
+def _pair(graph: ir.Graph, site: str, index: int) -> _Pair:
+    scale = qparam_name(site, "scale")
+    nodes = (node for node in graph if node.op_type == "QuantizeLinear")
+    quantize = next((node for node in nodes if _name(node.inputs[1]) == scale), None)
+    if quantize is None:
         raise ExportError(f"state_codes: the state {site} has no codes of a calibrated range in the file: it is left "
                           "in float or quantized dynamically; quantize it by a rule, or leave state_codes out")
-    if not _is_integer(codes.dtype if codes is not None else None):
+    if not _is_integer(quantize.outputs[0].dtype):
         raise ExportError(f"state_codes: the codes of {site} are no integers, and ONNX Runtime has no arrays of others "
                           "in Python; give it 8 or 16 bits, or leave state_codes out")
-    value = quantize.inputs[0]
-    while value is not None and not value.is_graph_input():
-        producer = value.producer()
-        value = None if producer is None else producer.inputs[0]
-    assert value is not None
-    return _Pair(value, quantize, dequantize, index)
+    return _Pair(_between(quantize)[-1], quantize, index)
 
 
-def _take_codes(pair: _Pair) -> None:
+def _name(value: ir.Value | None) -> str | None:
+    return None if value is None else value.name
+
+
+def _between(quantize: ir.Node) -> list[ir.Value]:
+    """What a QuantizeLinear reads, back to the input of the file that it quantizes."""
+    values = [quantize.inputs[0]]
+    while (value := values[-1]) is not None and (producer := value.producer()) is not None:
+        values.append(producer.inputs[0])
+    return [value for value in values if value is not None]
+
+
+def _take_codes(graph: ir.Graph, names: ValueNames, pair: _Pair) -> None:
     """Case 1."""
     value, codes = pair.value, pair.quantize.outputs[0]
-    between, reader = [pair.quantize], pair.quantize
-    while (made := reader.inputs[0]) is not None and made is not value and (producer := made.producer()) is not None:
-        between.append(reader := producer)
+    made = {pair.quantize, *(between.producer() for between in _between(pair.quantize))}
+    others = [(reader, index) for reader, index in value.uses() if reader not in made and reader.op_type != "Shape"]
+    if others:
+        dequantize = ir.node("DequantizeLinear", [codes, *pair.quantize.inputs[1:]], pair.quantize.attributes,
+                             outputs=[value_of(ir.DataType.FLOAT, value.shape)])
+        graph.append(dequantize)
+        real = dequantize.outputs[0]
+        if value.dtype != ir.DataType.FLOAT:
+            real = _append(graph, "Cast", [real], value.dtype, value.shape, to=int(value.dtype or 0))
+        for reader, index in others:
+            reader.replace_input_with(index, real)
     for reader, index in list(value.uses()):
-        if reader not in between and reader.op_type != "Shape":
-            reader.replace_input_with(index, pair.dequantize.outputs[0])
-    between[-1].replace_input_with(0, None)
+        if reader in made:
+            reader.replace_input_with(index, None)
     codes.replace_all_uses_with(value)
     value.dtype = codes.dtype
 
@@ -137,7 +145,7 @@ def _take_codes(pair: _Pair) -> None:
 def _return_codes(graph: ir.Graph, names: ValueNames, pair: _Pair) -> None:
     value = graph.outputs[pair.output]
     name, maker = value.name, value.producer()
-    while maker is not None and maker.op_type in ("Identity", "Cast"):
+    while maker is not None and maker.op_type in ("Identity", "Cast", "Max") and len(maker.inputs) == 1:
         source = maker.inputs[0]
         maker = None if source is None else source.producer()
     assert name is not None
@@ -162,9 +170,10 @@ def _is_alike(dequantize: ir.Node, pair: _Pair) -> bool:
     codes = dequantize.inputs[0]
     if dequantize.op_type != "DequantizeLinear" or codes is None or codes.is_initializer():
         return False
-    ours, theirs = pair.dequantize, dequantize
+    ours, theirs = pair.quantize, dequantize
     tensors = [[None if value is None else value.const_value for value in node.inputs[1:]] for node in (ours, theirs)]
-    return {**ours.attributes} == {**theirs.attributes} and len(tensors[0]) == len(tensors[1]) and all(
+    axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else None for node in (ours, theirs)]
+    return axes[0] == axes[1] and len(tensors[0]) == len(tensors[1]) and all(
         a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())
         for a, b in zip(*tensors, strict=True)
     )

@@ -1,0 +1,42 @@
+"""Values with a scale for each head, in ONNX Runtime's optimized graph: what is simulated, in float operators."""
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import qtk
+from qtk.export.onnx.session import create_session
+
+AXIS = {"bits": 8, "symmetric": True, "granularity": "per_channel", "axis": 1}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(6, 6)
+
+    def forward(self, x, past):
+        keys = torch.cat([past, self.project(x).view(2, 1, 2, 3).transpose(1, 2)], 2)
+        return x.view(2, 1, 2, 3).transpose(1, 2) @ keys.transpose(2, 3)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_of_heads_are_not_taken_for_scales_of_columns(symmetric, tmp_path):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 1, 6), torch.randn(2, 2, 1, 3) * torch.tensor([1.0, 30.0])[:, None, None]
+    rules = [{"match": {"op": "concat"}, "output": {**AXIS, "symmetric": symmetric}},
+             {"match": {"op": "matmul"}, "output": "float"}]
+    config = {"version": 1, "rules": rules}
+    sim = qtk.QuantSim(Attention().eval(), inputs, config=config)
+    sim.compute_encodings([inputs], progress=False)
+    sim.export(tmp_path / "out", formats="onnx")
+    with torch.no_grad():
+        expected = sim.model(*inputs)
+    session, _ = create_session(tmp_path / "out" / "model.onnx", optimized_file=tmp_path / "optimized.onnx")
+    (got,) = session.run(None, {"x": inputs[0].numpy(), "past": inputs[1].numpy()})
+    assert torch.allclose(torch.from_numpy(got), expected, atol=1e-5)
+    kinds = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    assert "Max" in kinds
+    assert not kinds & {"QLinearConcat", "QLinearMatMul"}
