@@ -48,6 +48,7 @@ class Contents:
         sensitivities: what each site costs at the output; ``None`` if not measured.
         account: what was tried; ``None`` if nothing was searched.
         notes: what is not shown, and why.
+        measured_on: the data of SQNR, errors, ranges and losses, in words; empty where there are none.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Contents:
     sensitivities: Sensitivities | None = None
     account: Account | None = None
     notes: tuple[str, ...] = ()
+    measured_on: str = ""
 
 
 @dataclass(slots=True)
