@@ -104,7 +104,7 @@ class BitAssignment:
                    Column(""))
         rows = tuple((each.what, f"{each.cost:,.6g}", self._shown(each.loss), self._shown(each.estimated),
                       "" if each.fits else "over the budget") for each in self.measured)
-        return Table("measured on the data", columns, rows)
+        return Table("measured on the data given, which calibration saw", columns, rows)
 
     def _shown(self, loss: float) -> str:
         return f"{loss:.4g}" if self.is_loss else f"{sqnr_db(loss):.1f}"

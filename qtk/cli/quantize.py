@@ -23,7 +23,7 @@ from qtk.cli.evaluation import Counted, Evaluation, agreement, evaluation, outpu
 from qtk.cli.example_input import example_input
 from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
-from qtk.cli.recipe import ONNX, Automatic, ModelEntry, Recipe, Setting
+from qtk.cli.recipe import ONNX, Automatic, DataEntry, ModelEntry, Recipe, Setting
 from qtk.cli.results import Results
 from qtk.core.plan import QuantPlan
 from qtk.errors import ConfigError, QtkError
@@ -66,7 +66,7 @@ def quantize(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, 
     if any(ONNX in recipe.formats_of(setting) for setting in recipe.settings):
         require_onnxruntime()
     held_out = Batches(recipe.data.evaluation, "data.evaluation", recipe.data.num_evaluation_batches)
-    with Results(directory, force=force, metric=measure.name) as results:
+    with Results(directory, force=force, metric=measure.name, measured_on=_measured_on(recipe.data)) as results:
         calibration = calibration_of(recipe)
         for entry in recipe.models:
             with _model_of(results, recipe, entry):
@@ -90,6 +90,12 @@ def export(recipe: Recipe, directory: str | os.PathLike[str], *, force: bool, co
                         run.exported(sim, setting, folder)
                         run.report(sim, folder, setting, account, {})
     return results.summary
+
+
+def _measured_on(data: DataEntry) -> str:
+    """The data that accuracy and errors are of, in words."""
+    seen = ", which calibration saw" if data.evaluation == data.calibration else ""
+    return f"the evaluation data ({data.evaluation}{seen})"
 
 
 def calibration_of(recipe: Recipe) -> Batches:
@@ -163,7 +169,7 @@ class Run:
         )
         in_float = measure(reference.outputs, reference.labels)
         self.report(sim, folder, setting, account,
-                    {f"{measure.name}, {in_float:.4g} in float": f"{score.value:.4g}"})
+                    {f"{measure.name} on the evaluation data, {in_float:.4g} in float": f"{score.value:.4g}"})
         file = folder / onnx_name("")
         if not isinstance(sim.model, PreparedGraph) or not file.is_file():
             return score
@@ -232,7 +238,8 @@ class Run:
             try:
                 sim.report(folder / REPORT, (inputs for inputs, _ in pairs), title=f"{self.entry.name} {setting.name}",
                            num_batches=REPORT_BATCHES if count is None else min(count, REPORT_BATCHES), account=account,
-                           headline=headline, progress=False, valid=self.recipe.data.valid)
+                           headline=headline, progress=False, valid=self.recipe.data.valid,
+                           data_name=f"the calibration data ({self.calibration.locator})")
             except QtkError as error:
                 self._say(f"{setting.name}: no {REPORT}: {error}")
 

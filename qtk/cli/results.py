@@ -25,14 +25,17 @@ class Results:
         directory: where the results will be: ``<model>/<setting>/``, and the summaries if there is a metric.
         force: replace an existing directory.
         metric: name of the metric; ``None``: nothing is measured.
+        measured_on: what it is measured on, in words.
 
     Raises: ExportError if the directory exists and ``force`` is off, or cannot be written; if no setting is finished,
         on exit the error of the first.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, force: bool, metric: str | None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, force: bool, metric: str | None, measured_on: str = ""
+    ) -> None:
         self._directory, self._force = Path(directory).absolute(), force
-        self._metric = metric
+        self._metric, self._measured_on = metric, measured_on
         self._scores: dict[str, dict[str, Score]] = {}
         self._failures: dict[str, dict[str, Exception]] = {}
         self._stack, self._lock = ExitStack(), ExitStack()
@@ -59,7 +62,7 @@ class Results:
         """The scores so far, and in words what failed."""
         failures = {model: {setting: f"{type(error).__name__}: {error}" for setting, error in errors.items()}
                     for model, errors in self._failures.items()}
-        return Summary(self._metric or "", self._scores, failures)
+        return Summary(self._metric or "", self._scores, failures, self._measured_on)
 
     @contextmanager
     def setting(self, model: str, setting: str) -> Iterator[Path]:

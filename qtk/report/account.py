@@ -59,7 +59,7 @@ class Account:
 
     def table(self) -> Table:
         """One row for each trial."""
-        columns = (Column("tried"), Column("drop", number=True), Column("SQNR, dB", number=True),
+        columns = (Column("tried"), Column("drop", number=True), Column("held-out SQNR, dB", number=True),
                    Column("time, s", number=True), Column("result"))
         rows = tuple(
             (trial.step, "–" if trial.drop is None else f"{trial.drop:.4g}",

@@ -50,6 +50,7 @@ class Contents:
         drift: of a model with states, the error along the data; ``None`` of others.
         account: what was tried; ``None`` if nothing was searched.
         notes: what is not shown, and why.
+        measured_on: the data of SQNR, errors, ranges and losses, in words; empty where there are none.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Contents:
     drift: Drift | None = None
     account: Account | None = None
     notes: tuple[str, ...] = ()
+    measured_on: str = ""
 
 
 @dataclass(slots=True)

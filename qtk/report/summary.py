@@ -48,11 +48,13 @@ class Summary:
         metric: name of the metric in ``Score.value``: ``top1`` or a user's.
         models: model → setting → score, in the order of the run.
         failures: model → setting → why it has no score.
+        measured_on: the data of accuracy, error and agreement, in words; empty where it is not known.
     """
 
     metric: str
     models: Mapping[str, Mapping[str, Score]]
     failures: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    measured_on: str = ""
 
     def to_json(self) -> dict[str, object]:
         """``models.<model>.<setting>`` with a key for each number measured, or ``error``.
@@ -62,6 +64,7 @@ class Summary:
         names = dict.fromkeys((*self.models, *self.failures))
         return {
             "metric": self.metric,
+            **({"measured_on": self.measured_on} if self.measured_on else {}),
             "models": {
                 model: self._records(self.models.get(model, {}), self.failures.get(model, {})) for model in names
             },
@@ -85,7 +88,8 @@ class Summary:
                     self._value(score.value), _shown_db(score.sqnr_db), _bytes(score.size_bytes),
                     self._value(score.onnxruntime_value), _share(score.onnxruntime_agreement),
                 ))
-        return Table("accuracy, error and size", columns, tuple(rows), tuple(sections[1:]))
+        on = f" on {self.measured_on}" if self.measured_on else ""
+        return Table(f"accuracy and error{on}, and size", columns, tuple(rows), tuple(sections[1:]))
 
     def runtimes(self) -> str:
         """How the exported files ran: one line if all ran alike, else one line per description with its files."""

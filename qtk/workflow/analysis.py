@@ -116,7 +116,7 @@ class Analysis:
         self, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str = "Quantized model",
         forward: Forward | None = None, num_batches: int | None = None, sensitivity: bool = True,
         account: Account | None = None, headline: Mapping[str, str] | None = None, force: bool = False,
-        progress: bool = True, valid: Valid | None = None,
+        progress: bool = True, valid: Valid | None = None, data_name: str = "the data given",
     ) -> None:
         """Writes a page of HTML to look at: errors and ranges of the sites, what each costs, and the plan.
 
@@ -132,4 +132,4 @@ class Analysis:
 
         report(self.simulation, path, data, title=title, forward=forward, num_batches=num_batches,
                sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress,
-               valid=valid)
+               valid=valid, data_name=data_name)

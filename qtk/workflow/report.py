@@ -45,6 +45,7 @@ def report(
     simulation: Simulation, path: str | os.PathLike[str], data: Iterable[Batch], *, title: str,
     forward: Forward | None, num_batches: int | None, sensitivity: bool, account: Account | None,
     headline: Mapping[str, str] | None, force: bool, progress: bool, valid: Valid | None = None,
+    data_name: str = "the data given",
 ) -> None:
     """Writes the report.
 
@@ -61,6 +62,7 @@ def report(
         force: replace an existing file.
         progress: show bars.
         valid: which tokens count, as in ``compute_encodings``; ``None``: all.
+        data_name: what ``data`` is, in words: the page says what its figures are measured on.
 
     Raises: ExportError if the file exists or its directory does not, or jinja2 is not installed; CalibrationError as
         ``compare``.
@@ -98,6 +100,7 @@ def report(
         {site.name: _channels(values[site], encoding) for site in weights
          if values[site] and (encoding := simulation.quantizers[site].encoding) is not None},
         costs, along, account, tuple(notes),
+        f"{len(batches)} {'batch' if len(batches) == 1 else 'batches'} of {data_name}",
     )).encode())
 
 

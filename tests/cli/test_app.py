@@ -21,7 +21,7 @@ def invoke(*arguments):
 def test_a_recipe_prints_its_table_and_writes_its_results(project, tmp_path):
     result = invoke("quantize", project.recipe())
     assert result.exit_code == 0, result.output
-    assert "accuracy, error and size" in result.stdout
+    assert f"accuracy and error on the evaluation data ({project.module}:" in result.stdout.replace("\n", " ")
     assert "W8A8" in result.stdout
     assert f"written to {tmp_path / 'results'}" in result.stdout
     assert "capturing" in result.stderr

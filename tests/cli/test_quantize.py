@@ -64,7 +64,8 @@ def test_a_page_to_look_at_lies_beside_the_exports(project, tmp_path):
     scores = run(project, tmp_path, settings=[W8A8, found], report=True).models["net"]
     text = (tmp_path / "results/net/w8a8/report.html").read_text(encoding="utf-8")
     assert "<h1>net w8a8</h1>" in text
-    assert f"<b>{scores['w8a8'].value:.4g}</b><span>top1, 1 in float</span>" in text
+    assert f"<b>{scores['w8a8'].value:.4g}</b><span>top1 on the evaluation data, 1 in float</span>" in text
+    assert "of the calibration data (" in text
     assert "What was tried" not in text
     assert "What was tried" in (tmp_path / "results/net/found/report.html").read_text(encoding="utf-8")
     export(load_recipe(project.recipe(report=True)), tmp_path / "exported", force=False, console=silent())

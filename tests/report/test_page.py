@@ -113,6 +113,11 @@ def test_a_page_without_measurements_has_the_plan_alone():
     assert "left by &lt;rule&gt;" in text
 
 
+def test_the_data_of_the_figures_are_named():
+    text = page(Contents("named", {}, plan_of(), SiteErrors(), measured_on="4 batches of <the data>"))
+    assert "are of 4 batches of &lt;the data&gt;." in text
+
+
 def test_gauges_are_shares_of_the_largest_increase():
     rows = [Sensitivity(name, (name,), rise, math.nan, exact, rise)
             for name, rise, exact in (("a", 2.0, True), ("b", 0.5, False), ("c", -1.0, True), ("d", math.nan, False))]

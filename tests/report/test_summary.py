@@ -26,6 +26,13 @@ def test_the_json_has_the_keys_that_scripts_read():
     json.dumps(record, allow_nan=False)
 
 
+def test_the_data_of_the_figures_are_named():
+    summary = Summary("top1", {"cnn": SCORES}, measured_on="the evaluation data (a:b)")
+    assert summary.to_json()["measured_on"] == "the evaluation data (a:b)"
+    assert summary.table().title == "accuracy and error on the evaluation data (a:b), and size"
+    assert "measured_on" not in Summary("top1", {}).to_json()
+
+
 def test_another_metric_goes_by_its_name():
     record = Summary("miou", {"net": SCORES}).to_json()
     assert record["metric"] == "miou"
