@@ -128,9 +128,14 @@ def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = model(*args, **kwargs)
+        output = pytree.tree_map(_copied, model(*args, **kwargs))
     after = dict(model.named_buffers())
     return output, {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
+
+
+def _copied(leaf: object) -> object:
+    """A copy of a tensor, which may be a buffer, whose value is restored after the run."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bool:

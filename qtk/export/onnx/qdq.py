@@ -20,11 +20,13 @@ from torch import fx
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
+from qtk.capture.signature import output_nodes
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
+from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
@@ -71,7 +73,7 @@ def export(
             19 is logged, and in the metadata ``qtk.opset`` of the file.
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
-        output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
+        output_names: names of the outputs that the model returns, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
@@ -91,9 +93,10 @@ def export(
     opset = _checked_opset(lowest if opset is None else opset, reason)
     marked = trace(model, sites, example_inputs, opset=opset)
     if output_names is not None:
-        marked = replace(marked, output_names=_checked_names(output_names, marked))
+        marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
+    write_states(graph, model)
     multiply_stacks(graph)
     read_as_produced(graph)
     if int16_sums:
@@ -142,18 +145,27 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
         raise ExportError(f"{next(iter(missing))} is missing in the file")
 
 
-def _checked_names(names: Sequence[str], marked: MarkedGraph) -> tuple[str, ...]:
-    """Raises: ExportError if they are not one for each output, each of another value."""
-    if len(names) != len(marked.output_names):
-        raise ExportError(f"output_names has {len(names)} names, and the model has {len(marked.output_names)} outputs: "
-                          f"{', '.join(marked.output_names)}; give one for each, in this order")
-    seen = [*marked.input_names]
+def _checked_names(names: Sequence[str], marked: MarkedGraph, returned: Sequence[str]) -> tuple[str, ...]:
+    """The names of all outputs, those of buffers last.
+
+    Args:
+        names: of the outputs that the model returns.
+        marked: the graph.
+        returned: their own names.
+
+    Raises: ExportError if they are not one for each output, each of another value.
+    """
+    if len(names) != len(returned):
+        raise ExportError(f"output_names has {len(names)} names, and the model has {len(returned)} outputs: "
+                          f"{', '.join(returned)}; give one for each, in this order")
+    buffers = marked.output_names[len(returned):]
+    seen = [*marked.input_names, *buffers]
     for name in names:
         if not name or name in seen:
             raise ExportError(f"output_names has {name!r}, which is empty or the name of another output or of an "
                               "input; give each output a name of its own")
         seen.append(name)
-    return tuple(names)
+    return *names, *buffers
 
 
 def _checked_opset(opset: int, reason: str | None) -> int:
