@@ -20,8 +20,8 @@ from qtk.errors import EncodingError, QtkError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.aimet import onnx_names
 from qtk.export.encodings_aimet import StoredRecord
-from qtk.export.named_encodings import site_shapes
 from qtk.export.file_signature import file_signature
+from qtk.export.named_encodings import site_shapes
 from qtk.export.tensor_names import tensor_names
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.insert import drop_sites

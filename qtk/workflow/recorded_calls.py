@@ -8,7 +8,10 @@ from torch import nn
 
 from qtk.capture.call_recording import Recorded, recording
 from qtk.capture.calls import Call
+from qtk.capture.states import states_of
 from qtk.errors import CalibrationError
+from qtk.graph.graphs import roots
+from qtk.graph.written_buffers import written_buffers
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.forward_pass import Data, Forward, run_all
@@ -19,7 +22,7 @@ def recorded_calls(
     model: nn.Module, quantizers: Sequence[Quantizer], data: Data, forward: Forward | None, num_batches: int | None,
     valid: Valid | None = None,
 ) -> list[Call]:
-    """The calls of the model that the data make; each runs to its end only if user code may need its output.
+    """The calls of the model that the data make; each runs to its end only if the next, or user code, may need it.
 
     Args:
         model: a prepared model with quantizers.
@@ -31,7 +34,8 @@ def recorded_calls(
 
     Raises: CalibrationError if there is no call, or ``valid`` gives no mask.
     """
-    needs_outputs = forward is not None or not isinstance(data, Iterable)
+    needs_outputs = forward is not None or not isinstance(data, Iterable) or bool(
+        states_of(model) or any(written_buffers(graph.graph) for graph in roots(model).values()))
     tokens = ValidTokens(model, valid)
     with recording(model, run=needs_outputs, valid=tokens.masks) as calls, in_mode(quantizers, Mode.BYPASS):
         run_all(model, data, forward=tokens.forward(forward), num_batches=num_batches, label="reading",

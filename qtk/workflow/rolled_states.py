@@ -1,4 +1,8 @@
-"""Hands the states that a model returns to its next call, while data run through it."""
+"""Hands the states of a model to its next call, while data run through it.
+
+A state is an input that is an output of the call before (``states_of``), or a buffer that forward writes. The first is
+handed on here; a buffer goes on by itself, and is as before when the data end.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,47 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from qtk.capture.states import states_of
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
+from qtk.graph.written_buffers import written_buffers
+from qtk.nn.kept_buffers import BufferPlace, BufferValues, buffer_places
 from qtk.torch_private import pytree
 
 Reset: TypeAlias = int | Callable[[Any], bool]
 """Where a sequence begins: every so many batches, or a function from a batch that says whether it is a first one."""
 
 
+NAME_STATES = ("name the inputs that are outputs of the call before, QuantSim(…, states={'h': 1}), or register what "
+               "forward keeps as a buffer")
+
+
+def written_places(model: nn.Module) -> list[BufferPlace]:
+    """Where the buffers are that forward may write: those that graphs write, and all outside of graphs."""
+    captured = roots(model)
+    places = [
+        (graph.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for graph in captured.values() for name in written_buffers(graph.graph)
+    ]
+    inside = {module for graph in captured.values() for module in graph.modules()}
+    places += [(module, name) for module, name in buffer_places(model) if module not in inside]
+    return list(dict.fromkeys(places))
+
+
 class RolledStates:
     """The states between the batches of a run: every call of a batch begins with those that the batch before returned.
 
-    The first batch, and each at which a sequence begins, keeps the states that it brings along.
+    The first batch, and each at which a sequence begins, keeps the states that it brings along, and finds the buffers
+    as they were at first.
 
     Args:
         model: a prepared model; one without states is left alone.
         reset: where a sequence begins; ``None``: all batches are the steps of one.
+
+    Raises: CalibrationError for ``reset`` below 1, or with a model that has no states.
     """
 
     def __init__(self, model: nn.Module, reset: Reset | None = None) -> None:
@@ -36,32 +62,35 @@ class RolledStates:
         self._steps = 0
         self._carried: dict[str, Tensor] | None = None
         self._returned: dict[str, Tensor] | None = None
-        if reset is not None and not self._states:
-            raise CalibrationError("reset says where a sequence begins, and the model has no states; name them, "
-                                   "QuantSim(…, states={'h': 1})")
+        self._places = written_places(model)
+        self._first: BufferValues | None = None
+        if reset is not None and not self._states and not self._places:
+            raise CalibrationError(f"reset says where a sequence begins, and the model has no states; {NAME_STATES}")
         if isinstance(reset, int) and reset < 1:
             raise CalibrationError(f"reset must be at least 1, the number of batches of a sequence; got {reset}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the body runs, the graph takes the carried states."""
-        if not self._states:
-            yield
-            return
-        assert self._graph is not None
-        handles = [
-            self._graph.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            self._graph.register_forward_hook(self._leave),
-        ]
+        """While the body runs, the graph takes the carried states; afterwards the buffers are as before."""
+        handles: list[RemovableHandle] = []
+        if self._states:
+            assert self._graph is not None
+            handles.append(self._graph.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            handles.append(self._graph.register_forward_hook(self._leave))
+        self._first = BufferValues(self._places)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            self._first.restore()
 
     def begin(self, batch: object) -> None:
         """To be called in front of each batch."""
-        self._carried, self._returned = None if self._is_first(batch) else self._returned, None
+        is_first = self._is_first(batch)
+        self._carried, self._returned = None if is_first else self._returned, None
+        if is_first and self._steps and self._first is not None:
+            self._first.restore()
         self._steps += 1
 
     def _is_first(self, batch: object) -> bool:

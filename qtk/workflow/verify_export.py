@@ -22,7 +22,6 @@ from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
 from qtk.graph.written_buffers import buffer_values
-from qtk.nn.kept_buffers import buffers_kept
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
@@ -111,7 +110,7 @@ def _verdict(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons, tokens, threads))
-        with buffers_kept(simulation.model), tokens.listening():
+        with tokens.listening():
             run_all(simulation.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                     progress=progress)
         if not any(witness.is_called for witness in witnesses):

@@ -52,8 +52,8 @@ def verify_files(
 
     Args:
         directory: what ``sim.export`` wrote, or one file of it.
-        data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs. Buffers
-            of the model begin as they were exported and go from batch to batch.
+        data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs.
+            Buffers of the model begin as they were exported, and each batch has those of the batch before.
         runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
         float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
