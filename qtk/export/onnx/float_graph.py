@@ -132,7 +132,7 @@ def _name(identity: ir.Node, name: str, graph: ir.Graph, values: ValueNames, nam
         source.name == name if is_input else readers == [identity])
     is_output = result in graph.outputs
     if is_output and result.name != name:  # an output keeps its name
-        if not is_free or is_input:
+        if not is_free:
             identity.replace_input_with(0, _identity(identity, source).outputs[0])
         source = identity.inputs[0]
         assert source is not None
