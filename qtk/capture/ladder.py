@@ -40,7 +40,7 @@ from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.varying_axes import varying_axes
-from qtk.capture.verify_prepared import Outcome, eval_difference, eval_outcome, refuse_kept_attributes
+from qtk.capture.verify_prepared import Outcome, difference_over_calls, eval_difference, eval_outcome
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.sites import prefixes
@@ -148,9 +148,7 @@ def _verified(
     differences = []
     for call in calls:
         outcome = expected or eval_outcome(model, *detached((call.args, call.kwargs)))
-        differences.append(eval_difference(model, graph, call.args, call.kwargs, expected=outcome))
-        if outcome.changed:
-            refuse_kept_attributes(model, graph, call.args, call.kwargs, outcome.changed)
+        differences.append(difference_over_calls(model, graph, call.args, call.kwargs, outcome))
     graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
     return graph
 

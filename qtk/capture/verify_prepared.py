@@ -47,28 +47,33 @@ def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _outcome(model.eval(), args, kwargs)
 
 
-def refuse_kept_attributes(
-    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
-) -> None:
-    """Checks that a second call of ``prepared`` computes what one of ``original`` does, which changes attributes.
+def difference_over_calls(
+    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome
+) -> float:
+    """``eval_difference`` to the outcome of ``original``; of two calls if the first changes what is no buffer.
 
-    Raises: CaptureError if what ``original`` keeps in the attributes ``names`` matters.
+    Raises: CaptureError if ``original`` keeps a state in an attribute; VerificationError as ``eval_difference``.
     """
-    outcomes = []
-    for model in (original, prepared):
-        with untouched(model), torch.no_grad():
-            _outcome(model.eval(), *detached((args, kwargs)))
-            outcomes.append(_outcome(model, *detached((args, kwargs))))
     try:
-        _both_differences(*outcomes)
+        difference = eval_difference(original, prepared, args, kwargs, expected=expected)
+        if expected.changed:
+            _both_differences(*(_second_outcome(model, args, kwargs) for model in (original, prepared)))
     except VerificationError as error:
-        shown = f"{', '.join(names[:3])}{', …' if names[3:] else ''}"
-        leaf = names[0].rpartition(".")[2]
+        if not expected.changed:
+            raise
+        shown = f"{', '.join(expected.changed[:3])}{', …' if expected.changed[3:] else ''}"
+        leaf = expected.changed[0].rpartition(".")[2]
         raise CaptureError(
-            f"forward keeps {shown} from call to call, which a graph would hold as at the first (in the second call "
-            f"the {error}); make it a buffer, self.register_buffer({leaf!r}, torch.zeros(…)), that forward writes: a "
-            "state of the graph and of its files"
+            f"forward keeps {shown} from call to call, which a graph holds as at one of them ({error}); make the state "
+            f"a buffer that forward writes, self.register_buffer({leaf!r}, torch.zeros(…)), and graph and files keep it"
         ) from None
+    return difference
+
+
+def _second_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    with untouched(model), torch.no_grad():
+        _outcome(model.eval(), *detached((args, kwargs)))
+        return _outcome(model, *detached((args, kwargs)))
 
 
 def eval_difference(
