@@ -11,16 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, fx, nn
 
-from qtk.graph.op_row import Role
-from qtk.graph.op_table import row_of
-from qtk.graph.written_buffers import is_state, is_write
+from qtk.graph.written_buffers import READ, is_write
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
 from qtk.torch_private import pytree
-
-CLONE = torch.ops.aten.clone.default
 
 
 @contextmanager
@@ -62,32 +57,15 @@ def _is_in(leaf: object, buffers: Sequence[Tensor]) -> bool:
 
 
 def part_from_buffers(graph: fx.Graph) -> None:
-    """Makes copies of the values in the memory of a buffer that is written before they are read. Changes ``graph``."""
-    writes = [node for node in graph.nodes if is_write(node)]
-    if not writes:
-        return
-    for write in writes:
-        value = write.args[1]
+    """Makes a graph read copies of the buffers that it writes, and return values, not buffers. Changes ``graph``."""
+    for write in [node for node in graph.nodes if is_write(node)]:
+        held, value = write.args
+        assert isinstance(held, fx.Node)
         assert isinstance(value, fx.Node)
-        write.replace_all_uses_with(value)  # the value that is returned, not the buffer that has it
-    for reader in [*writes, graph.output_node()]:
-        for value in reader.all_input_nodes:
-            if _shares_memory(value) and not (is_write(reader) and reader.args[0] is value):
-                reader.replace_input_with(value, _copied(value, writes[0]))
-
-
-def _copied(value: fx.Node, before: fx.Node) -> fx.Node:
-    with before.graph.inserting_before(before):
-        copy = before.graph.call_function(CLONE, (value,))
-    copy.meta = dict(value.meta)
-    return copy
-
-
-def _shares_memory(value: fx.Node) -> bool:
-    """Whether a value may be in the memory of a buffer that its graph writes."""
-    while value.op in ("call_function", "call_module") and value.target is not CLONE:
-        row = row_of(value)
-        if row is None or row.role is not Role.MOVEMENT:
-            return False
-        value = value.all_input_nodes[0]
-    return is_state(value)
+        write.replace_all_uses_with(value)
+        with graph.inserting_after(held):
+            read = graph.call_function(READ, (held,))
+        read.meta = dict(held.meta)
+        for user in [user for user in held.users if user is not read]:
+            if not (is_write(user) and user.args[0] is held):
+                user.replace_input_with(held, read)

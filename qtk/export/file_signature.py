@@ -55,7 +55,7 @@ def file_signature(graph: fx.GraphModule) -> FileSignature:
              if isinstance(node.meta.get("val"), Tensor)}
     returned, buffers = output_nodes(graph), written_buffers(graph.graph)
     wanted = [*given, *buffers, *returned, *(f"{name}{NEXT}" for name in buffers)]
-    nodes = [*given.values(), *(buffer.read for buffer in buffers.values()),
+    nodes = [*given.values(), *(buffer.read or buffer.held for buffer in buffers.values()),
              *returned.values(), *(buffer.value for buffer in buffers.values())]
     named = list(zip(unique(wanted), nodes, strict=True))
     inputs, outputs = dict(named[:len(given) + len(buffers)]), dict(named[len(given) + len(buffers):])

@@ -45,7 +45,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
 from qtk.graph.targets import attribute
-from qtk.graph.written_buffers import is_state, written_buffers
+from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics.codes import codes_of
 from qtk.ops import fake_quantize_float, onnx_form
@@ -220,7 +220,7 @@ def _copy_shared_biases(copied: fx.GraphModule, nodes: Iterable[fx.Node]) -> Non
     XNNPACK stores a bias as integers in the scale of its layer's products, once: of the first layer.
     """
     for node in nodes:
-        value = attribute(copied, str(node.target)) if node.op == "get_attr" and not is_state(node) else None
+        value = attribute(copied, str(node.target)) if node.op == "get_attr" and not is_written(node) else None
         for index, reader in enumerate(list(node.users)[1:], 1):
             if isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point():
                 name = f"again_{node.name}_{index}"

@@ -57,7 +57,7 @@ def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Natur
     is_real = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
     if is_clock(node):
         return Nature.COUNT
-    if node.op in ("placeholder", "get_attr"):
+    if node.op in ("placeholder", "get_attr") or is_state(node):
         is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool
         return Nature.REAL if is_real else Nature.COUNT if is_mask else Nature.INTEGER
     if row is not None and (row.role is Role.COUNT or row is INDICES):

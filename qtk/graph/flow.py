@@ -13,7 +13,7 @@ from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 from qtk.graph.schema import aten_name
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
-from qtk.graph.written_buffers import is_input, is_write
+from qtk.graph.written_buffers import is_input, is_state, is_write
 
 SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 
@@ -35,11 +35,11 @@ class Flow:
         self.losses = set() if is_nested else loss_nodes(graph)
         for node in graph.nodes:
             self._static[node] = not is_input(node) and all(self._static[arg] for arg in node.all_input_nodes)
-            in_float = label(node, EXCLUDED) or node in self.losses
+            in_float = label(node, EXCLUDED) or node in self.losses or is_state(node)
             self._rows[node] = None if in_float else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
-        """The row of the op that makes the value of ``node``; ``None`` if unknown, excluded, or of a loss."""
+        """The row of the op that makes the value of ``node``; ``None`` if unknown, excluded, a state, or of a loss."""
         return self._rows[node]
 
     def is_static(self, node: fx.Node) -> bool:
@@ -127,8 +127,6 @@ class Flow:
         Outputs and the writes of buffers are among them, see ``is_result``.
         """
         for user in node.users:
-            if is_write(user) and user.args[0] is node:
-                continue  # overwritten, not read
             if user.op == "output" or (not is_float(user) and not isinstance(user.meta.get("val"), (list, tuple))):
                 yield from (port for port in _output_ports(user) if port.value is node)
             elif self.carried(user) is not None or (_is_tuple(user) and self._moves_tuple(user)):

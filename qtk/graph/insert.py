@@ -17,7 +17,6 @@ from qtk.graph.op_table import CHANNEL_SCALE, row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import SITE, Port, add_labels, edge_site, ports, value_site
 from qtk.graph.targets import called_module
-from qtk.graph.written_buffers import is_write
 from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.quantizers.quantizer import Quantizer
 
@@ -138,7 +137,6 @@ def _after(value: fx.Node, target: str, site: Site) -> None:
         call = _call(target, value, site)
     value.replace_all_uses_with(
         call, delete_user_cb=lambda user: user is not call and row_of(user) is not CHANNEL_SCALE
-        and not (is_write(user) and user.args[0] is value)
     )
 
 

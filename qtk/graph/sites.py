@@ -105,8 +105,9 @@ def value_site(node: fx.Node) -> Site:
     if (fields := label(node, VALUE)) is not None:
         return Site(*fields.split("\n"))
     if node.op == "get_attr":
-        held = Site.parameter(join(label(node, GRAPH_PATH) or "", path_of(node.target)))
-        return replace(held, port="input") if is_state(node) else held
+        return Site.parameter(join(label(node, GRAPH_PATH) or "", path_of(node.target)))
+    if is_state(node):
+        return replace(value_site(node.args[0]), port="input")  # type: ignore[arg-type]
     if node.op == "placeholder":
         return Site(label(node, GRAPH_PATH) or "", str(node.target), "input")
     if node.target is operator.getitem:

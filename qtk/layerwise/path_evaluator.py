@@ -11,7 +11,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.targets import attribute, called_module
-from qtk.graph.written_buffers import is_input, is_state
+from qtk.graph.written_buffers import is_input
 from qtk.layerwise.decisions import decided_as, decides
 from qtk.layerwise.live_values import Values
 from qtk.quantizers.modes import in_mode
@@ -46,14 +46,14 @@ class PathEvaluator:
         self._last_reads: dict[str, tuple[Tensor, int]] = {}  # of a parameter: itself, and the index of the node
         self._float_copies: dict[str, Tensor] = {}
         for index, node in enumerate(graph.graph.nodes):
-            if (node.op == "get_attr" and not is_state(node)) or node in self._moved or (
+            if node.op == "get_attr" or node in self._moved or (
                 node in self.quantizers and node.all_input_nodes[0] in self._parameter_nodes
             ):
                 self._parameter_nodes.add(node)
             for read in node.all_input_nodes:
                 while read.op != "get_attr" and self.is_parameter(read):
                     read = read.all_input_nodes[0]
-                if read.op == "get_attr" and self.is_parameter(read):
+                if read.op == "get_attr":
                     name = str(read.target)
                     self._last_reads[name] = attribute(graph, name), index
 

@@ -211,8 +211,8 @@ class _GraphWalk:
         leaves = input_leaves(self._graph, call.args, call.kwargs)
         placeholders = self._graph.find_nodes(op="placeholder")
         held = buffer_values(self._module) | call.buffers
-        given = [*zip(placeholders, leaves, strict=True),
-                 *((buffer.read, held[name]) for name, buffer in written_buffers(self._graph).items())]
+        reads = ((buffer.read, held[name]) for name, buffer in written_buffers(self._graph).items())
+        given = [*zip(placeholders, leaves, strict=True), *((node, value) for node, value in reads if node is not None)]
         return {node: (value,) * len(self._paths.quantized) for node, value in given}
 
     def _run(self, node: fx.Node, values: Values, batch: int) -> None:

@@ -37,6 +37,7 @@ class BufferValues:
     def restore(self) -> None:
         """Gives the buffers their values again, also where another tensor was assigned."""
         for module, name, buffer, value in self._held:
+            buffer.detach_()
             if buffer.shape == value.shape:
                 buffer.copy_(value)
             module._buffers[name] = buffer
@@ -45,6 +46,13 @@ class BufferValues:
 def buffer_places(model: nn.Module) -> list[BufferPlace]:
     """Where the buffers of ``model`` are."""
     return [(module, name) for module in model.modules() for name in module._buffers]
+
+
+def detach_buffers(places: Iterable[BufferPlace]) -> None:
+    """Cuts buffers off from what they were computed from, which a backward pass would go on through."""
+    for module, name in places:
+        if (buffer := module._buffers.get(name)) is not None and buffer.requires_grad:
+            buffer.detach_()
 
 
 @contextmanager

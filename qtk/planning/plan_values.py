@@ -8,7 +8,7 @@ from qtk.graph.flow import is_result, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import exclusion, is_float
-from qtk.graph.written_buffers import is_input, is_state
+from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
 
@@ -22,8 +22,7 @@ def plan_values(draft: Draft) -> None:
     """
     inner = _inner_values(draft)
     for node in draft.graph.nodes:
-        is_value = node.op != "get_attr" or is_state(node)
-        if is_value and is_float(node) and draft.flow.carried(node) is None:
+        if is_float(node) and node.op != "get_attr" and draft.flow.carried(node) is None:
             _plan_value(draft, node, inner.get(node))
 
 

@@ -17,7 +17,6 @@ from qtk.core.site import Site
 from qtk.errors import ConfigError
 from qtk.graph.flow import maker
 from qtk.graph.sites import COMPOSITE, Port, edge_site, exclusion, label, ports, value_site
-from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, Request, TensorRole, agrees
 from qtk.planning.rules import Matchable, Rules, acts_from_members, matches, wanted
@@ -96,7 +95,7 @@ def _problems(
 
 
 def _is_op(node: fx.Node) -> bool:
-    return (node.op in ("call_function", "call_module") or is_input(node)) and maker(node) is node
+    return node.op in ("placeholder", "call_function", "call_module") and maker(node) is node
 
 
 def _is_final(rules: Rules, role: TensorRole, index: int, matched: Sequence[tuple[Draft, Matchable]]) -> bool:

@@ -47,7 +47,9 @@ def _states(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, st
         yield value_site(given), graph, returned, f"the state that {output} is the next value of"
     for graph in roots(model).values():
         for name, buffer in written_buffers(graph.graph).items():
-            yield value_site(buffer.read), graph, buffer.value, f"the buffer {name} is the state that forward writes"
+            if buffer.read is not None:
+                reason = f"the state that forward writes into the buffer {name}"
+                yield value_site(buffer.read), graph, buffer.value, reason
 
 
 def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason: str) -> None:

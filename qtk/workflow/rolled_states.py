@@ -19,7 +19,7 @@ from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.written_buffers import written_buffers
-from qtk.nn.kept_buffers import BufferPlace, BufferValues, buffer_places
+from qtk.nn.kept_buffers import BufferPlace, BufferValues, buffer_places, detach_buffers
 from qtk.torch_private import pytree
 
 Reset: TypeAlias = int | Callable[[Any], bool]
@@ -92,6 +92,7 @@ class RolledStates:
         if is_first and self._steps and self._first is not None:
             self._first.restore()
         self._steps += 1
+        detach_buffers(self._places)  # a backward pass goes through one batch
 
     def _is_first(self, batch: object) -> bool:
         if callable(self._reset):

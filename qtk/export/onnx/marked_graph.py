@@ -140,9 +140,11 @@ def _pass_buffers(graph: fx.Graph) -> None:
     inputs = list(graph.find_nodes(op="placeholder"))
     for index, buffer in enumerate(buffers):
         inputs.append(graph.placeholder(f"qtk_buffer_{index}"))
-        inputs[-1].meta = dict(buffer.read.meta)
-        buffer.read.replace_all_uses_with(inputs[-1])
-        graph.erase_node(buffer.read)
+        inputs[-1].meta = dict(buffer.held.meta)
+        if buffer.read is not None:
+            buffer.read.replace_all_uses_with(inputs[-1])
+            graph.erase_node(buffer.read)
+        graph.erase_node(buffer.held)
     for node in reversed(inputs if buffers else ()):
         next(iter(graph.nodes)).prepend(node)
 
