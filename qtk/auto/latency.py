@@ -18,9 +18,11 @@ from qtk.algorithms.frontier import Term
 from qtk.auto.matrix_products import MatrixProduct, matrix_products, operand_ports
 from qtk.auto.site_rules import SiteRules
 from qtk.auto.widths import Choice, Costs, setting_of
-from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
+from qtk.capture.calls import Call
+from qtk.capture.inputs import ExampleInputs, split_inputs
 from qtk.config.schema import QuantConfig
 from qtk.errors import CalibrationError, QtkError
+from qtk.export.file_signature import file_inputs
 from qtk.export.onnx.kernel_times import computing_ms
 from qtk.export.onnx.session import create_session
 from qtk.graph.captured_graph import CapturedGraph
@@ -95,8 +97,8 @@ class WholeLatency:
         if not isinstance(model, CapturedGraph):
             raise CalibrationError("the model was captured in parts, which are exported to a file each and have no "
                                    "latency as a whole; give a budget of bit_operations")
-        leaves = input_leaves(model.graph, *split_inputs(example_inputs))
-        self._arrays = [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = file_inputs(model, Call(*split_inputs(example_inputs), None))
+        self._feed = {name: value.detach().cpu().numpy() for name, value in inputs.items()}
         self._first: Callable[[], object] | None = None
         self.first_ms = math.inf
 
@@ -119,8 +121,7 @@ class WholeLatency:
 
     def _runner(self, file: Path) -> Callable[[], object]:
         session, _ = create_session(file)
-        feed = {value.name: array for value, array in zip(session.get_inputs(), self._arrays, strict=True)}
-        return lambda: session.run(None, feed)
+        return lambda: session.run(None, self._feed)
 
 
 class LatencyModel:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from qtk.capture.calls import Call, detached
 from qtk.capture.token_masks import TokenMasks
 from qtk.graph.graphs import entered
+from qtk.graph.written_buffers import buffer_values
 
 
 def record_calls(
@@ -71,7 +72,7 @@ class Recorded(BaseException):
 def recording(
     model: nn.Module, *, run: bool, valid: Callable[[tuple[Any, ...], dict[str, Any]], TokenMasks | None] | None = None
 ) -> Iterator[list[Call]]:
-    """Collects the calls of ``model`` made while the body runs, with copies of their tensors.
+    """Collects the calls of ``model`` made while the body runs, with copies of their tensors and of written buffers.
 
     Args:
         model: a prepared model.
@@ -82,7 +83,8 @@ def recording(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = None if valid is None else valid(args, kwargs)
-        calls.append(Call(detached(args), detached(kwargs), None, mask))
+        buffers = buffer_values(module) if isinstance(module, fx.GraphModule) else {}
+        calls.append(Call(detached(args), detached(kwargs), None, mask, buffers))
         if not run:
             raise Recorded
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +27,14 @@ class Call:
         kwargs: keyword arguments.
         output: the value returned; ``None`` where it is not known.
         valid: which tokens of its inputs count; ``None``: all.
+        buffers: name → value before the call of the buffers that it writes; those left out have their present values.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: object
     valid: TokenMasks | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Call:
         """Clones the tensors: torch has deep copies of dense ones only."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from qtk.capture.buffer_writes import part_from_buffers
 from qtk.capture.holders import constants_of, hold, hold_constants
 from qtk.capture.recover import recover
 from qtk.capture.train_only import TrainOnly
@@ -73,6 +74,7 @@ def canonicalize(
             graph.erase_node(node)
     swaps = recover(root, graph, original, train_only)
     graph.owning_module = root  # type: ignore[assignment]  # where dead code is told from calls that matter
+    part_from_buffers(graph)
     graph.eliminate_dead_code()
     captured_graph = kind(root, graph)
     captured_graph.meta[CONSTANTS] = constants_of(original)

@@ -19,6 +19,7 @@ from qtk.capture.inputs import as_captured, check_inputs, input_leaves
 from qtk.capture.prepare_report import UNCALLED, PrepareReport
 from qtk.capture.served_sizes import ServedSizes
 from qtk.capture.signature import input_names
+from qtk.capture.untouched import PARENT
 from qtk.errors import CaptureError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.coverage import coverage
@@ -240,7 +241,7 @@ class PreparedTree(PreparedModel):
         super().__init__()
         self.meta = {}
         self.training = parent.training
-        self.__dict__["_parent"] = parent  # not a submodule: its members are those of this module
+        self.__dict__[PARENT] = parent  # not a submodule: its members are those of this module
         if isinstance(parent, torch.jit.ScriptModule):  # its tables are no dicts
             self._modules = dict(parent.named_children())
             self._parameters = dict(parent.named_parameters(recurse=False))

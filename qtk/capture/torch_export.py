@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from qtk.capture.buffer_writes import assigned_in_place
 from qtk.capture.calls import cloned, distinct
 from qtk.capture.free_shapes import (
     DynamicShapes,
@@ -260,7 +261,7 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: DynamicShapes
 ) -> ExportedProgram:
     args, kwargs = distinct((args, kwargs))
-    with silent_torch(), lengths_stay_free(), packing_as_ops():
+    with silent_torch(), lengths_stay_free(), packing_as_ops(), assigned_in_place(model):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         mark(program.graph_module)
         drop_input_guards(program)  # ``check_inputs`` is ours

@@ -6,21 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 TABLES = ("_parameters", "_buffers", "_modules")
+
+PARENT = "_parent"
+"""The attribute of a ``PreparedTree`` with the module whose Python it runs, which is no submodule of it."""
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restores attributes, training flags and buffer values of every module of ``model``, and the random state.
 
-    Lists and dicts that are attributes get their items back.
+    Lists and dicts that are attributes get their items back, tensors that are attributes their values.
     """
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    restores = (_flags(scripted), _containers(plain), _attributes(plain), _buffer_values(model))
+    behind = [vars(module).get(PARENT) for module in plain]
+    plain += [parent for parent in behind if isinstance(parent, nn.Module)
+              and not isinstance(parent, torch.jit.ScriptModule)]
+    held = [value for module in plain for value in vars(module).values() if isinstance(value, Tensor)]
+    restores = (_flags(scripted), _containers(plain), _attributes(plain), _values([*model.buffers(), *held]))
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         try:
             yield
@@ -69,14 +76,14 @@ def _attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     return restore
 
 
-def _buffer_values(model: nn.Module) -> Callable[[], None]:
-    values = {buffer: buffer.clone() for buffer in model.buffers() if not is_lazy(buffer)}
+def _values(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    values = {tensor: tensor.detach().clone() for tensor in tensors if not is_lazy(tensor)}
 
     @torch.no_grad()
     def restore() -> None:
-        for buffer, value in values.items():
-            if buffer.shape == value.shape:
-                buffer.copy_(value)
+        for tensor, value in values.items():
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
 
     return restore
 

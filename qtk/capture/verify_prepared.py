@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from qtk.capture.adopt_drops import adopt_drops
 from qtk.capture.calls import detached
 from qtk.capture.custom_backward import lost_backwards
+from qtk.capture.kept_attributes import noting_changes
 from qtk.capture.untouched import untouched
 from qtk.capture.without_dropout import WithoutDropout
-from qtk.errors import VerificationError
+from qtk.errors import CaptureError, VerificationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import graphs
 from qtk.graph.targets import batch_norm_called, called_module
@@ -26,14 +27,53 @@ TOLERANCE = 1e-5
 """Largest difference accepted, relative to the largest output: float32 sums in another order make smaller ones."""
 
 
-Outcome: TypeAlias = tuple[object, dict[str, Tensor]]
-"""The output of a run, and the buffers after it, without those that changed shape or dtype (caches)."""
+class Outcome(NamedTuple):
+    """What a run makes.
+
+    Args:
+        output: what the model returns.
+        buffers: the buffers afterwards, without those that changed shape or dtype (caches).
+        changed: the names of the other attributes that the run has changed.
+    """
+
+    output: object
+    buffers: dict[str, Tensor]
+    changed: tuple[str, ...]
 
 
 def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """Runs ``model`` in eval mode with a fixed seed, on ``args`` themselves, not copies; restores the model's state."""
     with untouched(model), torch.no_grad():
         return _outcome(model.eval(), args, kwargs)
+
+
+def difference_over_calls(
+    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome
+) -> float:
+    """``eval_difference`` to the outcome of ``original``; of two calls if the first changes what is no buffer.
+
+    Raises: CaptureError if ``original`` keeps a state in an attribute; VerificationError as ``eval_difference``.
+    """
+    try:
+        difference = eval_difference(original, prepared, args, kwargs, expected=expected)
+        if expected.changed:
+            _both_differences(*(_second_outcome(model, args, kwargs) for model in (original, prepared)))
+    except VerificationError as error:
+        if not expected.changed:
+            raise
+        shown = f"{', '.join(expected.changed[:3])}{', …' if expected.changed[3:] else ''}"
+        leaf = expected.changed[0].rpartition(".")[2]
+        raise CaptureError(
+            f"forward keeps {shown} from call to call, which a graph holds as at one of them ({error}); make the state "
+            f"a buffer that forward writes, self.register_buffer({leaf!r}, torch.zeros(…)), and graph and files keep it"
+        ) from None
+    return difference
+
+
+def _second_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    with untouched(model), torch.no_grad():
+        _outcome(model.eval(), *detached((args, kwargs)))
+        return _outcome(model, *detached((args, kwargs)))
 
 
 def eval_difference(
@@ -120,17 +160,24 @@ def _does_the_same_in_both_modes(prepared: nn.Module) -> bool:
 
 def _both_differences(expected: Outcome, actual: Outcome) -> float:
     """Largest difference of outputs, and of the buffers of ``expected``; a prepared model has constants besides."""
-    buffers = {name: buffer for name, buffer in actual[1].items() if name in expected[1]}
-    return max(_difference(expected[0], actual[0]), _difference(expected[1], buffers, what="buffer "))
+    buffers = {name: buffer for name, buffer in actual.buffers.items() if name in expected.buffers}
+    return max(_difference(expected.output, actual.output), _difference(expected.buffers, buffers, what="buffer "))
 
 
 def _outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     before = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers() if not is_lazy(buffer)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = model(*args, **kwargs)
+        changed = noting_changes(model)
+        output = pytree.tree_map(_copied, model(*args, **kwargs))
     after = dict(model.named_buffers())
-    return output, {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
+    buffers = {name: after[name].clone() for name, kind in before.items() if _has_kind(after.get(name), kind)}
+    return Outcome(output, buffers, changed())
+
+
+def _copied(leaf: object) -> object:
+    """A copy of a tensor, which may be a buffer, whose value is restored after the run."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_kind(buffer: Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> bool:

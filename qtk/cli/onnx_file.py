@@ -7,17 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names
+from qtk.capture.calls import Call
 from qtk.errors import ExportError
+from qtk.export.file_signature import file_inputs, file_signature
 from qtk.export.onnx.session import open_session
+from qtk.graph.written_buffers import buffer_values
 from qtk.torch_private import pytree
 
 
 class OnnxFile(nn.Module):
     """Runs a file in ONNX Runtime on the CPU, with its optimizations where they are correct.
 
-    ``runtime`` describes how the file runs.
+    ``runtime`` describes how the file runs. The buffers that the model's forward writes are buffers of this module.
 
     Args:
         path: the file.
@@ -31,18 +32,24 @@ class OnnxFile(nn.Module):
         self.path = path
         self.signature = [model]  # in a list, so that it is not registered as a submodule
         self.session, self.runtime = open_session(path, model)
-        self.names = [value.name for value in self.session.get_inputs()]
+        self.held = list(file_signature(model).buffers)
+        for index, value in enumerate(buffer_values(model).values()):
+            self.register_buffer(f"buffer_{index}", value.cpu())
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """The outputs, flat. Raises: ExportError if the file does not run on these inputs."""
-        model = self.signature[0]
-        leaves = zip(input_names(model), input_leaves(model.graph, args, kwargs), strict=True)
-        tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
+        buffers = list(self.buffers())
+        call = Call(args, kwargs, None, buffers=dict(zip(self.held, buffers, strict=True)))
+        tensors = file_inputs(self.signature[0], call)
         try:
-            feed = {name: tensors[name].detach().cpu().numpy() for name in self.names}
-            return tuple(torch.from_numpy(array) for array in self.session.run(None, feed))
+            feed = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+            outputs = [torch.from_numpy(array) for array in self.session.run(None, feed)]
         except Exception as error:
             raise ExportError(f"{self.path}: ONNX Runtime: {type(error).__name__}: {error}") from error
+        own = len(outputs) - len(buffers)
+        for buffer, value in zip(buffers, outputs[own:], strict=True):
+            buffer.copy_(value)
+        return tuple(outputs[:own])
 
 
 def nested_like(output: object, flat: object) -> object:

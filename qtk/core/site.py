@@ -14,7 +14,8 @@ class Site:
 
     ``owner`` is the module path, with ``@1`` behind it from the second call of a module on. ``op`` is the op's
     kind with its ordinal inside the owner (``add_1``), empty when the module is that one op. ``port`` is ``out``,
-    ``out[1]``, ``in[0]`` (the edge into one consumer) or ``input`` (of the model); a parameter has no port.
+    ``out[1]``, ``in[0]`` (the edge into one consumer) or ``input`` (of the model, or a buffer that forward writes); a
+    parameter has no port.
 
     >>> Site("blocks.0", "add_1", "out").name
     'blocks.0.add_1:out'

@@ -1,7 +1,8 @@
 """The export format PT2E: an ExportedProgram with the quantize and dequantize ops that compilers lower.
 
 Every quantized value goes through ``quantized_decomposed::quantize_*`` and ``dequantize_*`` with the simulation's
-encoding; weights are integer constants and ``dequantize_*``. What these ops cannot hold (dynamic ranges, activations in
+encoding; weights are integer constants and ``dequantize_*``. Buffers that forward writes stay buffers that the program
+writes. What these ops cannot hold (dynamic ranges, activations in
 small floats or blocks) is plain ATen. A process that loads the file needs torch alone, and the ops: ``import
 torch.ao.quantization.fx._decomposed``, as torchao and ExecuTorch do.
 
@@ -44,6 +45,7 @@ from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
 from qtk.graph.targets import attribute
+from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics.codes import codes_of
 from qtk.ops import fake_quantize_float, onnx_form
@@ -96,7 +98,8 @@ def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
         try:
             with lengths_stay_free():
                 program = torch.export.export(written_out, args, kwargs, dynamic_shapes=shapes, strict=False)
-            program = program.run_decompositions(_PLAIN) if _has_own_ops(program) else program
+            if _has_own_ops(program) or written_buffers(model.graph):  # which this makes outputs of the program
+                program = program.run_decompositions(_PLAIN)
         except Exception as error:
             raise ExportError(f"torch.export cannot capture the simulation: {first_line(error)}") from error
     _warn_of_fixed_axes(model.graph, program)
@@ -152,10 +155,25 @@ def _written_out(model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite]) 
         if composite is not None:
             copied.set_submodule(str(node.target), _written_out_composite(composite, sites))
     graph.eliminate_dead_code()
+    _return_copies(graph)
     structure = call_structure(graph)
     if structure is not None and structure.out_spec is not None and _unknown_type(structure.out_spec):
         return_dict(graph, output_nodes(copied))
     return fx.GraphModule(copied, graph)  # holds only what the graph reads
+
+
+def _return_copies(graph: fx.Graph) -> None:
+    """Makes a graph return copies of the values that buffers take. Changes ``graph``.
+
+    ``ExportedProgram.module()`` would return the buffers, which the next call changes.
+    """
+    output, buffers = graph.output_node(), written_buffers(graph).values()
+    for value in dict.fromkeys(buffer.value for buffer in buffers):
+        if output in value.users:
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copied.meta = dict(value.meta)
+            output.replace_input_with(value, copied)
 
 
 def _unknown_type(structure: pytree.TreeSpec) -> type | None:
@@ -202,7 +220,7 @@ def _copy_shared_biases(copied: fx.GraphModule, nodes: Iterable[fx.Node]) -> Non
     XNNPACK stores a bias as integers in the scale of its layer's products, once: of the first layer.
     """
     for node in nodes:
-        value = attribute(copied, str(node.target)) if node.op == "get_attr" else None
+        value = attribute(copied, str(node.target)) if node.op == "get_attr" and not is_written(node) else None
         for index, reader in enumerate(list(node.users)[1:], 1):
             if isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point():
                 name = f"again_{node.name}_{index}"

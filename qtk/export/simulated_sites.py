@@ -15,6 +15,7 @@ from qtk.graph.evaluate import evaluate
 from qtk.graph.graphs import with_nested
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
+from qtk.graph.written_buffers import is_input
 from qtk.nn.eval_mode import evaluating
 from qtk.quantizers.quantizer import Mode, Quantizer
 
@@ -77,7 +78,7 @@ def _constant(node: fx.Node, quantizers: Mapping[fx.Node, Quantizer]) -> Tensor 
     pending = [node]
     while pending:
         current = pending.pop()
-        if current.op == "placeholder" or current in quantizers:
+        if is_input(current) or current in quantizers:
             return None
         if current not in ancestors:
             ancestors.add(current)

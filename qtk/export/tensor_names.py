@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from torch import fx, nn
 
-from torch import Tensor, fx, nn
-
-from qtk.capture.signature import output_nodes
+from qtk.export.file_signature import file_signature
+from qtk.export.unique_names import free_name
 from qtk.graph.graphs import roots, with_nested
 from qtk.graph.insert import quantizer_called, quantizer_nodes
 from qtk.graph.sites import SITE, label, value_site
@@ -29,7 +28,8 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     names: dict[str, str] = {}
     for graph in graphs.values() if whole is None else [whole]:
         signature = {} if whole is None else _named_sites(graph)
-        taken = set() if whole is None else {name for names in signature_names(graph) for name in names}
+        names_of_file = file_signature(graph)
+        taken = set() if whole is None else {*names_of_file.inputs, *names_of_file.outputs}
         for module in with_nested(graph):
             for node in quantizer_nodes(module):
                 site = label(node, SITE)
@@ -41,49 +41,17 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """The names, a repeated one with the first suffix ``_1``, ``_2``, … that is not in use.
-
-    >>> unique(["x", "output", "x"])
-    ['x', 'output', 'x_1']
-    """
-    given: list[str] = []
-    for name in names:
-        given.append(free_name(name, given))
-    return given
-
-
-def free_name(name: str, taken: Container[str]) -> str:
-    """``name``, or ``name`` with the first suffix ``_1``, ``_2``, … that is not ``taken``."""
-    free, ordinal = name, 0
-    while free in taken:
-        ordinal += 1
-        free = f"{name}_{ordinal}"
-    return free
-
-
-def signature_names(graph: fx.GraphModule) -> tuple[list[str], list[str]]:
-    """The names of the inputs of a graph that are tensors, and of its outputs."""
-    inputs, outputs = [str(node.target) for node in _inputs(graph)], list(output_nodes(graph))
-    given = unique([*inputs, *outputs])
-    return given[:len(inputs)], given[len(inputs):]
-
-
 def _named_sites(graph: fx.GraphModule) -> dict[str, str]:
     """Site → name, of the inputs and outputs of a graph that are quantized where they are made."""
-    input_names, output_names = signature_names(graph)
+    signature = file_signature(graph)
     named: dict[str, str] = {}
-    for node, name in zip(_inputs(graph), input_names, strict=True):
+    for name, node in signature.inputs.items():
         named |= {site: name for user in node.users if (site := _own_site(user)) is not None}
-    for node, name in zip(output_nodes(graph).values(), output_names, strict=True):
+    for name, node in signature.outputs.items():
         site = _own_site(node)
         if site is not None and node.all_input_nodes[0].op not in ("placeholder", "get_attr"):
             named.setdefault(site, name)
     return named
-
-
-def _inputs(graph: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
 
 
 def _own_site(node: fx.Node) -> str | None:

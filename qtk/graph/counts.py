@@ -12,6 +12,7 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import IDENTITY, INDICES
 from qtk.graph.sites import ports
+from qtk.graph.written_buffers import is_input, is_state, written_buffers
 
 
 class Nature(enum.Enum):
@@ -26,6 +27,7 @@ def natures(graph: fx.Graph, flow: Flow) -> dict[fx.Node, Nature]:
     """The nature of the value of every node of a graph.
 
     After arithmetic and movement a tensor is what its operands are; parameters and constants among them do not matter.
+    A buffer that forward writes and whose next value depends on itself alone counts calls.
     Other integers and booleans that the graph computes are COUNT, casts of data INTEGER.
 
     >>> import qtk
@@ -47,7 +49,9 @@ def natures(graph: fx.Graph, flow: Flow) -> dict[fx.Node, Nature]:
 def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Nature:
     value, row = node.meta.get("val"), flow.row(node)
     is_real = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
-    if node.op in ("placeholder", "get_attr"):
+    if is_clock(node):
+        return Nature.COUNT
+    if node.op in ("placeholder", "get_attr") or is_state(node):
         is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool
         return Nature.REAL if is_real else Nature.COUNT if is_mask else Nature.INTEGER
     if row is not None and (row.role is Role.COUNT or row is INDICES):
@@ -59,6 +63,22 @@ def _nature(node: fx.Node, flow: Flow, known: Mapping[fx.Node, Nature]) -> Natur
             return nature
         return Nature.INTEGER if row.kind == IDENTITY.kind else Nature.COUNT
     return Nature.REAL if is_real else Nature.COUNT
+
+
+def is_clock(node: fx.Node) -> bool:
+    """Whether ``node`` reads a buffer whose next value depends on itself alone: the number of calls, a phase."""
+    if not is_state(node):
+        return False
+    seen: set[fx.Node] = set()
+    pending = [write.value for write in written_buffers(node.graph).values() if write.read is node]
+    while pending:
+        current = pending.pop()
+        if current is not node and is_input(current):
+            return False
+        if current not in seen and current is not node:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return True
 
 
 def _operands(op: fx.Node, row: OpRow) -> list[fx.Node]:

@@ -9,12 +9,13 @@ from torch import fx
 
 from qtk.graph.insert import quantizer_called
 from qtk.graph.targets import attribute
+from qtk.graph.written_buffers import is_write
 from qtk.public import runs_model
 
 
 @runs_model
 def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quantizer: bool = False) -> Any:
-    """Evaluates one ``get_attr``, ``call_function`` or ``call_module`` node.
+    """Evaluates one ``get_attr``, ``call_function`` or ``call_module`` node; buffers stay as they are.
 
     Args:
         node: a node of a graph that a module owns.
@@ -25,6 +26,8 @@ def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quant
     assert owner is not None
     if node.op == "get_attr":
         return attribute(owner, str(node.target))
+    if is_write(node):
+        return read(node.args[1])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
     if node.op == "call_module":
         if bypass_quantizer and quantizer_called(node) is not None:

@@ -13,6 +13,7 @@ from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 from qtk.graph.schema import aten_name
 from qtk.graph.sites import EXCLUDED, Port, is_float, label, ports
+from qtk.graph.written_buffers import is_input, is_state, is_write
 
 SHAPE_QUERY = re.compile(r"sym_\w+|size|numel|dim|_assert_tensor_metadata")
 
@@ -33,18 +34,16 @@ class Flow:
         self._carried: dict[fx.Node, fx.Node | None] = {}
         self.losses = set() if is_nested else loss_nodes(graph)
         for node in graph.nodes:
-            self._static[node] = node.op == "get_attr" or (
-                node.op != "placeholder" and all(self._static[arg] for arg in node.all_input_nodes)
-            )
-            in_float = label(node, EXCLUDED) or node in self.losses
+            self._static[node] = not is_input(node) and all(self._static[arg] for arg in node.all_input_nodes)
+            in_float = label(node, EXCLUDED) or node in self.losses or is_state(node)
             self._rows[node] = None if in_float else row_of(maker(node))
 
     def row(self, node: fx.Node) -> OpRow | None:
-        """The row of the op that makes the value of ``node``; ``None`` if unknown, excluded, or of a loss."""
+        """The row of the op that makes the value of ``node``; ``None`` if unknown, excluded, a state, or of a loss."""
         return self._rows[node]
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether the value is computed from parameters, buffers and constants alone."""
+        """Whether the value is computed from parameters, constants and buffers that the graph does not write."""
         return self._static[node]
 
     def is_parameter(self, node: fx.Node) -> bool:
@@ -123,7 +122,10 @@ class Flow:
         return node
 
     def readers(self, node: fx.Node) -> Iterator[Port]:
-        """Every port that reads the elements of ``node``, looking through data movement; outputs included."""
+        """Every port that reads the elements of ``node``, looking through data movement.
+
+        Outputs and the writes of buffers are among them, see ``is_result``.
+        """
         for user in node.users:
             if user.op == "output" or (not is_float(user) and not isinstance(user.meta.get("val"), (list, tuple))):
                 yield from (port for port in _output_ports(user) if port.value is node)
@@ -161,6 +163,11 @@ class Flow:
         if _is_tuple(user):
             return self._first_float(user) is node
         return user.target is operator.getitem or self.carried(user) is node
+
+
+def is_result(port: Port) -> bool:
+    """Whether the value at a port is an output of the graph, or what a buffer is in the next call."""
+    return port.user.op == "output" or is_write(port.user)
 
 
 def maker(node: fx.Node) -> fx.Node:

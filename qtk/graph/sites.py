@@ -10,7 +10,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from qtk.graph.module_stack import module_calls
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import path_of
+from qtk.graph.written_buffers import is_state
 
 OWNER, OP, SITE = "qtk_owner", "qtk_op", "qtk_site"
 """Label keys: path of the module that calls an op, the op's name in it, the site of a quantizer call."""
@@ -105,6 +106,8 @@ def value_site(node: fx.Node) -> Site:
         return Site(*fields.split("\n"))
     if node.op == "get_attr":
         return Site.parameter(join(label(node, GRAPH_PATH) or "", path_of(node.target)))
+    if is_state(node):
+        return replace(value_site(node.args[0]), port="input")  # type: ignore[arg-type]
     if node.op == "placeholder":
         return Site(label(node, GRAPH_PATH) or "", str(node.target), "input")
     if node.target is operator.getitem:

@@ -11,6 +11,7 @@ from qtk.graph.flow import Flow
 from qtk.graph.graphs import graphs
 from qtk.graph.op_table import op_name
 from qtk.graph.sites import EXCLUDED, label
+from qtk.graph.written_buffers import is_write
 
 
 def unknown_ops(model: nn.Module) -> tuple[str, ...]:
@@ -21,7 +22,7 @@ def unknown_ops(model: nn.Module) -> tuple[str, ...]:
         names |= {
             op_name(node): None for node in module.graph.nodes
             if node.op in ("call_function", "call_module") and node.target is not operator.getitem
-            and flow.row(node) is None and not label(node, EXCLUDED) and _has_float(node)
+            and flow.row(node) is None and not label(node, EXCLUDED) and not is_write(node) and _has_float(node)
         }
     return tuple(names)
 

@@ -1,25 +1,78 @@
-"""Finds the buffers that a captured graph writes."""
+"""The buffers that a captured graph writes: states, each read as the call before left it.
+
+Functionalization leaves one op that writes, ``aten.copy_``, and puts its calls behind all other ops of the graph. What
+the graph reads of a buffer that it writes is a copy, ``aten.clone``: a backward pass needs the value of before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from qtk.torch_private import schema_of
+from qtk.graph.targets import attribute, path_of
 
-
-def written_buffers(graph: fx.Graph) -> list[str]:
-    """The names of the buffers that an op of ``graph`` writes in place, in order, each once."""
-    return list(dict.fromkeys(_written(graph)))
+WRITE, READ = torch.ops.aten.copy_.default, torch.ops.aten.clone.default
 
 
-def _written(graph: fx.Graph) -> Iterator[str]:
+class WrittenBuffer(NamedTuple):
+    """A buffer that a graph writes.
+
+    Args:
+        held: the node that holds it.
+        read: the node that copies it for the ops of the graph; ``None`` if none reads it.
+        value: the node whose value it takes for the next call.
+    """
+
+    held: fx.Node
+    read: fx.Node | None
+    value: fx.Node
+
+
+def written_buffers(graph: fx.Graph) -> dict[str, WrittenBuffer]:
+    """Name in the module of the graph → buffer, in the order in which ``graph`` writes them."""
+    buffers = {}
     for node in graph.nodes:
-        schema = schema_of(node.target)
-        if schema is None:
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, fx.Node) and value.op == "get_attr":
-                yield str(value.target)
+        if is_write(node):
+            held, value = node.args
+            read = next((user for user in held.users if is_state(user)), None)
+            buffers[path_of(held.target)] = WrittenBuffer(held, read, value)
+    return buffers
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether ``node`` writes a buffer."""
+    return node.target is WRITE and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether ``node`` reads a buffer that its graph writes, whose value is data."""
+    return node.target is READ and isinstance(held := node.args[0], fx.Node) and is_written(held)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether ``node`` holds a buffer that its graph writes."""
+    return node.op == "get_attr" and any(is_write(user) and user.args[0] is node for user in node.users)
+
+
+def is_input(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is data that the graph does not compute: an argument of the call, or a state."""
+    return node.op == "placeholder" or is_state(node)
+
+
+def buffer_values(module: fx.GraphModule) -> dict[str, Tensor]:
+    """Name → a copy of the present value of every buffer that the graph of ``module`` writes."""
+    return {
+        name: attribute(module, str(buffer.held.target)).detach().clone()
+        for name, buffer in written_buffers(module.graph).items()
+    }
+
+
+@torch.no_grad()
+def write_buffers(module: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
+    """Gives buffers that the graph of ``module`` writes their values, by name. Changes ``module``."""
+    buffers = written_buffers(module.graph)
+    for name, value in values.items():
+        attribute(module, str(buffers[name].held.target)).copy_(value)

@@ -11,6 +11,7 @@ from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.evaluate import evaluate_node
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.targets import attribute, called_module
+from qtk.graph.written_buffers import is_input
 from qtk.layerwise.decisions import decided_as, decides
 from qtk.layerwise.live_values import Values
 from qtk.quantizers.modes import in_mode
@@ -92,8 +93,8 @@ class PathEvaluator:
             return evaluate_node(node, read, bypass_quantizer=True)
 
     def run(self, node: fx.Node, values: Values) -> None:
-        """Runs a node on all paths and adds its values to ``values``; does nothing for inputs and parameters."""
-        if node.op in ("placeholder", "output") or self.is_parameter(node):
+        """Runs a node on all paths and adds its values to ``values``, but of inputs, states and parameters."""
+        if node.op == "output" or is_input(node) or self.is_parameter(node):
             return
         first = self.evaluate(node, values, 0)
         if node not in self._inner_quantizers and self._reads_the_same(node, values):

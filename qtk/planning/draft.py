@@ -18,7 +18,7 @@ from qtk.core.spec import QuantSpec
 from qtk.errors import SpecError
 from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
-from qtk.graph.flow import Flow, maker
+from qtk.graph.flow import Flow, is_result, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import RECURRENT, op_name
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
@@ -158,7 +158,7 @@ class Draft:
                 self.values[node] = plan
             else:
                 self.floats[node], self.held[node] = reason, plan
-            edges = (edge_site(port) for port in self.flow.readers(node) if reason and port.user.op != "output")
+            edges = (edge_site(port) for port in self.flow.readers(node) if reason and not is_result(port))
             self.request("output", decision, (node, *edges), plan)
         else:
             self.floats[node] = f"float by {decision.reason}"
@@ -224,7 +224,7 @@ class Draft:
         excluded = next((reason for port in readers if (reason := exclusion(port.user))), None)
         if excluded is not None:
             return excluded
-        names = {op_name(p.user) for p in readers if p.user.op != "output" and self.flow.row(p.user) is None}
+        names = {op_name(port.user) for port in readers if not is_result(port) and self.flow.row(port.user) is None}
         return f"read by {', '.join(sorted(names))}, not in the op table" if names else None
 
     def share_edge(self, port: Port, site: Site) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from qtk.graph.op_table import IDENTITY, SPLIT, row_of
 from qtk.graph.schema import aten_name, named_arguments
 from qtk.graph.sites import is_float
+from qtk.graph.written_buffers import is_state
 
 ATEN = torch.ops.aten
 
@@ -146,6 +147,8 @@ class NormalForm:
         return node
 
     def _value(self, node: fx.Node) -> Value:
+        if is_state(node):
+            return self._create("placeholder", node.name, (), {})
         number = self._number(node)
         if number is not None:
             self._copies[node] = self._copy(node)  # for readers that want a tensor

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from qtk.graph.flow import maker
+from qtk.graph.flow import is_result, maker
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import CHANNEL_SCALE, op_name
 from qtk.graph.sites import exclusion, is_float
+from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
 from qtk.planning.draft import Draft, is_empty
 
 
 def plan_values(draft: Draft) -> None:
-    """Decides every float value that an op computes, and every float input of the model.
+    """Decides every float value that an op computes, and every float input and state of the model.
 
     Requires: graphs inside composites are planned.
     Ensures: every such value is in ``values``, or in ``floats`` with the reason, unless a composite quantizes it
@@ -45,7 +46,7 @@ def _plan_value(draft: Draft, node: fx.Node, inner: str | None) -> None:
         draft.floats[node] = reason
     elif _is_quantized_inside(draft, op):
         pass  # the last value inside the composite has the quantizer
-    elif node.op == "placeholder":
+    elif is_input(node):
         _plan_input(draft, node, decision)
     elif row is None:
         _plan_unknown(draft, node, decision)
@@ -84,14 +85,14 @@ def _is_quantized_inside(draft: Draft, op: fx.Node) -> bool:
 
 
 def _plan_input(draft: Draft, node: fx.Node, decision: Decision) -> None:
-    """Decides a model input (rule 2); inputs of nested graphs are quantized outside."""
+    """Decides a model input or a state (rule 2); inputs of nested graphs are quantized outside."""
     if draft.io is None:
         return
     readers = list(draft.flow.readers(node))
     if draft.io.inputs == "float":
         draft.floats[node] = "io.inputs is float"
     elif any(draft.takes_data(port) for port in readers):
-        draft.decide(node, decision, "model input")
+        draft.decide(node, decision, "model input" if node.op == "placeholder" else "buffer that forward writes")
     else:
         rows = [row for port in readers if (row := draft.flow.row(port.user)) is not None and port.arg != 0]
         added_by = sorted({row.kind for row in rows if row.role is Role.COMPUTE})
@@ -117,7 +118,7 @@ def _plan_if_read(draft: Draft, node: fx.Node, decision: Decision, source: str) 
 def _plan_computed(draft: Draft, node: fx.Node, decision: Decision, kind: str) -> None:
     """Decides the value of a compute op (rules 1 and 9), observing ``io.outputs``."""
     readers = list(draft.flow.readers(node))
-    is_output = all(port.user.op == "output" for port in readers)
+    is_output = all(map(is_result, readers))
     if readers and all(draft.divides(port) for port in readers):
         draft.floats[node] = "only divides: a value that rounds to 0 would make the result infinite"
     elif is_output and draft.io is not None and draft.io.outputs == "float":

@@ -3,7 +3,7 @@
 The rules, numbered as the code cites them:
 
 1. A value made by a compute op gets one quantizer, at its producer, for all readers.
-2. Model inputs that an op reads likewise, unless ``io.inputs`` is ``float``.
+2. Model inputs, and buffers that forward writes, that an op reads likewise, unless ``io.inputs`` is ``float``.
 3. Inside a supergroup, and inside a formula spelled out in small ops, only the last value is quantized.
 4. A parameter at a weight port gets the weight setting, its channel axis followed back through reshapes; at a bias
    port the bias setting; at any other port of a compute op it is a constant and gets the activation setting, or stays

@@ -20,6 +20,7 @@ from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
+from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
 
@@ -48,8 +49,8 @@ class Matchable:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names by which rules match the op, that of the composite around it among them."""
-        row = None if self.node.op == "placeholder" else self.flow.row(self.node)
-        own = ("input",) if self.node.op == "placeholder" else () if row is None else row.names
+        row = None if is_input(self.node) else self.flow.row(self.node)
+        own = ("input",) if is_input(self.node) else () if row is None else row.names
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 
     @cached_property
@@ -153,7 +154,7 @@ def matches(rule: Rule, op: Matchable) -> bool:
         and (not rule.match.op or any(name in rule.match.op for name in op.names))
         and (not rule.match.path or any(fnmatchcase(path, glob) for path in op.paths for glob in rule.match.path))
         and rule.match.adapter in (None, op.in_adapter)
-        and rule.match.has_weight in (None, bool(op.node.op != "placeholder" and op.flow.weight_ports(op.node)))
+        and rule.match.has_weight in (None, bool(not is_input(op.node) and op.flow.weight_ports(op.node)))
     )
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from qtk.core.granularity import PerChannel
 from qtk.core.plan import SitePlan
-from qtk.graph.flow import maker, reads_shape_only
+from qtk.graph.flow import is_result, maker, reads_shape_only
 from qtk.graph.op_row import OpRow, Role
 from qtk.graph.op_table import PAD_WITH_VALUE
 from qtk.graph.sites import Port, edge_site, value_site
@@ -50,7 +50,7 @@ def _stays_float(draft: Draft, merge: fx.Node, row: OpRow) -> str | None:
         return None
     if row.kind not in WITH_KERNELS:
         return f"no integer kernel for {row.kind}: what it merges keeps its own ranges"
-    if all(port.user.op == "output" or draft.last_of(port.user) not in draft.values for port in readers):
+    if all(is_result(port) or draft.last_of(port.user) not in draft.values for port in readers):
         return "only outputs and float ops read it: what it merges keeps its own ranges"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx, nn
@@ -17,28 +18,44 @@ from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.sites import value_site
 from qtk.graph.targets import called_module
+from qtk.graph.written_buffers import written_buffers
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 
 
 def pair_states(plan: QuantPlan, model: nn.Module) -> QuantPlan:
-    """Lets each state input share the encoding of the values that it takes, where both are quantized.
+    """Lets each state share the encoding of the values that it takes, where both are quantized.
 
-    A state of several layers shares one encoding with the states of all of them.
+    A state is an input that is an output of the call before (``states_of``), or a buffer that forward writes. One of
+    several layers shares one encoding with the states of all of them; one that several graphs write, with the values
+    of all.
     """
-    if not states_of(model):
-        return plan
-    main, sites = roots(model)[""], dict(plan.sites)
-    inputs = {str(node.target): value_site(node) for node in input_nodes(main).values()}
-    for graph in roots(model).values():  # the model's, then its variants
-        outputs = list(output_nodes(graph).items())
-        for name, index in returned_states(graph).items():
-            output, returned = outputs[index]
-            makers = [site for site in _makers(graph, returned) if site in sites]
-            if makers and _is_moved(graph, returned, sites[makers[0]]):
-                continue  # the scales of its axis are those of another one in the input
-            if inputs[name] in sites and makers:
-                _share(sites, makers, inputs[name], f"the state that {output} is the next value of")
+    sites, makers, reasons = dict(plan.sites), dict[Site, list[Site]](), dict[Site, str]()
+    for given, graph, returned, reason in _states(model):
+        of_state = [site for site in _makers(graph, returned) if site in sites]
+        if of_state and _is_moved(graph, returned, sites[of_state[0]]):
+            continue  # the scales of its axis are those of another one in the input
+        makers.setdefault(given, []).extend(of_state)
+        reasons[given] = reason
+    for given, of_state in makers.items():
+        if given in sites and of_state:
+            _share(sites, of_state, given, reasons[given])
     return replace(plan, sites=sites)
+
+
+def _states(model: nn.Module) -> Iterator[tuple[Site, CapturedGraph, fx.Node, str]]:
+    """The site of each state, a graph that gives it its next value, the node of that, and the reason to share."""
+    if states_of(model):
+        inputs = {str(node.target): value_site(node) for node in input_nodes(roots(model)[""]).values()}
+        for graph in roots(model).values():  # the model's, then its variants
+            outputs = list(output_nodes(graph).items())
+            for name, index in returned_states(graph).items():
+                output, returned = outputs[index]
+                yield inputs[name], graph, returned, f"the state that {output} is the next value of"
+    for graph in roots(model).values():
+        for name, buffer in written_buffers(graph.graph).items():
+            if buffer.read is not None:
+                reason = f"the state that forward writes into the buffer {name}"
+                yield value_site(buffer.read), graph, buffer.value, reason
 
 
 def _is_moved(graph: CapturedGraph, returned: fx.Node, decided: SitePlan) -> bool:
@@ -54,7 +71,8 @@ def _share(sites: dict[Site, SitePlan], makers: list[Site], given: Site, reason:
     of_input = {given, *(site for site, decided in sites.items() if decided.leader == given)}
     of_makers = {site for site, decided in sites.items() if site in makers or decided.leader in makers}
     alike = {site for site in of_makers if sites[site].spec == shared.spec}
-    sites |= {site: replace(shared, static=False) for site in (of_input | alike) - {leader}}
+    others = {site for site in (of_input | alike) - {leader} if sites[site].leader != leader}
+    sites |= {site: replace(shared, static=False) for site in others}
 
 
 def _makers(graph: CapturedGraph, returned: fx.Node) -> list[Site]:

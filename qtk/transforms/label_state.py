@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.flow import Flow, reads_shape_only
 from qtk.graph.op_row import OpRow
+from qtk.graph.written_buffers import is_input
 from qtk.transforms.absorbers import Absorbers, ParameterOperand
 from qtk.transforms.channel_classes import PINNED, ZERO, ChannelClasses, constant_labels
 from qtk.transforms.channel_findings import Findings
@@ -41,7 +42,7 @@ class LabelState:
         self._varying: set[fx.Node] = set()
         for node in graph.graph.nodes:
             reads = not self._varying.isdisjoint(node.all_input_nodes) and not reads_shape_only(node)
-            if node.op == "placeholder" or reads:
+            if is_input(node) or reads:
                 self._varying.add(node)
 
     def varies(self, argument: object) -> bool:

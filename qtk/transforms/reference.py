@@ -98,7 +98,7 @@ def change(before: Sequence[object], after: Sequence[object]) -> tuple[float, bo
 
 def _outputs(model: PreparedModel, calls: Sequence[Call]) -> list[object]:
     """The leaves of the outputs."""
-    outputs = [eval_outcome(model, *detached((call.args, call.kwargs)))[0] for call in calls]
+    outputs = [eval_outcome(model, *detached((call.args, call.kwargs))).output for call in calls]
     return pytree.tree_leaves(outputs)
 
 

@@ -10,6 +10,7 @@ from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.sites import edge_site, ports, value_site
 from qtk.graph.targets import attribute
+from qtk.graph.written_buffers import is_input
 from qtk.transforms.members import Members
 
 
@@ -34,7 +35,7 @@ def sites_of_parameters(model: nn.Module, names: Collection[str | None]) -> set[
     for graph in graphs(model).values():
         static, derived = set[fx.Node](), set[fx.Node]()
         for node in graph.graph.nodes:
-            if node.op == "get_attr" or (node.op != "placeholder" and static.issuperset(node.all_input_nodes)):
+            if not is_input(node) and static.issuperset(node.all_input_nodes):
                 static.add(node)
             if node.op == "get_attr":
                 is_derived = members.name(attribute(graph, str(node.target))) in names

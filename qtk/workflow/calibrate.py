@@ -26,7 +26,6 @@ from qtk.graph.masks import maskable_sites
 from qtk.graph.simulation import Simulation
 from qtk.graph.static_values import static_values
 from qtk.nn.device import device_of, is_dry_run, without_values
-from qtk.nn.kept_buffers import buffers_kept
 from qtk.numerics.ranges import choose_range
 from qtk.observers.extremes import ADVICE, on_cpu, settle
 from qtk.observers.observer import Observer
@@ -256,7 +255,6 @@ def _observed_on_data(
         with (
             matrices_counted(simulation), _observing(simulation, observers, tokens, samples), tokens.listening(),
             samples.followed(),
-            buffers_kept(simulation.model),
         ):
             run_all(simulation.model, data.batches, forward=tokens.forward(data.forward),
                     num_batches=data.num_batches, label="calibrating", progress=data.progress)

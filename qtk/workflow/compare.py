@@ -14,7 +14,7 @@ from qtk.core.spec import QuantSpec
 from qtk.graph.simulation import Simulation
 from qtk.graph.site_calls import SiteCalls
 from qtk.layerwise.float_weights import FloatWeights
-from qtk.nn.kept_buffers import buffers_kept
+from qtk.nn.kept_buffers import BufferValues, buffers_kept
 from qtk.numerics.clipping import count_clipped, in_scales, range_filled
 from qtk.numerics.error import decibels
 from qtk.planning.selection import leaders
@@ -22,6 +22,7 @@ from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.site_errors import SiteError, SiteErrors
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.workflow.rolled_states import written_places
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 
@@ -123,16 +124,18 @@ def compare(
         simulating = False
         for values in references.values():
             values.clear()
-        with (
-            in_mode(simulation.quantizers.values(), Mode.BYPASS), buffers_kept(module), float_weights.in_place(),
-        ):
+        places = written_places(module)
+        before = BufferValues(places)
+        with in_mode(simulation.quantizers.values(), Mode.BYPASS), float_weights.in_place():
             run(module, batch)
         simulating = True
-        return run(module, batch)
+        with buffers_kept(places):  # the next batch finds what the float model leaves
+            before.restore()
+            return run(module, batch)
 
     handles = [quantizer.register_forward_hook(record) for quantizer in quantizers.values()]
     try:
-        with tokens.listening(), buffers_kept(simulation.model), calls.followed():
+        with tokens.listening(), calls.followed():
             for _ in outputs(
                 simulation.model, data, forward=both, num_batches=num_batches, label="comparing", progress=progress
             ):

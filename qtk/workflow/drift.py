@@ -17,6 +17,7 @@ from qtk.quantizers.quantizer import Mode
 from qtk.report.drift import Drift
 from qtk.torch_private import pytree
 from qtk.workflow.forward_pass import Batch, Forward, in_memory, outputs
+from qtk.workflow.rolled_states import NAME_STATES, written_places
 from qtk.workflow.sequences import like
 
 
@@ -24,7 +25,7 @@ def drift(
     simulation: Simulation, data: Iterable[Batch], *, steps: int | None = None, forward: Forward | None = None,
     progress: bool = True,
 ) -> Drift:
-    """The SQNR of the outputs, step by step: float and simulation each carry their own states.
+    """The SQNR of the outputs, step by step: float and simulation each carry their own states and buffers.
 
     Args:
         simulation: of a model with states.
@@ -36,9 +37,9 @@ def drift(
     Raises: CalibrationError without states or data, or if ``steps`` is not positive.
     """
     states = states_of(simulation.model)
-    if not states:
+    if not states and not written_places(simulation.model):
         raise CalibrationError("drift is measured between calls that hand states on, and this simulation has none; "
-                               "name them, QuantSim(…, states={'h': 1})")
+                               f"{NAME_STATES}")
     if steps is not None and steps < 1:
         raise CalibrationError(f"steps must be at least 1, or None for one a batch; got {steps}")
     batches = in_memory(data, None)

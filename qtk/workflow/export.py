@@ -35,9 +35,8 @@ from qtk.export.named_encodings import named_encodings
 from qtk.export.read_back import compare_encodings
 from qtk.export.site_roles import parameter_roles
 from qtk.export.tensor_names import tensor_names
-from qtk.graph.graphs import graphs, roots
+from qtk.graph.graphs import roots
 from qtk.graph.simulation import Simulation
-from qtk.graph.written_buffers import written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.registry import Registry
 from qtk.report.findings import saturation_remedy
@@ -116,8 +115,6 @@ def export(
     with TRACING, staged_directory(directory, force=force) as folder, folded(simulation) as deployed:
         for write in exporters.values():
             write(deployed, example_inputs, folder)
-        if exporters.keys() & {"onnx", "pt2e"}:
-            _warn_of_state(deployed)
 
 
 def aimet_name(version: str) -> str:
@@ -276,20 +273,6 @@ def _onnx(
         )
     if run:
         _run(calls, folder)
-
-
-def _warn_of_state(simulation: Simulation) -> None:
-    """Names the buffers that forward writes: files hold what they hold now."""
-    names = [
-        ".".join(filter(None, (path, name))) for path, graph in graphs(simulation.model).items()
-        for name in written_buffers(graph.graph)
-    ]
-    if names:
-        warnings.warn(
-            f"forward writes {', '.join(names[:5])}{', …' if names[5:] else ''}: the files hold the present values as "
-            "constants and do not update them, so that every call computes as the first; give the state as an input of "
-            "forward and return the new one", stacklevel=3,
-        )
 
 
 def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.calls import Call
-from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names, output_nodes
 from qtk.errors import ExportError, first_line
+from qtk.export.file_signature import file_inputs, file_signature
 from qtk.export.onnx.session import Optimizations, create_session, other_float_remedy, session_with
 from qtk.export.onnx.site_outputs import site_outputs
 from qtk.export.onnx.state_codes import StateCodes
@@ -39,8 +38,7 @@ def departures(file: Path, graph: fx.GraphModule, call: Call) -> list[str]:
         graph: the simulating graph that it was exported from.
         call: a call of it, with all tensors of the inputs.
     """
-    leaves = zip(input_names(graph), input_leaves(graph.graph, call.args, call.kwargs), strict=True)
-    inputs = {name: leaf.detach().cpu() for name, leaf in leaves if isinstance(leaf, Tensor)}
+    inputs = {name: value.detach().cpu() for name, value in file_inputs(graph, call).items()}
     expected, least_db, codes = tensor_outputs(graph, call), HIGH_SQNR_DB, StateCodes(file)
     lines: list[str] = []
     amplified: list[Difference] = []
@@ -101,7 +99,7 @@ def _ops_are_right(
 def _differences(
     graph: fx.GraphModule, session: object, expected: list[Tensor], results: list[Tensor]
 ) -> Iterator[Difference]:
-    quantizers = [quantizer_called(node) for node in output_nodes(graph).values()]
+    quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
     names = [output.name for output in session.get_outputs()]  # type: ignore[attr-defined]
     for index, (name, ours, theirs) in enumerate(zip(names, expected, results, strict=True)):
         quantizer = quantizers[index] if len(quantizers) == len(expected) else None

@@ -19,10 +19,11 @@ from qtk.capture.tracing_lock import TRACING
 from qtk.errors import CalibrationError, CaptureError, QtkError
 from qtk.graph.failed_op import failed_op
 from qtk.nn.eval_mode import evaluating
+from qtk.nn.kept_buffers import buffers_kept
 from qtk.public import NOT_OURS, raised_by_us, runs_model
 from qtk.quantizers.modes import caching
 from qtk.workflow.batch_advice import batch_advice
-from qtk.workflow.rolled_states import RolledStates
+from qtk.workflow.rolled_states import RolledStates, written_places
 from qtk.workflow.sequences import Sequences, like
 
 Batch: TypeAlias = object
@@ -68,7 +69,8 @@ def outputs(
 ) -> Iterator[object]:
     """The model's output for each batch, one at a time, without gradients, in eval mode while it runs.
 
-    States of the model are handed from batch to batch (``RolledStates``).
+    States of the model are handed from batch to batch (``RolledStates``). Buffers that forward writes are as before
+    when the data end.
     ``ended_by``: exceptions that end a batch normally, with the output ``None``. ``most_uncounted``: batches after
     which ``data`` without a length, and without ``num_batches``, are refused.
 
@@ -135,7 +137,7 @@ def run_all(
     Raises: CalibrationError as ``outputs``.
     """
     if callable(data) and not isinstance(data, Iterable):
-        with TRACING, caching(model), evaluating(model), torch.no_grad():
+        with TRACING, caching(model), evaluating(model), torch.no_grad(), buffers_kept(written_places(model)):
             try:
                 _called(data, model)
             except NOT_OURS:

@@ -20,8 +20,9 @@ from qtk.errors import EncodingError, QtkError
 from qtk.export import encodings_aimet, encodings_json
 from qtk.export.aimet import onnx_names
 from qtk.export.encodings_aimet import StoredRecord
+from qtk.export.file_signature import file_signature
 from qtk.export.named_encodings import site_shapes
-from qtk.export.tensor_names import signature_names, tensor_names
+from qtk.export.tensor_names import tensor_names
 from qtk.graph.graphs import graphs, roots
 from qtk.graph.insert import drop_sites
 from qtk.graph.simulation import Simulation
@@ -271,8 +272,9 @@ def _inputs_and_outputs(model: nn.Module, beside: _Beside) -> dict[str, str]:
     whole, sites = roots(model).get(""), tensor_names(model)
     if whole is None:
         return {}
-    there = beside.inputs, beside.outputs
+    signature = file_signature(whole)
+    pairs = (beside.inputs, [*signature.inputs]), (beside.outputs, [*signature.outputs])
     return {
-        name: sites[own] for names, owns in zip(there, signature_names(whole), strict=True) if len(names) == len(owns)
+        name: sites[own] for names, owns in pairs if len(names) == len(owns)
         for name, own in zip(names, owns, strict=True) if own in sites
     }

@@ -241,5 +241,5 @@ def _check_python(model: nn.Module, state: Mapping[str, Tensor], restored: Mappi
 
 
 def _outputs(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
-    output, _ = eval_outcome(model, args, kwargs)
+    output = eval_outcome(model, args, kwargs).output
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

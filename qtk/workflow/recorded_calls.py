@@ -10,6 +10,8 @@ from qtk.capture.call_recording import Recorded, recording
 from qtk.capture.calls import Call
 from qtk.capture.states import states_of
 from qtk.errors import CalibrationError
+from qtk.graph.graphs import roots
+from qtk.graph.written_buffers import written_buffers
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.workflow.forward_pass import Data, Forward, run_all
@@ -32,7 +34,8 @@ def recorded_calls(
 
     Raises: CalibrationError if there is no call, or ``valid`` gives no mask.
     """
-    needs_outputs = forward is not None or not isinstance(data, Iterable) or bool(states_of(model))
+    needs_outputs = forward is not None or not isinstance(data, Iterable) or bool(
+        states_of(model) or any(written_buffers(graph.graph) for graph in roots(model).values()))
     tokens = ValidTokens(model, valid)
     with recording(model, run=needs_outputs, valid=tokens.masks) as calls, in_mode(quantizers, Mode.BYPASS):
         run_all(model, data, forward=tokens.forward(forward), num_batches=num_batches, label="reading",

@@ -1,4 +1,8 @@
-"""Hands the states that a model returns to its next call, while data run through it."""
+"""Hands the states of a model to its next call, while data run through it.
+
+A state is an input that is an output of the call before (``states_of``), or a buffer that forward writes. The first is
+handed on here; a buffer goes on by itself, and is as before when the data end.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,32 @@ from qtk.capture.states import grown_axes, returned_states, states_of
 from qtk.errors import CalibrationError
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
+from qtk.graph.written_buffers import written_buffers
+from qtk.nn.kept_buffers import BufferPlace, BufferValues, buffer_places, detach_buffers
 from qtk.torch_private import call_structure, pytree
 from qtk.workflow.sequences import Sequences
+
+NAME_STATES = ("name the inputs that are outputs of the call before, QuantSim(…, states={'h': 1}), or register what "
+               "forward keeps as a buffer")
+
+
+def written_places(model: nn.Module) -> list[BufferPlace]:
+    """Where the buffers are that forward may write: those that graphs write, and all outside of graphs."""
+    captured = roots(model)
+    places = [
+        (graph.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for graph in captured.values() for name in written_buffers(graph.graph)
+    ]
+    inside = {module for graph in captured.values() for module in graph.modules()}
+    places += [(module, name) for module, name in buffer_places(model) if module not in inside]
+    return list(dict.fromkeys(places))
 
 
 class RolledStates:
     """The states between the batches of a run: every call of a batch begins with those that the batch before returned.
 
-    The first batch, and each at which a sequence begins, keeps the states that it brings along.
+    The first batch, and each at which a sequence begins, keeps the states that it brings along, and finds the buffers
+    as they were at first.
 
     Args:
         model: a prepared model; one without states is left alone.
@@ -38,29 +60,40 @@ class RolledStates:
         self._steps = 0
         self._carried: dict[str, Tensor] | None = None
         self._returned: dict[str, Tensor] | None = None
-        if self._reset is not None and not self._states:
-            raise CalibrationError("qtk.Sequences say where a sequence begins, and the model has no states; name them, "
-                                   "QuantSim(…, states={'h': 1})")
+        self._places = written_places(model)
+        self._first: BufferValues | None = None
+        if self._reset is not None and not self._states and not self._places:
+            raise CalibrationError("qtk.Sequences and reset say where a sequence begins, and the model has no states; "
+                                   f"{NAME_STATES}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the body runs, the graph, or the variant that a call is of, takes the carried states."""
+        """While the body runs, the graph, or the variant that a call is of, takes the carried states.
+
+        Afterwards the buffers are as before.
+        """
         handles = [
             handle for graph in self._grown for handle in (
                 graph.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
                 graph.register_forward_hook(self._leave),
             )
         ]
+        self._first = BufferValues(self._places)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            self._first.restore()
 
     def begin(self, batch: object) -> None:
         """To be called in front of each batch."""
-        self._carried, self._returned = None if self._is_first(batch) else self._returned, None
+        is_first = self._is_first(batch)
+        self._carried, self._returned = None if is_first else self._returned, None
+        if is_first and self._steps and self._first is not None:
+            self._first.restore()
         self._steps += 1
+        detach_buffers(self._places)  # a backward pass goes through one batch
 
     def _is_first(self, batch: object) -> bool:
         if callable(self._reset):

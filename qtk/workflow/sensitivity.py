@@ -18,6 +18,7 @@ from qtk.core.site import Site
 from qtk.errors import CalibrationError
 from qtk.graph.simulation import Simulation
 from qtk.layerwise.float_weights import FloatWeights
+from qtk.nn.kept_buffers import BufferValues, buffers_kept
 from qtk.numerics.random_signs import random_signs
 from qtk.planning.selection import leaders
 from qtk.quantizers.modes import in_mode
@@ -27,6 +28,7 @@ from qtk.report.sensitivities import Sensitivities, Sensitivity
 from qtk.torch_private import pytree
 from qtk.workflow.error_gradients import ErrorGradients
 from qtk.workflow.forward_pass import Batch, Forward, outputs, run_batch
+from qtk.workflow.rolled_states import written_places
 from qtk.workflow.valid_tokens import Valid, ValidTokens
 
 Loss: TypeAlias = Callable[[object, Batch], Tensor | float]
@@ -290,6 +292,8 @@ class _Measured:
     def observe(self, model: nn.Module, batch: Batch) -> object:
         quantizers = list(self.simulation.quantizers.values())
         modes = {quantizer: quantizer.mode for quantizer in quantizers}
+        places = written_places(model)
+        before = BufferValues(places)
         with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place():
             output = self.run(model, batch)
         reference = _counted(output, self.tokens)
@@ -297,18 +301,23 @@ class _Measured:
         def loss(output: object) -> float:
             return float(self.totals.loss(output, batch, reference))
 
+        def loss_again() -> float:
+            before.restore()
+            return loss(self.run(model, batch))
+
         self.totals.batches += 1
         self.totals.signal += sum(each.power for each in reference)
         self.totals.in_float += loss(output)
-        self.totals.simulated += loss(self.run(model, batch))
-        for name, members in self.groups.items():
-            own = set(members.values())
-            with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place(but=own):
-                for quantizer in members.values():
-                    quantizer.mode = modes[quantizer]
-                self.alone[name] += loss(self.run(model, batch))
-            with in_mode(own, Mode.BYPASS), self.float_weights.in_place(of=own):
-                self.without[name] += loss(self.run(model, batch))
+        with buffers_kept(places):  # the next batch finds what the float model leaves
+            self.totals.simulated += loss_again()
+            for name, members in self.groups.items():
+                own = set(members.values())
+                with in_mode(quantizers, Mode.BYPASS), self.float_weights.in_place(but=own):
+                    for quantizer in members.values():
+                        quantizer.mode = modes[quantizer]
+                    self.alone[name] += loss_again()
+                with in_mode(own, Mode.BYPASS), self.float_weights.in_place(of=own):
+                    self.without[name] += loss_again()
         return None
 
     def row(self, estimate: Sensitivity) -> Sensitivity:

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qtk.capture.calls import Call
 from qtk.capture.untouched import untouched
+from qtk.export.file_signature import file_outputs
+from qtk.graph.written_buffers import write_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics.error import decibels
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.torch_private import pytree
 
 NOISE = 2.0
 """Root mean square of the noise, in units of the last place of a tensor's own: of sums in another order."""
@@ -23,16 +24,16 @@ MARGIN_DB = 6.0
 """A runtime may round more often than the noise is added, and its integer kernels round once more: twice the size."""
 
 
-def tensor_outputs(model: nn.Module, call: Call) -> list[Tensor]:
-    """The tensors that a call returns, in eval mode, detached; what the call writes into the model is undone."""
+def tensor_outputs(model: fx.GraphModule, call: Call) -> list[Tensor]:
+    """The outputs of the file of a graph in a call, in eval mode; what the call writes into the model is undone."""
     with untouched(model), evaluating(model), torch.no_grad():
+        write_buffers(model, call.buffers)
         result = nn.Module.__call__(model, *call.args, **call.kwargs)  # of this graph, not of a variant of it
-        leaves = pytree.tree_leaves(result)
-        return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
+        return [value.detach().clone() for value in file_outputs(model, result)]
 
 
 def tolerance_db(
-    model: nn.Module, call: Call, expected: Sequence[Tensor], counted: Sequence[Tensor | None] = ()
+    model: fx.GraphModule, call: Call, expected: Sequence[Tensor], counted: Sequence[Tensor | None] = ()
 ) -> float:
     """The SQNR that a right file of a simulation may have on a call.
 

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from qtk.capture.calls import Call
-from qtk.capture.inputs import input_leaves
-from qtk.capture.signature import input_names, output_nodes, values_of
+from qtk.capture.signature import input_names, values_of
 from qtk.core.dtypes import FloatDtype
 from qtk.errors import CalibrationError, ExportError
+from qtk.export.file_signature import file_inputs, file_outputs, file_signature
 from qtk.export.onnx.session import NO_BFLOAT16, bfloat16_remedy, integer_sums_saturate, require_onnxruntime
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.graphs import roots
 from qtk.graph.insert import quantizer_called
 from qtk.graph.simulation import Simulation
-from qtk.nn.kept_buffers import buffers_kept
+from qtk.graph.written_buffers import buffer_values
 from qtk.quantizers.modes import in_mode
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.report.findings import HIGH_SQNR_DB, Circumstances, agrees, judge
 from qtk.report.verdict import Finding, Level, Verdict
-from qtk.torch_private import pytree
 from qtk.transforms.keep_batch_norms import folded
 from qtk.workflow.export import onnx_name
 from qtk.workflow.forward_pass import Data, Forward, run_all
@@ -111,7 +110,7 @@ def _verdict(
     try:
         for path, graph in files.items():
             witnesses.append(_Witness(graph, path, reasons, tokens, threads))
-        with buffers_kept(simulation.model), tokens.listening():
+        with tokens.listening():
             run_all(simulation.model, data, forward=tokens.forward(forward), most_uncounted=None, label="verifying",
                     progress=progress)
         if not any(witness.is_called for witness in witnesses):
@@ -213,14 +212,19 @@ class _Witness:
             remedy = bfloat16_remedy(graph)
             raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}"
                               f"{'' if remedy is None else f'; {remedy}'}") from error
-        self.quantizers = [quantizer_called(node) for node in output_nodes(graph).values()]
+        self.quantizers = [quantizer_called(node) for node in file_signature(graph).outputs.values()]
         self.steps = {site.site: site.step for site in self.files.off.sites}
         self.simulated = SimulatedValues(graph, self.steps, tokens)
-        self.handle = graph.register_forward_hook(self._compare, with_kwargs=True)
+        self.calls: list[Call] = []
+        self.handles = [
+            graph.register_forward_pre_hook(self._enter, with_kwargs=True),
+            graph.register_forward_hook(self._compare, with_kwargs=True),
+        ]
 
     def stop(self) -> None:
         """Removes the hooks; the runs stay."""
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
         self.simulated.close()
 
     def close(self) -> None:
@@ -288,17 +292,18 @@ class _Witness:
             qdq.export(self.graph, self.first_call, folder / self.path.name)
         return folder / self.path.name
 
+    def _enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self.calls.append(Call(args, kwargs, None, buffers=buffer_values(self.graph)))
+
     def _compare(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object
     ) -> None:
-        self.is_called = True
-        leaves = zip(input_names(self.graph), input_leaves(self.graph.graph, args, kwargs), strict=True)
-        inputs = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
-        simulated = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.is_called, call = True, self.calls.pop()
+        inputs, simulated = file_inputs(self.graph, call), file_outputs(self.graph, outputs)
         counted = [self.tokens.counted_of_output(value) for value in simulated]
         compared = [
             replace(each, counted=which) for each, which in zip(self._references(simulated), counted, strict=True)
         ]
         self.files.compare(inputs, compared, self.simulated.take())
         if self.first_call is None and all(tensor.numel() for tensor in inputs.values()):
-            self.first_call, self.inputs, self.first_counted = Call(args, kwargs, None), inputs, counted
+            self.first_call, self.inputs, self.first_counted = call, inputs, counted

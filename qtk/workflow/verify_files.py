@@ -7,7 +7,7 @@ change; that the file holds what was simulated was checked when it was exported.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
+from qtk.export.onnx.file_states import file_states
 from qtk.export.onnx.saturation import saturating_weights
 from qtk.export.onnx.session import integer_sums_saturate, require_onnxruntime
 from qtk.export.onnx.stored_sites import stored_sites
@@ -53,6 +54,7 @@ def verify_files(
     Args:
         directory: what ``sim.export`` wrote, or one file of it.
         data: batches, each a tensor, a tuple or a dict; ``None``: random values within the ranges of the inputs.
+            Buffers of the model begin as they were exported, and each batch has those of the batch before.
         runtime: the runtime they are for, ``onnxruntime`` or ``openvino``, which decides what is red.
         float_export: a directory with float exports, or the file; ``None``: without one, only the files are timed.
         turns: how often each runtime runs for the median of its latency; 0: latency is not measured.
@@ -99,10 +101,13 @@ def _verify(
         raise ExportError(f"{file}: ONNX Runtime cannot load it: {error}") from error
     try:
         examples: tuple[dict[str, Tensor], list[Reference], dict[tuple[str, int], Reference]] | None = None
-        batches = _random_batches(runs, encodings) if data is None else read(data)
+        states = file_states(file)
+        held = {name: state.first for name, state in states.items() if state.first is not None}
+        batches = _random_batches(runs, encodings, held) if data is None else read(data)
         for batch in tqdm(batches, desc=f"verifying {file.name}", unit="batch", delay=2, disable=not progress):
-            inputs = _named(runs, batch)
+            inputs = {**_named(runs, batch, held), **held}
             outputs, sites = runs.reference(inputs)
+            held = {name: outputs[runs.outputs.index(states[name].output)] for name in held}
             returned = {site.name: encodings.get(site.site) for site in runs.off.sites}
             masks = [_mask(name, inputs) for name in valid]
             compared = [
@@ -156,9 +161,9 @@ def _step(value: Tensor, encoding: Encoding | None) -> Tensor | None:
     return expand(encoding.scale, value.shape, encoding.spec.granularity.block_size(value.ndim))
 
 
-def _named(runs: FileRuns, batch: object) -> dict[str, Tensor]:
-    """The tensors of a batch under the names of the file's inputs."""
-    names = [name for name, _, _ in runs.inputs]
+def _named(runs: FileRuns, batch: object, held: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a batch under the names of the file's inputs, but of the buffers ``held``."""
+    names = [name for name, _, _ in runs.inputs if name not in held]
     if isinstance(batch, Mapping) and set(batch) == set(names):
         return {name: batch[name] for name in names}
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -167,13 +172,17 @@ def _named(runs: FileRuns, batch: object) -> dict[str, Tensor]:
     return dict(zip(names, tensors, strict=True))
 
 
-def _random_batches(runs: FileRuns, encodings: Mapping[str, Encoding]) -> list[dict[str, Tensor]]:
+def _random_batches(
+    runs: FileRuns, encodings: Mapping[str, Encoding], held: Collection[str]
+) -> list[dict[str, Tensor]]:
     """Values uniform within the range of each input's encoding, normal where it has none; integers are 0 or 1."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(RANDOM_BATCHES):
         batch = {}
         for name, shape, kind in runs.inputs:
+            if name in held:
+                continue
             sizes = [
                 each if isinstance(each, int) else RANDOM_ROWS if index == 0 else FREE_LENGTH
                 for index, each in enumerate(shape)

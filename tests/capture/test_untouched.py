@@ -79,3 +79,11 @@ def test_scripted_modules_keep_their_mode():
     with untouched(model):
         model.eval()(torch.ones(1, 2))
     assert model[0].training
+
+
+def test_tensors_that_are_attributes_get_their_values_back():
+    model = nn.Linear(2, 2)
+    model.sum = torch.zeros(2)
+    with untouched(model):
+        model.sum += 1
+    assert float(model.sum.sum()) == 0

@@ -18,6 +18,7 @@ from torch import fx
 from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
 from qtk.errors import ExportError
+from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import DOMAIN, trace
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.other_floats import compute_in_float32
@@ -65,6 +66,7 @@ def export(
     OutputFixPass()(marked.model)
     values = ValueNames(graph)
     name_inputs_and_outputs(graph, values, marked.input_names, marked.output_names)
+    write_states(marked.model, model)
     name_lengths(graph, marked.equal_axes)
     named: set[ir.Value] = set()
     for identity, name in wanted.items():
@@ -130,7 +132,7 @@ def _name(identity: ir.Node, name: str, graph: ir.Graph, values: ValueNames, nam
         source.name == name if is_input else readers == [identity])
     is_output = result in graph.outputs
     if is_output and result.name != name:  # an output keeps its name
-        if not is_free or is_input:
+        if not is_free:
             identity.replace_input_with(0, _identity(identity, source).outputs[0])
         source = identity.inputs[0]
         assert source is not None

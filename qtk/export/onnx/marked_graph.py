@@ -26,10 +26,11 @@ from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import ExampleInputs, input_leaves, split_inputs
 from qtk.capture.packed import PackedRecurrent
 from qtk.capture.recurrent_shapes import lengths_stay_free
-from qtk.capture.signature import input_names, output_nodes
+from qtk.capture.signature import input_names
 from qtk.capture.torch_export import silent_torch
 from qtk.core.granularity import PerToken
 from qtk.errors import ExportError, first_line
+from qtk.export.file_signature import file_signature
 from qtk.export.free_axes import EqualAxes, doubled, equal_axes, free_axes
 from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
@@ -42,6 +43,7 @@ from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
+from qtk.graph.written_buffers import buffer_values, is_write, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
@@ -91,7 +93,7 @@ def trace(
 ) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
-    Dimensions that are symbolic in the prepared graph stay dynamic.
+    Dimensions that are symbolic in the prepared graph stay dynamic. The buffers that it writes are inputs and outputs.
 
     Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
         nested as those the model was prepared with.
@@ -102,9 +104,11 @@ def trace(
         flat = _marked(model, {site.node: site.name for site in sites},
                        [site.name for site in sites if _is_by_element(site)])
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
-        program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
+        leaves = input_leaves(model.graph, *split_inputs(example_inputs))
+        program = _export(flat, [*leaves, *buffer_values(model).values()], free)
         graph = _translate(program, opset)
-    return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)), equal_axes(model))
+    signature = file_signature(model)
+    return MarkedGraph(graph, _input_names(model, program, graph), tuple(signature.outputs), equal_axes(model))
 
 
 def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Collection[str]) -> fx.GraphModule:
@@ -120,6 +124,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
     leaves = [value for value in pytree.tree_leaves(output.args[0]) if isinstance(value, fx.Node)]
     output.args = (tuple(value for value in leaves if isinstance(value.meta.get("val"), Tensor)),)
     _mark_sites(model, node_in_copy, sites)
+    _pass_buffers(graph)
     flat = fx.GraphModule(model, graph)
     for node in model.graph.nodes:
         composite = composite_called(node)
@@ -127,6 +132,24 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
             flat.set_submodule(str(node.target), _marked_composite(composite, sites))
     pad_sequences(flat, followed)
     return flat
+
+
+def _pass_buffers(graph: fx.Graph) -> None:
+    """Makes the buffers that a graph writes inputs and outputs, behind all others. Changes ``graph``."""
+    output, buffers = graph.output_node(), written_buffers(graph).values()
+    output.args = ((*output.args[0], *(buffer.value for buffer in buffers)),)  # type: ignore[misc]
+    for node in [node for node in graph.nodes if is_write(node)]:
+        graph.erase_node(node)
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for index, buffer in enumerate(buffers):
+        inputs.append(graph.placeholder(f"qtk_buffer_{index}"))
+        inputs[-1].meta = dict(buffer.held.meta)
+        if buffer.read is not None:
+            buffer.read.replace_all_uses_with(inputs[-1])
+            graph.erase_node(buffer.read)
+        graph.erase_node(buffer.held)
+    for node in reversed(inputs if buffers else ()):
+        next(iter(graph.nodes)).prepend(node)
 
 
 def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
@@ -237,9 +260,10 @@ def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     return graph
 
 
-def _input_names(flat: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
+def _input_names(model: fx.GraphModule, program: torch.export.ExportedProgram, graph: ir.Model) -> tuple[str, ...]:
     """Names of the inputs in the prepared model; torch's exporter names them after the exported program."""
-    prepared_names = input_names(flat)
+    buffers = (given for given, _ in file_signature(model).buffers.values())
+    prepared_names = [*input_names(model), *buffers]
     program_names = [node.name for node in program.graph.find_nodes(op="placeholder")]
     inputs_of_program = program_names[len(program_names) - len(prepared_names):]  # parameters come before
     prepared_name = dict(zip(inputs_of_program, prepared_names, strict=True))

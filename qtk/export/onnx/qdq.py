@@ -7,7 +7,6 @@ their sites.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -21,23 +20,22 @@ from torch import fx
 
 from qtk.capture.calls import Call
 from qtk.capture.inputs import ExampleInputs
-from qtk.capture.signature import input_names, input_nodes
-from qtk.capture.states import returned_states
+from qtk.capture.signature import output_nodes
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
+from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.passes import AFTER_SITES_ARE_LISTED, BEFORE_SITES_ARE_LISTED, run_passes
 from qtk.export.onnx.qdq_nodes import list_sites, replace_markers
-from qtk.export.onnx.state_codes import STATES, return_codes
+from qtk.export.onnx.state_codes import return_codes
 from qtk.export.onnx.storage_types import BASE_OPSET, BLOCK_OPSET, needs_21, opset_for
 from qtk.export.onnx.stored_sites import StoredSite, stored_sites
 from qtk.export.onnx.value_names import drop_inferred_types
 from qtk.export.read_back import compare_encoding
 from qtk.export.simulated_sites import SimulatedSite, simulated_sites
-from qtk.graph.sites import value_site
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ def export(
             19 is logged, and in the metadata ``qtk.opset`` of the file.
         target: the target that the file is for, in its metadata ``qtk.target``.
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
-        output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
+        output_names: names of the outputs that the model returns, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
         state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
 
@@ -97,12 +95,14 @@ def export(
     opset = _checked_opset(lowest if opset is None else opset, reason)
     marked = trace(model, sites, example_inputs, opset=opset)
     if output_names is not None:
-        marked = replace(marked, output_names=_checked_names(output_names, marked))
+        marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     list_sites(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
-    _hand_states_on(graph, model, codes=state_codes)
+    write_states(graph, model)
+    if state_codes:
+        return_codes(graph)
     graph.producer_name, graph.producer_version = "qtk", None
     graph.ir_version = IR_VERSIONS["ai.onnx", opset]
     if reason is not None:
@@ -117,22 +117,6 @@ def export(
     for value in graph.graph.initializers.values():
         value.const_value = None  # nodes and values hold one another, so that codes would stay while the file is read
     return rounded
-
-
-def _hand_states_on(file: ir.Model, model: fx.GraphModule, *, codes: bool) -> None:
-    """Notes in the metadata of a file which output an input is in the next run, and lets both be codes."""
-    states = returned_states(model)
-    if not states:
-        return
-    inputs, outputs = input_names(model), [str(value.name) for value in file.graph.outputs]
-    given = [str(value.name) for value in file.graph.inputs]
-    sites = {str(node.target): value_site(node).name for node in input_nodes(model).values()}
-    pairs = {name: index for name, index in states.items() if name in sites}
-    file.metadata_props[STATES] = json.dumps({
-        given[inputs.index(name)]: {"output": outputs[index], "site": sites[name]} for name, index in pairs.items()
-    })
-    if codes:
-        return_codes(file, {sites[name]: index for name, index in pairs.items()})
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Encoding]:
@@ -163,18 +147,27 @@ def compare_with_simulation(path: Path, model: fx.GraphModule) -> None:
         raise ExportError(f"{next(iter(missing))} is missing in the file")
 
 
-def _checked_names(names: Sequence[str], marked: MarkedGraph) -> tuple[str, ...]:
-    """Raises: ExportError if they are not one for each output, each of another value."""
-    if len(names) != len(marked.output_names):
-        raise ExportError(f"output_names has {len(names)} names, and the model has {len(marked.output_names)} outputs: "
-                          f"{', '.join(marked.output_names)}; give one for each, in this order")
-    seen = [*marked.input_names]
+def _checked_names(names: Sequence[str], marked: MarkedGraph, returned: Sequence[str]) -> tuple[str, ...]:
+    """The names of all outputs, those of buffers last.
+
+    Args:
+        names: of the outputs that the model returns.
+        marked: the graph.
+        returned: their own names.
+
+    Raises: ExportError if they are not one for each output, each of another value.
+    """
+    if len(names) != len(returned):
+        raise ExportError(f"output_names has {len(names)} names, and the model has {len(returned)} outputs: "
+                          f"{', '.join(returned)}; give one for each, in this order")
+    buffers = marked.output_names[len(returned):]
+    seen = [*marked.input_names, *buffers]
     for name in names:
         if not name or name in seen:
             raise ExportError(f"output_names has {name!r}, which is empty or the name of another output or of an "
                               "input; give each output a name of its own")
         seen.append(name)
-    return tuple(names)
+    return *names, *buffers
 
 
 def _checked_opset(opset: int, reason: str | None) -> int:

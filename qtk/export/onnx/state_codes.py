@@ -23,15 +23,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor
 
 from qtk.errors import ExportError
+from qtk.export.onnx.file_states import STATES
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import qparam_name
 from qtk.export.onnx.site_outputs import SiteOutput
 from qtk.export.onnx.stored_sites import stored_sites
 from qtk.export.onnx.value_names import ValueNames
-
-STATES = "qtk.states"
-"""Metadata key of a file: JSON, name of an input that is a state → ``output``, the name of the output that it is in the
-next run, and ``site``: where the input is quantized, its encoding is in ``<site>.scale`` and ``<site>.zero_point``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,17 +40,18 @@ class _Pair:
     output: int
 
 
-def return_codes(model: ir.Model, states: Mapping[str, int]) -> None:
-    """Lets the states of a file be codes. In place.
+def return_codes(model: ir.Model) -> None:
+    """Lets the states that callers hand on be codes. In place.
 
     Args:
-        model: the file, its sites listed.
-        states: site of an input → index of the output that it is in the next run.
+        model: the file, with its sites and states in its metadata.
 
     Raises: ExportError for a state that has no integer codes of a calibrated range.
     """
     graph, names = model.graph, ValueNames(model.graph)
-    pairs = [_pair(graph, site, index) for site, index in states.items()]
+    states, outputs = json.loads(model.metadata_props.get(STATES, "{}")), [value.name for value in graph.outputs]
+    pairs = [_pair(graph, state["site"], outputs.index(state["output"])) for state in states.values()
+             if state.keys() == {"output", "site"}]  # others are buffers, which begin with floats
     for pair in pairs:
         _take_codes(graph, names, pair)
     for pair in pairs:
