@@ -69,7 +69,7 @@ def test_streams_that_change_without_a_reset_are_an_error_that_names_both_ends(s
 
 
 def test_sequences_of_what_has_no_states_are_refused():
-    with pytest.raises(CalibrationError, match="the model has no states; name them"):
+    with pytest.raises(CalibrationError, match="the model has no states; name the inputs"):
         list(outputs(nn.Linear(2, 2), Sequences([torch.zeros(1, 2)], reset=2)))
 
 
