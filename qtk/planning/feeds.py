@@ -27,6 +27,9 @@ SCALINGS = frozenset({"mul"})
 KEEPING_ORDER, LARGEST = frozenset({"softmax", "log_softmax", "sigmoid"}), frozenset({"topk"})
 """Kinds of the ops whose results are in the order of what they read, and of those that read the order."""
 
+OUTPUT = frozenset({"output"})
+"""The name of what returns values."""
+
 
 class Feeds:
     """The names of the ops that each value of a graph feeds.
@@ -49,6 +52,8 @@ class Feeds:
 
     def through(self, reader: fx.Node, value: fx.Node) -> frozenset[str]:
         """The names of the ops that ``value`` feeds by way of one op that reads it, that op among them."""
+        if reader.op == "output":
+            return OUTPUT
         formula, row = self._formulas.get(reader), self._flow.row(reader)
         if formula is not None:
             return frozenset() if value in formula.nodes else frozenset({formula.kind})

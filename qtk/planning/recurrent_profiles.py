@@ -5,6 +5,9 @@ beyond which sigmoid and tanh are flat, the products that are summed not rounded
 which is rounded at every step, in 16 bits; gates and hidden state as other activations. So does TensorFlow Lite
 (lite/kernels/lstm_eval.cc: sums in Q3.12, the cell state in int16 with a scale that is a power of two), and QNN's Lstm.
 ``int8`` quantizes every value alike.
+``dynamic`` computes as ONNX Runtime's kernel DynamicQuantizeLSTM: weights of 8 bits; the input of all time steps, and
+the hidden state of each, quantized to uint8 with ranges of their own at run time; sums, gates and cell state in float.
+There is no such kernel for other nets, projected states, packed sequences and other widths: these compute in float.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from qtk.graph.sites import COMPOSITE, OWNER, label
 from qtk.nn.recurrent_cells import CELL_STATES, PARTIAL_PRODUCTS, SUMS
 from qtk.planning.decision import Decision
 
-Profile: TypeAlias = Literal["int8", "int16_state", "float"]
+Profile: TypeAlias = Literal["int8", "int16_state", "float", "dynamic"]
 
 DEFAULT: Profile = "int16_state"
 
 SUM = TensorSetting(bits=16, range=(-8.0, 8.0 - 2.0**-12))
 STATE = TensorSetting(bits=16)
+DYNAMIC = TensorSetting(bits=8, symmetric=False, granularity="per_tensor", dynamic=True, narrow_range=False)
 CELLS = frozenset(str(row.inside) for row in RECURRENT.values())
 
 

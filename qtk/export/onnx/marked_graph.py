@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -35,19 +35,17 @@ from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
-from qtk.export.onnx.scan_over_time import scan_over_time
+from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
-from qtk.nn.recurrent import Recurrent
+from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.tap import Tap
 from qtk.torch_private import onnx_translations_kept, pytree
 
-DOMAIN, MARKER = "qtk", "FakeQuantize"
-
-ONE_OPERATOR = ("lstm", "gru")
-"""Kinds of recurrent nets that torch's exporter translates."""
+DOMAIN, MARKER, DYNAMIC_LSTM = "qtk", "FakeQuantize", "DynamicLSTM"
+"""Of the operators that stand for others until a file is complete."""
 
 _TRANSLATED = torch.ops.aten.lstm.input, torch.ops.aten.gru.input
 
@@ -85,10 +83,12 @@ def trace(
     example_inputs: ExampleInputs | Call,
     *,
     opset: int,
+    contrib_operators: bool = False,
 ) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
-    Dimensions that are symbolic in the prepared graph stay dynamic.
+    Dimensions that are symbolic in the prepared graph stay dynamic. With ``contrib_operators``, layers of recurrent
+    nets that ONNX Runtime has an operator of its own for are nodes ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
     Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
         nested as those the model was prepared with.
@@ -97,14 +97,16 @@ def trace(
     if isinstance(model, PackedRecurrent):
         _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
-        flat = _marked(model, {site.node: site.name for site in sites})
+        flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
         graph = _translate(program, opset)
     return MarkedGraph(graph, _input_names(flat, program, graph), tuple(output_nodes(model)), equal_axes(model))
 
 
-def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModule:
+def _marked(
+    model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite], *, contrib_operators: bool
+) -> fx.GraphModule:
     """A graph module with the same parameters, flat inputs, tensors as flat outputs, and markers instead of quantizers.
 
     Quantizers that are not in ``sites`` are removed.
@@ -120,14 +122,20 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str]) -> fx.GraphModu
     flat = fx.GraphModule(model, graph)
     for node in model.graph.nodes:
         composite = composite_called(node)
-        if composite is not None:
-            packed = isinstance(model, PackedRecurrent)
-            flat.set_submodule(str(node.target), _marked_composite(composite, sites, packed=packed))
+        if composite is None:
+            continue
+        copied = _marked_composite(composite, sites, packed=isinstance(model, PackedRecurrent))
+        if isinstance(copied, Recurrent):
+            copied.over_time = step_operators(node, copied, sites, contrib_operators=contrib_operators)
+        elif isinstance(copied, RecurrentCell) and contrib_operators and copied.kind in ONE_OPERATOR:
+            copied.over_time = step_operators(node, copied, sites, contrib_operators=True)
+            copied.add_module("active_tap", _ActiveTap())
+        flat.set_submodule(str(node.target), copied)
     return flat
 
 
-def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed: bool) -> nn.Module:
-    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op.
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, SimulatedSite], *, packed: bool) -> Composite:
+    """A copy with markers inside; a composite without markers is exported as one op.
 
     torch's exporter has no ONNX operator for packed sequences and plain RNNs, and drops the projections of LSTMs.
     """
@@ -139,8 +147,6 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str], *, packed
         after.recompile()
     if has_markers or (isinstance(module, Recurrent) and (packed or not _is_one_operator(module))):
         copied.add_module("active_tap", _ActiveTap())
-    if isinstance(copied, Recurrent):
-        copied.over_time = scan_over_time
     return copied
 
 
@@ -155,7 +161,7 @@ class _ActiveTap(Tap):
 
 
 def _mark_sites(
-    module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, str]
+    module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, SimulatedSite]
 ) -> bool:
     """Replaces the quantizers in a copy of the graph of ``module`` by markers; those not in ``sites`` are removed.
 
@@ -169,7 +175,7 @@ def _mark_sites(
         assert isinstance(replacement, fx.Node)
         if call in sites:
             with copied.inserting_before(node):
-                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
+                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call].name))
         node.replace_all_uses_with(replacement)
         copied.erase_node(node)
     return any(call in sites for call in calls)
@@ -202,7 +208,7 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, **TRANSLATIONS, **grouped_matmul_translations(program),
+        torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm, **TRANSLATIONS, **grouped_matmul_translations(program),
     }
     try:
         # it traces the program again to decompose it
@@ -241,20 +247,35 @@ def _mark(value: object, site: str) -> object:
     return values.Op(values.Opset(DOMAIN, 1), MARKER, _SCHEMA)(value, site=site)
 
 
-def _schema() -> onnx.defs.OpSchema:
+def _dynamic_lstm(
+    x: object, hidden: object, cell: object, w_ih: object, w_hh: object, b_ih: object, b_hh: object, backwards: bool
+) -> object:
+    inputs = (x, hidden, cell, w_ih, w_hh, b_ih, b_hh)
+    return values.Op(values.Opset(DOMAIN, 1), DYNAMIC_LSTM, _LSTM_SCHEMA)(*inputs, backwards=int(backwards))
+
+
+def _schema(name: str, inputs: Sequence[str], results: Sequence[str], attribute: onnx.defs.OpSchema.Attribute) -> onnx.defs.OpSchema:
+    """The schema of an operator on floats; inputs whose name ends with ``?`` are optional."""
     schema = onnx.defs.OpSchema
+    option = {False: schema.FormalParameterOption.Single, True: schema.FormalParameterOption.Optional}
     return schema(
-        MARKER,
+        name,
         DOMAIN,
         1,
-        inputs=[schema.FormalParameter("value", "T")],
-        outputs=[schema.FormalParameter("result", "T")],
+        inputs=[schema.FormalParameter(each.rstrip("?"), "T", param_option=option[each.endswith("?")])
+                for each in inputs],
+        outputs=[schema.FormalParameter(each, "T") for each in results],
         type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"], "")],
-        attributes=[schema.Attribute("site", schema.AttrType.STRING)],
+        attributes=[attribute],
     )
 
 
-_SCHEMA = _schema()
+_OF = onnx.defs.OpSchema
+_SCHEMA = _schema(MARKER, ["value"], ["result"], _OF.Attribute("site", _OF.AttrType.STRING))
+_LSTM_SCHEMA = _schema(
+    DYNAMIC_LSTM, ["x", "hidden", "cell", "w_ih", "w_hh", "b_ih?", "b_hh?"], ["output", "last_hidden", "last_cell"],
+    _OF.Attribute("backwards", _OF.AttrType.INT),
+)
 _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
 

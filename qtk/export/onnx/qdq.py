@@ -25,6 +25,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
 from qtk.export.onnx.file_contents import TARGET
+from qtk.export.onnx.dynamic_lstms import write_dynamic_lstms
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers
@@ -59,6 +60,7 @@ def export(
     embedded_limit_bytes: int = EMBEDDED_LIMIT_BYTES,
     output_names: Sequence[str] | None = None,
     int16_sums: bool = False,
+    contrib_operators: bool = False,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -73,6 +75,7 @@ def export(
         embedded_limit_bytes: models with larger weights keep them in a second file, ``<path>.data``.
         output_names: names of the outputs, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
+        contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -89,11 +92,12 @@ def export(
     reasons = ((site.name, needs_21(site.spec, stored=site.constant is not None)) for site in sites)
     reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
-    marked = trace(model, sites, example_inputs, opset=opset)
+    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators)
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked))
     replace_markers(marked, sites, opset=opset)
     graph = marked.model
+    write_dynamic_lstms(graph)
     multiply_stacks(graph)
     read_as_produced(graph)
     if int16_sums:

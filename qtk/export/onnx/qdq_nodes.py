@@ -34,7 +34,7 @@ from qtk.export.onnx.fused_activations import fuse_activations
 from qtk.export.onnx.hard_sigmoids import CONSTANT, add_hard_sigmoids
 from qtk.export.onnx.int8_movement import quantize_around_movement
 from qtk.export.onnx.linear_nodes import PERMUTATION, fuse_linear_layers
-from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
+from qtk.export.onnx.marked_graph import DOMAIN, MARKER, MarkedGraph
 from qtk.export.onnx.moved_codes import move_codes
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.pooled_codes import pool_codes
@@ -64,7 +64,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     fix_lengths(graph)
     markers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in graph.all_nodes():
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and node.op_type == MARKER:
             markers[node.attributes["site"].as_string()].append(node)
     entries = {}
     for site in sites:
