@@ -12,10 +12,13 @@ There is no such kernel for other nets, projected states, packed sequences and o
 
 from __future__ import annotations
 
+import glob
+import re
 from typing import Literal, TypeAlias
 
 from torch import fx
 
+from qtk.config.schema import Match, Rule
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.dtypes import FloatDtype, dtype
 from qtk.graph.op_table import RECURRENT
@@ -39,6 +42,15 @@ def profiled(decision: Decision, node: fx.Node, profile: Profile, *, is_cell_sta
     if setting is None or not decision.enabled or decision.setting.is_dynamic or _is_float_format(decision.setting):
         return decision
     return decision.overlaid(setting, profile)
+
+
+def float_step(path: str) -> Rule:
+    """The rule that computes a layer of a recurrent net in float, in one direction.
+
+    >>> float_step("lstm.l0_reverse").match.path
+    ('lstm.l0_reverse',)
+    """
+    return Rule(match=Match(path=(glob.escape(re.sub(r"@\d+", "", path)),)), inside="float", optional=True)
 
 
 def _setting(node: fx.Node, *, is_cell_state: bool) -> TensorSetting | Literal["float"] | None:
