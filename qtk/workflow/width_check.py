@@ -125,13 +125,16 @@ class SiteSamples:
         return sorted(filter(None, found), key=lambda each: (each.codes >= FEWEST_CODES, each.sqnr_db))
 
     def is_held_at_run_time(self, site: Site, bits: int) -> bool:
-        """Whether a width holds the values of a site that is quantized dynamically, as far as was seen."""
+        """Whether a width holds the values of a site that is quantized dynamically, as far as was seen.
+
+        It does not, whatever their SQNR, where most of them become 0: the small ones may be a feature of their own.
+        """
         if not self._rounded.get(site):
             return True
         values, rounded = (torch.cat(kept[site]).float() for kept in (self._values, self._rounded))
         is_finite = values.isfinite()
         loss = _Loss.of(values[is_finite], rounded[is_finite])
-        return loss.reason(bits) is None
+        return loss.reason(bits) is None and loss.zeroed <= ZEROED
 
     def largest(self, site: Site) -> float:
         """The largest absolute value that was kept of a site; 0 if none was."""

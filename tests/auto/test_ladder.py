@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import CHAINS, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
+from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
 
 PLAIN = Choices("min_max")
 
@@ -63,3 +63,18 @@ def test_what_is_kept_counts_from_the_next_trial_on():
     assert [choices for step, choices in seen if step == TRANSFORMS[0]] == [Choices("mse", TRANSFORMS[:1])]
     chains = [choices for _, choices in seen if choices.layerwise]
     assert chains == [replace(Choices("mse"), layerwise=chain) for chain in CHAINS]  # which replace each other
+
+
+@pytest.mark.parametrize(("is_early", "place"), [(True, 0), (False, -2)])
+def test_dynamic_quantization_comes_first_where_it_keeps_integers_and_else_before_precise_sites(is_early, place):
+    steps = [step for step, _ in ladder(lambda: PLAIN, lambda: ["a"], lambda: is_early)]
+    assert steps.count(DYNAMIC) == 1
+    assert steps[place] == DYNAMIC
+
+
+def test_later_trials_build_on_dynamic_quantization_that_was_kept():
+    kept, tried = [PLAIN], []
+    for _, choices in ladder(lambda: kept[-1], lambda: ["a"], lambda: True):
+        kept += [choices] if choices.dynamic and len(kept) == 1 else []
+        tried.append(choices.dynamic)
+    assert all(tried)
