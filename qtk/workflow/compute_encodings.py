@@ -40,6 +40,7 @@ def compute_encodings(
         config = with_float_steps(sim.config, inside)
         replan_simulation(sim, config.model_copy(update={"rules": (*first, *config.rules)}))
         missing = sites_to_calibrate(sim.simulation, only_missing=True)
+        missing = {site: plan for site, plan in missing.items() if not plan.spec.dynamic}  # these have been watched
         sim.simulation, later = calibrate(sim.simulation, missing, data)
         samples |= later
     warn_of_unheld(samples, sim.simulation)

@@ -19,10 +19,9 @@ def spectra(count=3):
 
 def calibrated(data, *rules, base="onnxruntime"):
     torch.manual_seed(0)
-    batches = list(data)
     config = {"version": 1, "extends": base, "rules": list(rules)}
-    sim = qtk.QuantSim(nn.LSTM(6, 8, 2, batch_first=True).eval(), batches[0], config=config)
-    sim.compute_encodings(data if not isinstance(data, list) else batches, progress=False)
+    sim = qtk.QuantSim(nn.LSTM(6, 8, 2, batch_first=True).eval(), data[0], config=config)
+    sim.compute_encodings(data, progress=False)
     return sim
 
 
@@ -41,6 +40,14 @@ def test_its_weights_have_all_codes_then():
 @pytest.mark.medium
 def test_a_layer_that_reads_what_8_bits_hold_is_not():
     assert list(dynamic_steps(calibrated([torch.randn(2, 12, 6)]).simulation)) == ["lstm.l0", "lstm.l1"]
+
+
+@pytest.mark.medium
+def test_data_that_can_be_run_once_are_enough():
+    torch.manual_seed(0)
+    sim = qtk.QuantSim(nn.LSTM(6, 8, 2, batch_first=True).eval(), spectra()[0], config="onnxruntime")
+    sim.compute_encodings(iter(spectra()), progress=False)
+    assert list(dynamic_steps(sim.simulation)) == ["lstm.l1"]
 
 
 @pytest.mark.medium
