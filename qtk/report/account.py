@@ -70,7 +70,8 @@ class Account:
             (trial.step, "–" if trial.drop is None else f"{trial.drop:.4g}",
              "–" if trial.sqnr_db is None else "∞" if trial.sqnr_db == math.inf else f"{trial.sqnr_db:.1f}",
              "–" if trial.size_bytes is None else f"{trial.size_bytes / 1e6:.3g}",
-             "–" if trial.latency_ms is None else f"{trial.latency_ms:.3g}", f"{trial.seconds:.1f}", "kept" if trial.reason is None else trial.reason)
+             "–" if trial.latency_ms is None else f"{trial.latency_ms:.3g}",
+             f"{trial.seconds:.1f}", "kept" if trial.reason is None else trial.reason)
             for trial in self.trials
         )
         return Table(f"drop of {self.metric}, at most {self.max_drop:g} asked", columns, rows)

@@ -1,4 +1,4 @@
-"""Which layers of recurrent nets with dynamic quantization inside read values that one range of 8 bits does not hold."""
+"""Finds layers of recurrent nets, dynamically quantized inside, whose input one range of 8 bits does not hold."""
 
 from __future__ import annotations
 

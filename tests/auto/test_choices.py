@@ -6,7 +6,8 @@ import pytest
 
 from qtk.auto.choices import Choices
 
-ALL = Choices("mse(steps=20)", ("equalize", "smooth_quant"), ("gptq", "bias_correction"), ("0.fc:out", "ü \"x\""), dynamic=True)
+ALL = Choices("mse(steps=20)", ("equalize", "smooth_quant"), ("gptq", "bias_correction"), ("0.fc:out", "ü \"x\""),
+              dynamic=True)
 
 
 @pytest.mark.parametrize("choices", [Choices("min_max"), Choices(""), Choices("mse", precise=("a",)), ALL])

@@ -10,10 +10,10 @@ from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, SCHEMES, TRANSFORMS, 
 PLAIN = Choices("min_max")
 
 
-def run(keeps, sites=(), first=PLAIN):
+def run(keeps, sites=(), first=PLAIN, **options):
     """Every step of a run that keeps the choices of which ``keeps`` is true."""
     kept, steps = [first], []
-    for step, choices in ladder(lambda: kept[-1], lambda: sites):
+    for step, choices in ladder(lambda: kept[-1], lambda: sites, **options):
         steps.append((step, choices))
         if keeps(choices):
             kept.append(choices)
@@ -73,8 +73,5 @@ def test_dynamic_quantization_comes_first_where_it_keeps_integers_and_else_befor
 
 
 def test_later_trials_build_on_dynamic_quantization_that_was_kept():
-    kept, tried = [PLAIN], []
-    for _, choices in ladder(lambda: kept[-1], lambda: ["a"], lambda: True):
-        kept += [choices] if choices.dynamic and len(kept) == 1 else []
-        tried.append(choices.dynamic)
-    assert all(tried)
+    steps = run(lambda choices: choices == replace(PLAIN, dynamic=True), ["a"], dynamic=lambda: True)
+    assert all(choices.dynamic for _, choices in steps)

@@ -22,7 +22,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from qtk.export.onnx.dequantize_nodes import codes_of
 from qtk.export.onnx.marked_graph import DOMAIN, DYNAMIC_LSTM
-from qtk.export.onnx.node_writer import NodeWriter, insert_before, value_of
+from qtk.export.onnx.node_writer import NodeWriter, insert_before
 from qtk.export.onnx.qdq_nodes import SITES
 
 CONTRIB, OPERATOR = "com.microsoft", "DynamicQuantizeLSTM"

@@ -18,7 +18,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from onnxscript import optimizer, values
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.common import mul_by_1_rule
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import Dim
 
 from qtk.capture.calls import Call
@@ -175,7 +175,8 @@ def _mark_sites(
         assert isinstance(replacement, fx.Node)
         if call in sites:
             with copied.inserting_before(node):
-                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call].name))
+                marked = (replacement, sites[call].name)
+                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, marked)
         node.replace_all_uses_with(replacement)
         copied.erase_node(node)
     return any(call in sites for call in calls)
@@ -208,7 +209,8 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm, **TRANSLATIONS, **grouped_matmul_translations(program),
+        torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
+        **TRANSLATIONS, **grouped_matmul_translations(program),
     }
     try:
         # it traces the program again to decompose it
@@ -254,7 +256,9 @@ def _dynamic_lstm(
     return values.Op(values.Opset(DOMAIN, 1), DYNAMIC_LSTM, _LSTM_SCHEMA)(*inputs, backwards=int(backwards))
 
 
-def _schema(name: str, inputs: Sequence[str], results: Sequence[str], attribute: onnx.defs.OpSchema.Attribute) -> onnx.defs.OpSchema:
+def _schema(
+    name: str, inputs: Sequence[str], results: Sequence[str], attribute: onnx.defs.OpSchema.Attribute
+) -> onnx.defs.OpSchema:
     """The schema of an operator on floats; inputs whose name ends with ``?`` are optional."""
     schema = onnx.defs.OpSchema
     option = {False: schema.FormalParameterOption.Single, True: schema.FormalParameterOption.Optional}

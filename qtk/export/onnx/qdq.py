@@ -24,8 +24,8 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.concat_inputs import read_as_produced
 from qtk.export.onnx.default_attributes import drop_default_attributes
-from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.dynamic_lstms import write_dynamic_lstms
+from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
 from qtk.export.onnx.other_floats import compute_in_float32
 from qtk.export.onnx.qdq_nodes import replace_markers

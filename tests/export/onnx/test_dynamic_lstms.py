@@ -1,4 +1,4 @@
-"""DynamicQuantizeLSTM: the file against the formulas of the kernel, and against the simulation; read back, it is the same."""
+"""DynamicQuantizeLSTM: the file against the formulas of the kernel, against the simulation, and read back."""
 
 import numpy as np
 import onnx
@@ -67,7 +67,7 @@ def dynamic(x):
 
 
 def kernel(x, h, c, w, r, w_scale, r_scale, bias):
-    """The formulas of the operator in forward direction, x [T, N, I], gates in its order: input, output, forget, cell."""
+    """The formulas of the operator, forwards: x [T, N, I], gates in its order (input, output, forget, cell)."""
     scale, codes = dynamic(x)
     projected = (codes @ w.astype(np.int64)).astype(np.float32) * (scale * w_scale)
     outputs = []
