@@ -14,27 +14,30 @@ class Choices:
         scheme: how ranges are found.
         transforms: names of transforms, applied before calibration.
         layerwise: names of layer-wise methods, applied after it.
-        precise: sites that are left in more bits, or in float.
+        precise: sites that are left in more bits, or in float, and layers of recurrent nets that compute in float.
+        dynamic: activations are quantized at run time.
 
     >>> Choices.from_json(Choices("mse", layerwise=("gptq",)).to_json())
-    Choices(scheme='mse', transforms=(), layerwise=('gptq',), precise=())
+    Choices(scheme='mse', transforms=(), layerwise=('gptq',), precise=(), dynamic=False)
     """
 
     scheme: str
     transforms: tuple[str, ...] = ()
     layerwise: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
+    dynamic: bool = False
 
     def to_json(self) -> dict[str, object]:
         return {"scheme": self.scheme, "transforms": list(self.transforms), "layerwise": list(self.layerwise),
-                "precise": list(self.precise)}
+                "precise": list(self.precise), "dynamic": self.dynamic}
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> Choices:
         """Raises: KeyError or TypeError for a record of another kind."""
         names = (record[key] for key in ("transforms", "layerwise", "precise"))
-        return cls(str(record["scheme"]), *(tuple(map(str, name)) for name in names))  # type: ignore[call-overload]
+        tuples = [tuple(map(str, name)) for name in names]  # type: ignore[call-overload]
+        return cls(str(record["scheme"]), *tuples, dynamic=bool(record["dynamic"]))
 
     def __str__(self) -> str:
-        parts = [self.scheme, *self.transforms, *self.layerwise]
+        parts = [self.scheme, *(["dynamic quantization"] if self.dynamic else []), *self.transforms, *self.layerwise]
         return " + ".join([*parts, f"{len(self.precise)} sites precise"] if self.precise else parts)

@@ -20,12 +20,19 @@ MOST_PRECISE = 0.25
 """The largest share of the sites that may stay precise: with more, little of the model is quantized."""
 
 
-def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> Iterator[tuple[str, Choices]]:
+DYNAMIC = "dynamic quantization"
+
+
+def ladder(
+    best: Callable[[], Choices], ranked: Callable[[], Sequence[str]], dynamic: Callable[[], bool] | None = None
+) -> Iterator[tuple[str, Choices]]:
     """What to try next, on top of what is best so far.
 
     Args:
         best: the best choices so far.
         ranked: the sites, the one whose quantization costs most first; called when nothing cheaper is left.
+        dynamic: whether what is computed in integers stays so with dynamic quantization, which is then tried first,
+            and else when nothing but precise sites is left; ``None``: the runtime has none.
 
     Yields: a step in words, and the choices.
 
@@ -35,6 +42,9 @@ def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> 
      'bias_correction', 'gptq + bias_correction', 'seq_mse + gptq + coordinate_descent + bias_correction',
      'the worst site precise', 'the 2 worst sites precise']
     """
+    is_early = dynamic is not None and dynamic()
+    if is_early:
+        yield DYNAMIC, replace(best(), dynamic=True)
     for scheme in SCHEMES:
         if scheme != best().scheme:
             yield f"ranges by {scheme}", replace(best(), scheme=scheme)
@@ -46,6 +56,8 @@ def ladder(best: Callable[[], Choices], ranked: Callable[[], Sequence[str]]) -> 
                 yield f"ranges by {scheme}, after that", replace(best(), scheme=scheme)
     for chain in CHAINS:
         yield " + ".join(chain), replace(best(), layerwise=chain)
+    if dynamic is not None and not is_early:
+        yield DYNAMIC, replace(best(), dynamic=True)
     sites, count = ranked(), 1
     while sites and count <= max(1, int(MOST_PRECISE * len(sites))):
         step = "the worst site precise" if count == 1 else f"the {count} worst sites precise"

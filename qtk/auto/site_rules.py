@@ -11,12 +11,14 @@ from torch import fx
 from qtk.config.schema import Match, QuantConfig, Rule
 from qtk.config.tensor_setting import Setting
 from qtk.core.site import Site
+from qtk.graph.dynamic_steps import dynamic_steps
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import row_of
 from qtk.graph.simulation import Simulation
 from qtk.graph.sites import edge_site, ports, value_site
+from qtk.planning.recurrent_profiles import float_step
 from qtk.planning.selection import leaders
 
 
@@ -24,7 +26,8 @@ class SiteRules:
     """The rules that set one site of a simulation each, and what must share its encoding.
 
     A weight is set by what it says of the ops that multiply with it, which may set other weights of theirs: the two
-    matrices of a recurrent net. Other constants cannot be set alone.
+    matrices of a recurrent net. Other constants cannot be set alone. What a layer of a recurrent net quantizes at run
+    time is one operator's, and in float with all of the layer alone: ``steps`` has the paths of such layers.
 
     Args:
         simulation: its plan has the sites.
@@ -37,10 +40,22 @@ class SiteRules:
             for node in graph.graph.nodes:
                 for site in _weights(node, quantizers) if node not in quantizers else ():
                     self._readers[site][_path(value_site(node))] = None
-        plan = simulation.plan
-        self.sites = [site for site in leaders(plan)
-                      if site in self._readers or (site.port and not plan[site].static)]
+        plan, steps = simulation.plan, dynamic_steps(simulation)
+        self._step_of = {site: path for path, sites in steps.items() for site in sites}
+        self.steps = list(steps)
+        self.sites = [site for site in leaders(plan) if site not in self._step_of
+                      and (site in self._readers or (site.port and not plan[site].static))]
         self._static = {site for site in self.sites if plan[site].static}
+
+    def names(self) -> dict[str, str]:
+        """Name of a site → the name by which it is left precise: its own, or the path of its layer."""
+        return {site.name: site.name for site in self.sites} | {s.name: path for s, path in self._step_of.items()}
+
+    def precise(self, config: QuantConfig, names: Collection[str], setting: Setting) -> QuantConfig:
+        """As ``config``, of what has these ``names``."""
+        config = self.config(config, [site for site in self.sites if site.name in names], setting)
+        steps = (float_step(path) for path in self.steps if path in names)
+        return config.model_copy(update={"rules": (*config.rules, *steps)})
 
     def is_weight(self, site: Site) -> bool:
         """Whether rules set a site as a weight."""

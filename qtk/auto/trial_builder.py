@@ -7,18 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtk.auto.choices import Choices
+from qtk.auto.matrix_products import matrix_products
 from qtk.auto.site_rules import SiteRules
 from qtk.capture.prepared_model import PreparedModel
 from qtk.config.schema import QuantConfig
 from qtk.config.tensor_setting import TensorSetting
 from qtk.core.width import Width
+from qtk.graph.op_row import Product
+from qtk.graph.op_table import row_of
 from qtk.quantsim import QuantSim
-from qtk.workflow.forward_pass import Batch, Forward
+from qtk.workflow.forward_pass import Batch, Forward, run_batch
 from qtk.workflow.layerwise import apply_layerwise
 from qtk.workflow.prepare import ExampleInputs
 from qtk.workflow.sensitivity import sensitivity
 from qtk.workflow.transforms import transform
 from qtk.workflow.valid_tokens import Valid
+
+MOST = 0.9
+"""The share of the multiplications in integers that dynamic quantization must keep to be tried early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class TrialBuilder:
         model: the prepared model, which stays as it is.
         example_inputs: inputs it runs on.
         config: the configuration of the target.
+        dynamic: the one of the same runtime that quantizes activations at run time; ``None`` if there is none.
         weight_bits: width of weights.
         activation_bits: width of activations.
         batches: the data to calibrate with.
@@ -44,6 +51,7 @@ class TrialBuilder:
     batches: Sequence[Batch]
     forward: Forward | None = None
     valid: Valid | None = None
+    dynamic: QuantConfig | None = None
 
     def simulation(self, choices: Choices) -> QuantSim:
         """The simulation with these settings. Raises: QtkError if one of them cannot be applied."""
@@ -61,19 +69,43 @@ class TrialBuilder:
 
         Those that were not measured go by the estimate of what they cost alone; those that cost nothing are left out.
         """
-        sites = {site.name for site in SiteRules(self._planned(choices.scheme, self.config).simulation).sites}
+        names = SiteRules(self._planned(choices.scheme, self._base(choices)).simulation).names()
         rows = sensitivity(self.simulation(choices).simulation, self.batches, forward=self.forward, valid=self.valid,
                            progress=False)
-        gains = {row.name: row.increase if math.isnan(row.recovery) else row.recovery for row in rows}
-        return sorted((name for name in gains if name in sites and gains[name] > 0), key=lambda name: -gains[name])
+        gains: dict[str, float] = {}
+        for row in rows:
+            if (name := names.get(row.name)) is not None:
+                gain = row.increase if math.isnan(row.recovery) else row.recovery
+                gains[name] = max(gain, gains.get(name, 0.0))
+        return sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
+
+    def keeps_integers(self, sim: QuantSim) -> bool:
+        """Whether dynamic quantization computes in integers nearly all that ``sim`` does, of this target.
+
+        It leaves convolutions, and products of two activations, in float.
+        """
+        run = run_batch if self.forward is None else self.forward
+        in_both = in_plan = 0
+        for product in matrix_products(sim.simulation, lambda: run(sim.model, self.batches[0])):
+            data, other = product.operands
+            if data is not None and other is not None:
+                row = row_of(product.node)
+                assert row is not None
+                is_kept = sim.plan[other].static and row.product not in (Product.CONV, Product.CONV_TRANSPOSE)
+                in_plan += product.multiplications
+                in_both += product.multiplications if is_kept else 0
+        return in_both >= MOST * in_plan
+
+    def _base(self, choices: Choices) -> QuantConfig:
+        return self.config if not choices.dynamic or self.dynamic is None else self.dynamic
 
     def _config(self, choices: Choices) -> QuantConfig:
+        base = self._base(choices)
         if not choices.precise:
-            return self.config
-        precise = self.config.precise
-        rules = SiteRules(self._planned(choices.scheme, self.config).simulation)
-        sites = [site for site in rules.sites if site.name in choices.precise]
-        return rules.config(self.config, sites, precise if precise == "float" else TensorSetting(bits=precise))
+            return base
+        rules = SiteRules(self._planned(choices.scheme, base).simulation)
+        return rules.precise(base, choices.precise,
+                             base.precise if base.precise == "float" else TensorSetting(bits=base.precise))
 
     def _planned(self, scheme: str, config: QuantConfig) -> QuantSim:
         return QuantSim(self.model, self.example_inputs, scheme=scheme, weight_bits=self.weight_bits,

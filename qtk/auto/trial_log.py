@@ -23,12 +23,14 @@ class Measured:
         error: of the outputs, relative; ``None`` if it failed.
         drop: of the metric; ``None`` if it was not evaluated.
         failure: why it failed; ``None`` if it did not.
+        size_bytes: of the parameters; ``None`` if it failed.
     """
 
     seconds: float
     error: float | None = None
     drop: float | None = None
     failure: str | None = None
+    size_bytes: int | None = None
 
 
 class TrialLog:

@@ -200,6 +200,8 @@ class Runtime(Frozen):
             ``float``.
         unchecked: what the documents ask beside, and nothing checks.
         int16_sums: whether some of its CPUs add products of uint8 and int8 in pairs in int16: x86 without VNNI.
+        contrib_operators: whether it has ONNX Runtime's own operators, of the domain ``com.microsoft``.
+        dynamic: the shipped target for the same runtime that quantizes activations at run time.
     """
 
     target: Text
@@ -210,6 +212,8 @@ class Runtime(Frozen):
     precise: Literal[16, "float"] = "float"
     unchecked: tuple[Unchecked, ...] = ()
     int16_sums: bool = False
+    contrib_operators: bool = False
+    dynamic: Text | None = None
 
     @model_validator(mode="after")
     def _sources_are_there(self) -> Runtime:

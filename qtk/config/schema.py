@@ -64,7 +64,10 @@ class Rule(Frozen):
         inside: of recurrent nets and attention: ``float`` quantizes their inputs, weights and outputs alone, so that
             they run as one op; ``quantized``, the default, every value that they compute. Of recurrent nets that is
             ``int16_state``, the sums in front of the gates and the cell state in 16 bits as in the integer LSTMs of
-            runtimes; ``int8`` gives every value the width of activations.
+            runtimes; ``int8`` gives every value the width of activations; ``dynamic`` is what ONNX Runtime's
+            DynamicQuantizeLSTM computes, and ``float`` where it has no such kernel. A layer of a recurrent net has a
+            path of its own, ``lstm.l0`` or ``lstm.l0_reverse``; one of which ``compute_encodings`` sees that 8 bits
+            do not hold its input stays in float, unless a rule with a path says ``dynamic``.
         optional: it is no error if it decides nothing, or if a width of ``None`` passed to ``QuantSim`` leaves in float
             what it sets.
     """
@@ -74,7 +77,7 @@ class Rule(Frozen):
     bias: BiasSetting | None = None
     input: ActivationSetting | None = None
     output: ActivationSetting | None = None
-    inside: Literal["quantized", "float", "int8", "int16_state"] | None = None
+    inside: Literal["quantized", "float", "int8", "int16_state", "dynamic"] | None = None
     optional: StrictBool = False
 
     @field_validator("weight", "bias", "input", "output")

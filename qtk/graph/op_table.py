@@ -265,8 +265,8 @@ CHANNEL_SCALE = ROWS["qtk::channel_scale"]
 
 OP_NAMES = frozenset(
     name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
-) | {"input"}
-"""Every op name a config rule may use."""
+) | {"input", "output"}
+"""Every op name a config rule may use; ``output`` is fed alone, and no op that a rule matches."""
 
 
 def op_name(node: fx.Node) -> str:

@@ -208,6 +208,8 @@ class Recurrent(nn.Module):
 class RecurrentCell(nn.Module):
     """Stateless ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell``; fused as in ``Recurrent``.
 
+    ``over_time`` is ``None``; an export may give it an op that runs the step as a sequence of one.
+
     Args:
         kind: the kind of cell.
         has_biases: whether biases are passed.
@@ -217,6 +219,7 @@ class RecurrentCell(nn.Module):
         super().__init__()
         self.kind: Kind = kind
         self.has_biases = has_biases
+        self.over_time: OverTime | None = None
         self.step = Step(kind)
 
     def forward(
@@ -229,6 +232,8 @@ class RecurrentCell(nn.Module):
             run: Any = SINGLE_STEPS[self.kind]
             new_states = run(x, start, *parameters.flat)
             return new_states if self.kind == "lstm" else (new_states,)
+        if self.over_time is not None:
+            return self.over_time(self.step, x.unsqueeze(0), tuple(states), parameters, None, backwards=False)[1]
         projected = self.step.projection(x, parameters.w_ih, parameters.b_ih)
         result: tuple[Tensor, ...] = self.step.cell(projected, *states, *parameters.of_cell)
         return result

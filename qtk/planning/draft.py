@@ -19,6 +19,7 @@ from qtk.errors import SpecError
 from qtk.graph.absolute import absolute_values
 from qtk.graph.counts import Nature, natures
 from qtk.graph.flow import Flow, is_result, maker
+from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_row import Role
 from qtk.graph.op_table import RECURRENT, op_name
 from qtk.graph.sites import Port, edge_site, exclusion, is_float, ports, value_site
@@ -129,6 +130,11 @@ class Draft:
             kind = formula.kind if formula is not None else None
             self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind, op in self._adapters)
         return self._matchables[op]
+
+    def parts(self, composite: fx.Node) -> list[Matchable]:
+        """The layers of a recurrent net, in each direction, as rules with ``inside`` see them."""
+        names = dict.fromkeys(path.rpartition(".")[0] for path in nested_graphs(composite))
+        return [replace(self.matchable(composite), part=name) for name in names]
 
     def last_of(self, node: fx.Node) -> fx.Node:
         """The op whose output is that of the formula and the supergroup that ``node`` is in."""

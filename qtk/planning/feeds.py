@@ -22,6 +22,9 @@ from qtk.planning.patterns import PatternMatch
 LARGEST = frozenset(row.kind for row in ROWS.values() if row.feeding is Feeding.LARGEST)
 """Kinds of the ops that look for the largest values."""
 
+OUTPUT = frozenset({"output"})
+"""The name of what returns values."""
+
 
 class Feeds:
     """The names of the ops that each value of a graph feeds.
@@ -44,6 +47,8 @@ class Feeds:
 
     def through(self, reader: fx.Node, value: fx.Node) -> frozenset[str]:
         """The names of the ops that ``value`` feeds by way of one op that reads it, that op among them."""
+        if reader.op == "output":
+            return OUTPUT
         formula, row = self._formulas.get(reader), self._flow.row(reader)
         if formula is not None:
             return frozenset() if value in formula.nodes else frozenset({formula.kind})

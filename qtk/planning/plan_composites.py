@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from qtk.capture.composites import composite_called
+from qtk.core.granularity import PerBlock
 from qtk.graph.flow import maker
 from qtk.graph.graphs import nested_graphs
-from qtk.graph.sites import EXCLUDED, is_float, label, value_site
-from qtk.nn.recurrent import Recurrent
+from qtk.graph.sites import EXCLUDED, edge_site, is_float, label, ports, value_site
+from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.planning.draft import Draft
+from qtk.planning.recurrent_profiles import DYNAMIC, Profile
+from qtk.planning.rules import Matchable, to_spec
+
+PACKED = 4
+"""Position of the batch sizes among the arguments of a recurrent net that is called with packed sequences."""
 
 
 def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
@@ -20,7 +27,7 @@ def plan_composites(draft: Draft, run_passes: Callable[[Draft], None]) -> None:
 
     Requires: nothing.
     Ensures: ``nested`` has a finished draft for each such graph; ``misfits`` has their lines too. Where a rule says
-    ``inside: float``, all their values are in ``floats``.
+    ``inside: float``, all their values are in ``floats``; where it says ``dynamic``, all but what products read.
     """
     for node in draft.graph.nodes:
         if not label(node, EXCLUDED):
@@ -35,26 +42,67 @@ def _plan_composite(draft: Draft, node: fx.Node, run_passes: Callable[[Draft], N
     last = list(graphs)[-1]
     results = {last}.union(*(pair for pair in joined if last in pair))
     excluded = _excluded_reader(draft, node)
-    profile, said_by = draft.rules.inside(draft.matchable(node))
-    nested = {
-        path: Draft(graph.graph, draft.rules, draft.scheme, None, profile=profile,
-                    float_outputs=excluded if path in results else None)
-        for path, graph in graphs.items()
-    }
-    if profile == "float":
-        for inner in nested.values():
-            inner.floats |= {
-                value: f"inside is float by {said_by}" for value in inner.graph.nodes if _is_computed(value)
-            }
-        draft.nested[node] = list(nested.values())
-        return
-    for inner in nested.values():
-        run_passes(inner)
-        draft.misfits += inner.misfits
+    profiles = {part.part: _profile(draft, part) for part in draft.parts(node)}
+    nested: dict[str, Draft] = {}
+    for path, graph in graphs.items():
+        profile, reason = profiles[path.rpartition(".")[0]]
+        nested[path] = inner = Draft(
+            graph.graph, draft.rules, draft.scheme, None, profile=profile,
+            float_outputs=excluded if path in results else None,
+        )
+        if profile in ("float", "dynamic"):
+            inner.floats |= {value: f"inside is {reason}" for value in inner.graph.nodes if _is_computed(value)}
+            if profile == "dynamic":
+                _plan_products(inner, reason)
+        else:
+            run_passes(inner)
+            draft.misfits += inner.misfits
     for first, second in joined:
         if {first, second} <= nested.keys():
             _share_result(nested[first], nested[second])
     draft.nested[node] = list(nested.values())
+
+
+def _profile(draft: Draft, part: Matchable) -> tuple[Profile, str]:
+    """How the values in a part of a composite are quantized, and why."""
+    profile, said_by = draft.rules.inside(part)
+    missing = _without_kernel(draft, part.node) if profile == "dynamic" else None
+    if missing is not None:
+        return "float", f"float, for no dynamic kernel computes {missing}"
+    return profile, f"{profile} by {said_by}"
+
+
+def _without_kernel(draft: Draft, node: fx.Node) -> str | None:
+    """What ONNX Runtime has no kernel with dynamic quantization for; ``None`` if it has one for this net."""
+    composite, decisions = composite_called(node), draft.decisions(node)
+    if not isinstance(composite, Recurrent | RecurrentCell) or composite.kind != "lstm":
+        return composite.kind if isinstance(composite, Recurrent | RecurrentCell) else "attention"
+    if isinstance(composite, Recurrent) and composite.projected:
+        return "projected states"
+    if len(node.args) > PACKED:
+        return "packed sequences"
+    (data, *_) = ports(node)
+    if data.value.meta["val"].dtype != torch.float32:
+        return str(data.value.meta["val"].dtype).removeprefix("torch.")
+    activation, weight = (
+        to_spec(decision.setting, axes, 2) if decision.enabled else None
+        for decision, axes in ((draft.rules.activation, None), (decisions.weight, (0, 1)))
+    )
+    if activation is None or activation.dtype.name not in ("uint8", "int8"):
+        return f"activations of {'float' if activation is None else activation.dtype}"
+    if weight is None or weight.dtype.name != "int8" or isinstance(weight.granularity, PerBlock):
+        return f"weights of {'float' if weight is None else weight}"
+    return None
+
+
+def _plan_products(inner: Draft, reason: str) -> None:
+    """Quantizes what the products of a step multiply their weights with: the input, and the hidden state."""
+    decision = inner.rules.activation.overlaid(DYNAMIC, reason)
+    for node in inner.graph.nodes:
+        row = inner.flow.row(node)
+        for port in inner.flow.data_ports(node) if row is not None and row.multiplies else ():
+            spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
+            inner.edges[edge_site(port)] = inner.site_plan(spec, decision, f"input of {row.kind}")
 
 
 def _excluded_reader(draft: Draft, node: fx.Node) -> str | None:

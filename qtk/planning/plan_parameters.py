@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from qtk.core.dtypes import INT32
@@ -64,7 +66,8 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
     decisions = draft.decisions(node)
     for port in flow.weight_ports(node):
         axes = row.weight_axes(node, port.value) if row.weight_axes else None
-        _plan_parameter(draft, port, decisions.weight, axes, "weight", row.kind)
+        decision = decisions.weight if not _multiplies_floats(draft, port) else _with_all_codes(decisions.weight)
+        _plan_parameter(draft, port, decision, axes, "weight", row.kind)
     for port in flow.bias_ports(node):
         if flow.is_static(port.value):
             _plan_parameter(draft, port, decisions.bias, None, "bias", row.kind)
@@ -72,6 +75,19 @@ def _plan_op(draft: Draft, node: fx.Node) -> None:
         if flow.is_parameter(port.value) and not draft.divides(port) and not draft.counts(node):
             decision = draft.rules.activation if decisions.stream is None else decisions.output
             _plan_constant(draft, port, decision, row.kind)
+
+
+def _multiplies_floats(draft: Draft, port: Port) -> bool:
+    """Whether a weight is that of a layer of a recurrent net that computes in float."""
+    inside, weights = draft.nested.get(port.user, ()), port.user.args[port.arg]
+    if port.item is None or not inside or not isinstance(weights, (list, tuple)):
+        return False
+    return inside[port.item * len(inside) // len(weights)].profile == "float"
+
+
+def _with_all_codes(decision: Decision) -> Decision:
+    """Without the range that only integer sums need."""
+    return replace(decision, setting=decision.setting.model_copy(update={"reduced_range": None}))
 
 
 def _plan_formula(draft: Draft, node: fx.Node, formula: PatternMatch) -> None:

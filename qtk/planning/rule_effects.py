@@ -75,6 +75,8 @@ def _problems(
     effects: set[tuple[int, TensorRole]], gone: Mapping[Site, str],
 ) -> Iterator[str]:
     """What is wrong with one rule: its conditions, or each of its settings that decides nothing."""
+    if rule.inside is not None:
+        ops = [*ops, *((draft, part) for draft, op in ops if op.node in draft.nested for part in draft.parts(op.node))]
     matched = [(draft, op) for draft, op in ops if matches(rule, op)]
     conditions = f"rules[{index}] ({wanted(rule)})"
     paths = {path for _, op in ops for path in op.paths}

@@ -19,7 +19,7 @@ from qtk.core.spec import QuantSpec
 from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
-from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
+from qtk.graph.sites import COMPOSITE, OWNER, join, label, value_site
 from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
@@ -38,6 +38,7 @@ class Matchable:
         feeds: the names of the ops that its value feeds.
         kind: the op kind to match it as; ``None``: its own.
         in_adapter: whether it belongs to an adapter.
+        part: name of one of its parts, which rules may match by a path of its own; ``""``: all of it.
     """
 
     node: fx.Node
@@ -45,6 +46,7 @@ class Matchable:
     feeds: frozenset[str] = frozenset()
     kind: str | None = None
     in_adapter: bool = False
+    part: str = ""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -54,10 +56,11 @@ class Matchable:
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 
     @cached_property
-    def paths(self) -> tuple[str, str]:
-        """The paths by which rules match the op: of its module, and its own."""
-        owner = re.sub(r"@\d+", "", label(self.node, OWNER) or "")
-        return owner, value_site(self.node).name.partition(":")[0]
+    def paths(self) -> tuple[str, ...]:
+        """The paths by which rules match the op: of its module, its own, and that of its part."""
+        place = value_site(self.node).name.partition(":")[0]
+        own = re.sub(r"@\d+", "", label(self.node, OWNER) or ""), place
+        return (*own, join(re.sub(r"@\d+", "", place), self.part)) if self.part else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class Rules:
         return OpDecisions(weight, bias, incoming, outgoing, stream)
 
     def inside(self, composite: Matchable) -> tuple[Profile, str]:
-        """How the values inside a composite are quantized, and the rule that says so."""
+        """How the values inside a composite, or a part of it, are quantized, and the rule that says so."""
         profile, reason = DEFAULT, "defaults"
         for index, rule in enumerate(self.config.rules):
             if rule.inside is not None and matches(rule, composite):

@@ -20,6 +20,8 @@ class Trial:
         drop: by how much the metric is below float's; ``None`` if it was not measured.
         kept: whether later trials build on it.
         reason: why it was not kept; ``None`` if it was.
+        size_bytes: of the parameters, as they are stored; ``None`` if the trial failed.
+        latency_ms: of one call in the runtime; ``None`` if it was not measured.
     """
 
     step: str
@@ -28,6 +30,8 @@ class Trial:
     drop: float | None = None
     kept: bool = False
     reason: str | None = None
+    size_bytes: int | None = None
+    latency_ms: float | None = None
 
 
 @dataclass(slots=True)
@@ -60,10 +64,13 @@ class Account:
     def table(self) -> Table:
         """One row for each trial."""
         columns = (Column("tried"), Column("drop", number=True), Column("held-out SQNR, dB", number=True),
+                   Column("size, MB", number=True), Column("latency, ms", number=True),
                    Column("time, s", number=True), Column("result"))
         rows = tuple(
             (trial.step, "–" if trial.drop is None else f"{trial.drop:.4g}",
              "–" if trial.sqnr_db is None else "∞" if trial.sqnr_db == math.inf else f"{trial.sqnr_db:.1f}",
+             "–" if trial.size_bytes is None else f"{trial.size_bytes / 1e6:.3g}",
+             "–" if trial.latency_ms is None else f"{trial.latency_ms:.3g}",
              f"{trial.seconds:.1f}", "kept" if trial.reason is None else trial.reason)
             for trial in self.trials
         )

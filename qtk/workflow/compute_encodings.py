@@ -15,7 +15,8 @@ from qtk.workflow.check import check
 from qtk.workflow.dropped_sites import dropped_sites_back
 from qtk.workflow.rewrite import Configurable, replan_simulation
 from qtk.workflow.uneven_merges import UnevenValues, uneven_values
-from qtk.workflow.width_check import warn_of_unheld
+from qtk.workflow.unheld_steps import unheld_steps, with_float_steps
+from qtk.workflow.width_check import SiteSamples, warn_of_unheld
 
 
 def compute_encodings(
@@ -24,17 +25,22 @@ def compute_encodings(
     """Computes every encoding that is not frozen, or those of ``sites``, or missing ones, as ``QuantSim`` says.
 
     Where all are computed, from data that can be run again, merges whose operands differ too much in range get rules
-    of their own (``uneven_values``), in front of all rules, and what these change is calibrated again.
+    of their own (``uneven_values``), in front of all rules, and what these change is calibrated again. Layers of
+    recurrent nets whose input 8 bits do not hold are computed in float (``unheld_steps``).
     """
     computes_all = sites is None and not only_missing
     with dropped_sites_back(sim) if computes_all else nullcontext():
         selected = sites_to_calibrate(sim.simulation, sites, only_missing=only_missing)
         sim.simulation, samples = calibrate(sim.simulation, selected, data)
-    rules = _rules_apart(uneven_values(samples, sim.simulation), sim.simulation) if computes_all else []
+    rules = _rules_of_data(samples, sim.simulation) if computes_all else []
     new = [rule for rule in rules if rule not in sim.config.rules]
     if computes_all and (new := _agreed(new, runs_again=not isinstance(data.batches, Iterator))):
-        replan_simulation(sim, sim.config.model_copy(update={"rules": (*new, *sim.config.rules)}))
+        inside = [rule for rule in new if rule.inside is not None]
+        first = tuple(rule for rule in new if rule.inside is None)
+        config = with_float_steps(sim.config, inside)
+        replan_simulation(sim, config.model_copy(update={"rules": (*first, *config.rules)}))
         missing = sites_to_calibrate(sim.simulation, only_missing=True)
+        missing = {site: plan for site, plan in missing.items() if not plan.spec.dynamic}  # these have been watched
         sim.simulation, later = calibrate(sim.simulation, missing, data)
         samples |= later
     warn_of_unheld(samples, sim.simulation)
@@ -43,14 +49,20 @@ def compute_encodings(
 
 
 def _agreed(rules: list[Rule], *, runs_again: bool) -> list[Rule]:
-    """The rules that the data of any rank ask for, in the order of the ranks; none if those of one run once alone."""
+    """The rules that the data of any rank ask for, in the order of the ranks.
+
+    Where the data of one run once alone, those that need no other run: what they quantize less needs no range.
+    """
     shares = exchanged((rules, runs_again), None) if several_ranks() else [(rules, runs_again)]
-    if not all(again for _, again in shares):
-        return []
     union: list[Rule] = []
     for found, _ in shares:
         union += [rule for rule in found if rule not in union]
-    return union
+    runs_again = all(again for _, again in shares)
+    return [rule for rule in union if runs_again or rule.inside is not None]
+
+
+def _rules_of_data(samples: SiteSamples, simulation: Simulation) -> list[Rule]:
+    return _rules_apart(uneven_values(samples, simulation), simulation) + unheld_steps(samples, simulation)
 
 
 def _rules_apart(uneven: UnevenValues, simulation: Simulation) -> list[Rule]:

@@ -23,6 +23,7 @@ from qtk.capture.signature import values_of
 from qtk.capture.states import states_of
 from qtk.capture.tracing_lock import TRACING
 from qtk.config.load import load_config
+from qtk.config.runtime import Runtime
 from qtk.config.shipped import shipped_names
 from qtk.core.encoding import Encoding
 from qtk.core.site import Site
@@ -244,11 +245,13 @@ def _onnx(
             if run:
                 raise ExportError(f"{reason}; check=False writes the file for another runtime")
             warnings.warn(reason, stacklevel=2)
-    int16_sums = _may_run_without_vnni(simulation.target)
+    runtime = _runtime(simulation.target)
+    int16_sums = runtime is None or runtime.int16_sums  # also if it is for no runtime in particular
+    contrib_operators = runtime is not None and runtime.contrib_operators
     for path, (graph, call) in calls.items():
         file = folder / onnx_name(path)
         rounded = qdq.export(graph, call, file, opset=opset, target=simulation.target, output_names=output_names,
-                             int16_sums=int16_sums, state_codes=state_codes)
+                             int16_sums=int16_sums, state_codes=state_codes, contrib_operators=contrib_operators)
         if rounded:
             warnings.warn(f"{file.name}: ONNX Runtime has no float64 kernel of {', '.join(rounded)} on the CPU, which "
                           "the file computes in float32, between casts that take time: simulate and export "
@@ -264,7 +267,8 @@ def _onnx(
             f"{saturation_remedy(opens=all(session.opens_in_exact_mode(folder / onnx_name(path)) for path in calls))}",
             stacklevel=2,
         )
-    names = [name for graph, _ in calls.values() for name in float_inputs.weights_of_floats(graph)]
+    names = [name for graph, _ in calls.values()
+             for name in float_inputs.weights_of_floats(graph, contrib_operators=contrib_operators)]
     if names:
         others = f" and {len(names) - 1} other weights" if names[1:] else ""
         warnings.warn(
@@ -286,10 +290,9 @@ def _run(calls: Mapping[str, tuple[fx.GraphModule, Call]], folder: Path) -> None
             warnings.warn(f"{onnx_name(path)} was written, but {line}", stacklevel=2)
 
 
-def _may_run_without_vnni(target: str | None) -> bool:
-    """Also if it is for no runtime in particular."""
-    runtime = load_config(target).runtime if target in shipped_names("targets") else None
-    return runtime is None or runtime.int16_sums
+def _runtime(target: str | None) -> Runtime | None:
+    """The runtime of a shipped target; ``None`` for others."""
+    return load_config(target).runtime if target in shipped_names("targets") else None
 
 
 def _pt2e(simulation: Simulation, example_inputs: ExampleInputs, folder: Path) -> None:

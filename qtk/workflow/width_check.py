@@ -33,6 +33,7 @@ from qtk.graph.site_calls import SiteCalls
 from qtk.numerics.affine import fake_quantize
 from qtk.numerics.error import decibels
 from qtk.observers.observer import Observer
+from qtk.ops.simulate import simulate_dynamic
 from qtk.quantizers.quantizer import Quantizer
 from qtk.report.table import Column, Table
 from qtk.workflow.large_exponents import large_exponents
@@ -93,6 +94,7 @@ class SiteSamples:
         self._calls = SiteCalls(simulation, quantizers)
         self._members = MemberSamples(simulation, quantizers)
         self._values: dict[Site, list[Tensor]] = defaultdict(list)
+        self._rounded: dict[Site, list[Tensor]] = defaultdict(list)
         self._seen: dict[Site, int] = defaultdict(int)
 
     @contextmanager
@@ -120,6 +122,7 @@ class SiteSamples:
         both._values = defaultdict(list, {**self._values, **later._values})
         both._members = copy(self._members)
         both._members.values = {**self._members.values, **later._members.values}
+        both._rounded = defaultdict(list, {**self._rounded, **later._rounded})
         return both
 
     def unheld(self, simulation: Simulation) -> list[UnheldSite]:
@@ -149,6 +152,17 @@ class SiteSamples:
                     others = ", ".join(other for other in members if other != name)
                     yield replace(judged, name=f"{site.name} of {name}",
                                   reason=f"{judged.reason}, as it shares a range with {others}")
+    def is_held_at_run_time(self, site: Site, bits: int) -> bool:
+        """Whether a width holds the values of a site that is quantized dynamically, as far as was seen.
+
+        It does not, whatever their SQNR, where most of them become 0: the small ones may be a feature of their own.
+        """
+        if not self._rounded.get(site):
+            return True
+        values, rounded = (torch.cat(kept[site]).float() for kept in (self._values, self._rounded))
+        is_finite = values.isfinite()
+        loss = _Loss.of(values[is_finite], rounded[is_finite])
+        return loss.reason(bits) is None and loss.zeroed <= ZEROED
 
     def largest(self, site: Site) -> float:
         """The largest absolute value that was kept of a site; 0 if none was."""
@@ -181,6 +195,8 @@ class SiteSamples:
         seen = self._seen[site]
         if x.numel() and (seen <= CALLS or seen & (seen - 1) == 0):
             self._values[site].append(_some(x.detach()))
+            if quantizer.spec.dynamic:
+                self._rounded[site].append(_some(simulate_dynamic(x.detach(), quantizer.spec)))
 
 
 class _Sampled:
@@ -234,25 +250,48 @@ def _judged(
     if low == high:
         return _constant(site, float(low), states) if site.port == "input" and values.numel() > 1 else None
     rounded = fake_quantize(values, encoding.scale, encoding.zero_point, (), int(spec.qmin), int(spec.qmax))
-    noise = float((rounded - values).double().square().sum())
-    sqnr_db = decibels(float(values.double().square().sum()), noise)
-    zeroed = float(((rounded == 0) & (values != 0)).sum()) / max(int((values != 0).sum()), 1)
+    loss = _Loss.of(values, rounded)
     codes = int(rounded.unique().numel())  # type: ignore[no-untyped-call]
     shared = f", as it shares a range with {plan.leader.name}" if plan.leader is not None else ""
     width = int(spec.qmax - spec.qmin) + 1
-    if codes < FEWEST_CODES and width >= 8 * FEWEST_CODES and sqnr_db < FINE_DB:
+    if codes < FEWEST_CODES and width >= 8 * FEWEST_CODES and loss.sqnr_db < FINE_DB:
         reason = f"reaches {codes} of {width} codes{shared}"
-    elif sqnr_db < min(6.02 * bits - BELOW_FULL_DB, HIGHEST_DB):
-        reason = f"{bits} bits leave {sqnr_db:.1f} dB{shared}"
-    elif zeroed > ZEROED and sqnr_db < FINE_DB:
-        reason = f"{zeroed:.0%} of its values become 0{shared}"
+    elif (found := loss.reason(bits)) is not None:
+        reason = f"{found}{shared}"
     elif exponent is not None:
         reason = exponent
     else:
         return None
     return UnheldSite(
-        site.name, sqnr_db, zeroed, codes, reason, _rule(plan.leader or site, "float" if shared else precise)
+        site.name, loss.sqnr_db, loss.zeroed, codes, reason, _rule(plan.leader or site, "float" if shared else precise)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What values lose that are rounded.
+
+    Args:
+        sqnr_db: their SQNR.
+        zeroed: share of the values other than 0 that become 0.
+    """
+
+    sqnr_db: float
+    zeroed: float
+
+    @classmethod
+    def of(cls, values: Tensor, rounded: Tensor) -> _Loss:
+        noise = float((rounded - values).double().square().sum())
+        zeroed = float(((rounded == 0) & (values != 0)).sum()) / max(int((values != 0).sum()), 1)
+        return cls(decibels(float(values.double().square().sum()), noise), zeroed)
+
+    def reason(self, bits: int) -> str | None:
+        """What is wrong with so many bits; ``None`` if they hold the values."""
+        if self.sqnr_db < min(6.02 * bits - BELOW_FULL_DB, HIGHEST_DB):
+            return f"{bits} bits leave {self.sqnr_db:.1f} dB"
+        if self.zeroed > ZEROED and self.sqnr_db < FINE_DB:
+            return f"{self.zeroed:.0%} of its values become 0"
+        return None
 
 
 def _constant(site: Site, value: float, states: Mapping[str, int] | None) -> UnheldSite:

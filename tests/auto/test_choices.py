@@ -6,7 +6,8 @@ import pytest
 
 from qtk.auto.choices import Choices
 
-ALL = Choices("mse(steps=20)", ("equalize", "smooth_quant"), ("gptq", "bias_correction"), ("0.fc:out", "ü \"x\""))
+ALL = Choices("mse(steps=20)", ("equalize", "smooth_quant"), ("gptq", "bias_correction"), ("0.fc:out", "ü \"x\""),
+              dynamic=True)
 
 
 @pytest.mark.parametrize("choices", [Choices("min_max"), Choices(""), Choices("mse", precise=("a",)), ALL])
@@ -20,10 +21,11 @@ def test_every_field_has_its_key():
     assert ALL.to_json() == {
         "scheme": "mse(steps=20)", "transforms": ["equalize", "smooth_quant"],
         "layerwise": ["gptq", "bias_correction"], "precise": ["0.fc:out", "ü \"x\""],
+        "dynamic": True,
     }
 
 
-@pytest.mark.parametrize("key", ["scheme", "transforms", "layerwise", "precise"])
+@pytest.mark.parametrize("key", ["scheme", "transforms", "layerwise", "precise", "dynamic"])
 def test_a_record_without_a_key_is_refused(key):
     record = {name: value for name, value in ALL.to_json().items() if name != key}
     with pytest.raises(KeyError, match=key):

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from qtk.auto.choices import Choices
-from qtk.auto.ladder import CHAINS, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
+from qtk.auto.ladder import CHAINS, DYNAMIC, MOST_PRECISE, SCHEMES, TRANSFORMS, ladder
 
 PLAIN = Choices("min_max")
 
 
-def run(keeps, sites=(), first=PLAIN):
+def run(keeps, sites=(), first=PLAIN, **options):
     """Every step of a run that keeps the choices of which ``keeps`` is true."""
     kept, steps = [first], []
-    for step, choices in ladder(lambda: kept[-1], lambda: sites):
+    for step, choices in ladder(lambda: kept[-1], lambda: sites, **options):
         steps.append((step, choices))
         if keeps(choices):
             kept.append(choices)
@@ -63,3 +63,15 @@ def test_what_is_kept_counts_from_the_next_trial_on():
     assert [choices for step, choices in seen if step == TRANSFORMS[0]] == [Choices("mse", TRANSFORMS[:1])]
     chains = [choices for _, choices in seen if choices.layerwise]
     assert chains == [replace(Choices("mse"), layerwise=chain) for chain in CHAINS]  # which replace each other
+
+
+@pytest.mark.parametrize(("is_early", "place"), [(True, 0), (False, -2)])
+def test_dynamic_quantization_comes_first_where_it_keeps_integers_and_else_before_precise_sites(is_early, place):
+    steps = [step for step, _ in ladder(lambda: PLAIN, lambda: ["a"], lambda: is_early)]
+    assert steps.count(DYNAMIC) == 1
+    assert steps[place] == DYNAMIC
+
+
+def test_later_trials_build_on_dynamic_quantization_that_was_kept():
+    steps = run(lambda choices: choices == replace(PLAIN, dynamic=True), ["a"], dynamic=lambda: True)
+    assert all(choices.dynamic for _, choices in steps)

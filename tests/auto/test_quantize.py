@@ -250,3 +250,32 @@ def test_pairs_go_through_forward_everywhere():
 def test_mistakes_are_named(settings, match):
     with pytest.raises((CalibrationError, ConfigError), match=match):
         qtk.quantize(model(), **{"data": BATCHES, "progress": False, **settings})
+
+
+def outliers():
+    """Layers whose input has a wide range in one batch alone, so that one range for all batches loses the others."""
+    torch.manual_seed(0)
+    data = [batch * (1000.0 if index == 1 else 1.0) for index, batch in enumerate(BATCHES)]
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval(), data
+
+
+@pytest.mark.medium
+def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain_calibration():
+    net, data = outliers()
+    sim, account = qtk.quantize(net, data, progress=False)
+    assert [trial.step for trial in account.trials] == ["plain calibration", "dynamic quantization"]
+    assert account.reached
+    assert "dynamic quantization" in account.end
+    assert sim.quantizers["0:in[0]"].spec.dynamic
+    assert all(trial.size_bytes > 0 and trial.latency_ms > 0 for trial in account.trials)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("options", [
+    {"target": "default"}, {"activation_bits": 16},
+    {"target": {"version": 1, "extends": "onnxruntime", "exclude": ["2"]}},
+])
+def test_it_is_not_tried_where_the_runtime_has_none_or_the_config_is_ones_own(options):
+    net, data = outliers()
+    _, account = qtk.quantize(net, data, max_drop=-1.0, time_limit=1.0, progress=False, **options)
+    assert "dynamic quantization" not in [trial.step for trial in account.trials]

@@ -1,6 +1,8 @@
 """A rule for one site sets it, on every model of the zoo, whatever kind of value it is."""
 
 import pytest
+import torch
+from torch import nn
 
 import qtk
 from qtk.auto.site_rules import SiteRules
@@ -37,3 +39,18 @@ def test_constants_that_are_no_weights_cannot_be_set_alone():
     assert "pos_embed" in sim.quantizers
     assert "pos_embed" not in names
     assert "patch.weight" in names
+
+
+@pytest.mark.medium
+def test_what_a_layer_of_a_recurrent_net_quantizes_at_run_time_is_set_with_all_of_it():
+    x = torch.randn(5, 2, 4)
+    model = nn.LSTM(4, 3, 2).eval()
+    sim = qtk.QuantSim(model, x, config="onnxruntime")
+    rules = SiteRules(sim.simulation)
+    assert rules.steps == ["lstm.l0", "lstm.l1"]
+    assert not [site for site in rules.sites if ".l0" in site.name]
+    names = rules.names()
+    assert names["lstm.l1.projection:in[0]"] == names["lstm.l1.cell.hidden_projection:in[0]"] == "lstm.l1"
+    plan = qtk.QuantSim(model, x, config=rules.precise(sim.config, ["lstm.l1"], "float")).plan
+    inside = {site.name for site in plan if ".l" in site.name}
+    assert inside == {"lstm.l0.projection:in[0]", "lstm.l0.cell.hidden_projection:in[0]"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import qtk
 from qtk.auto.choices import Choices
@@ -91,3 +92,25 @@ def test_batches_go_through_forward():
     choices = Choices("mse", ("smooth_quant",), ("bias_correction",))
     assert torch.equal(outputs(trials.simulation(choices).model), outputs(builder().simulation(choices).model))
     assert trials.ranking(Choices("mse")) == builder().ranking(Choices("mse"))
+
+
+class Patches(nn.Module):
+    """A convolution of a share of the multiplications, and layers."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(4, channels, 1), nn.Linear(32, 400)
+
+    def forward(self, x):
+        return self.head(self.conv(x.view(-1, 4, 4)).flatten(1)[:, :32])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("channels", "keeps"), [(8, True), (800, False)])
+def test_integers_are_kept_if_convolutions_make_few_of_the_products(channels, keeps):
+    model = qtk.prepare_model(Patches(channels).eval(), BATCHES[0])
+    trials = TrialBuilder(model, BATCHES[0], load_config("onnxruntime"), 8, 8, BATCHES, dynamic=load_config("dynamic"))
+    assert trials.keeps_integers(trials.simulation(Choices("min_max"))) is keeps
+    dynamic = trials.simulation(Choices("min_max", dynamic=True))
+    assert dynamic.config == load_config("dynamic")
+    assert dynamic.quantizers["head:in[0]"].spec.dynamic

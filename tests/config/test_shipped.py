@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from qtk.config import shipped as module
+from qtk.config.load import load_config
 from qtk.config.shipped import shipped, shipped_names
 from qtk.errors import ConfigError
 
@@ -25,3 +26,13 @@ def test_an_installed_package_holds_them_inside(tmp_path, monkeypatch):
     (inside / "mine.yaml").write_text("version: 1\n")
     monkeypatch.setattr(module, "files", lambda package: Path(tmp_path) / package)
     assert shipped("targets", "mine") == inside / "mine.yaml"
+
+
+@pytest.mark.parametrize("name", shipped_names("targets"))
+def test_a_target_names_one_for_its_runtime_that_is_dynamic(name):
+    runtime = load_config(name).runtime
+    if runtime is not None and runtime.dynamic is not None:
+        other = load_config(runtime.dynamic)
+        assert other.runtime is not None
+        assert other.runtime.contrib_operators == runtime.contrib_operators
+        assert other.defaults.activation.dynamic

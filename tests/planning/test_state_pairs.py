@@ -42,7 +42,8 @@ def test_a_state_of_several_layers_shares_one_encoding_with_all():
 
 @pytest.mark.medium
 def test_where_the_net_is_float_inside_its_output_is_the_other_end():
-    found = leaders(Stream(nn.GRU), (X, torch.zeros(1, 2, 8)), states={"h": 1}, config="onnxruntime")
+    config = {"version": 1, "rules": [{"match": {"op": "gru"}, "inside": "float"}]}
+    found = leaders(Stream(nn.GRU), (X, torch.zeros(1, 2, 8)), states={"h": 1}, config=config)
     assert found["h:input"] == "net:out[1]"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from qtk.report.account import Account, Trial
 
-KEPT = Trial("plain calibration", 1.25, 20.0, 0.5, kept=True)
+KEPT = Trial("plain calibration", 1.25, 20.0, 0.5, kept=True, size_bytes=1_234_567, latency_ms=0.5)
 WORSE = Trial("ranges by mse", 0.04, 19.96, None, reason="the error of the outputs does not fall")
 FAILED = Trial("equalize", 0.0, reason="failed: ValueError: no luck")
 
@@ -40,10 +40,10 @@ def test_every_trial_has_its_row():
     equal = Trial("float", 0.0, math.inf, 0.0, kept=True)
     table = account(KEPT, WORSE, FAILED, equal, max_drop=0.01).table()
     assert table.rows == (
-        ("plain calibration", "0.5", "20.0", "1.2", "kept"),
-        ("ranges by mse", "–", "20.0", "0.0", "the error of the outputs does not fall"),
-        ("equalize", "–", "–", "0.0", "failed: ValueError: no luck"),
-        ("float", "0", "∞", "0.0", "kept"),
+        ("plain calibration", "0.5", "20.0", "1.23", "0.5", "1.2", "kept"),
+        ("ranges by mse", "–", "20.0", "–", "–", "0.0", "the error of the outputs does not fall"),
+        ("equalize", "–", "–", "–", "–", "0.0", "failed: ValueError: no luck"),
+        ("float", "0", "∞", "–", "–", "0.0", "kept"),
     )
     assert table.title == "drop of top1, at most 0.01 asked"
 

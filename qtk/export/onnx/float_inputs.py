@@ -10,21 +10,28 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from qtk.capture.composites import composite_called
 from qtk.export.simulated_sites import simulated_sites
 from qtk.graph.flow import Flow, maker
 from qtk.graph.graphs import nested_graphs, with_nested
 from qtk.graph.insert import quantizer_called
 from qtk.graph.op_row import Product
+from qtk.nn.recurrent import Recurrent
 
 
-def weights_of_floats(model: fx.GraphModule) -> list[str]:
-    """The sites of the weights of linear layers and matrix products that are multiplied with values in float."""
+def weights_of_floats(model: fx.GraphModule, *, contrib_operators: bool = False) -> list[str]:
+    """The sites of the weights of linear layers and matrix products that are multiplied with values in float.
+
+    Args:
+        model: the simulation.
+        contrib_operators: as for ``qdq.export``: cells of recurrent nets are one operator then, too.
+    """
     constants = {site.node: site.name for site in simulated_sites(model) if site.constant is not None}
-    names = (name for graph in with_nested(model) for name in _in_graph(graph, constants))
+    names = (name for graph in with_nested(model) for name in _in_graph(graph, constants, contrib_operators))
     return list(dict.fromkeys(names))
 
 
-def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str]) -> Iterator[str]:
+def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str], contrib_operators: bool) -> Iterator[str]:
     flow = Flow(graph.graph)
     for node, name in constants.items():
         if node.graph is not graph.graph:
@@ -33,6 +40,9 @@ def _in_graph(graph: fx.GraphModule, constants: dict[fx.Node, str]) -> Iterator[
             row = flow.row(port.user) if port.user.op != "output" else None
             if row is None or row.product not in (Product.OUT_IN, Product.IN_OUT) or port.arg not in row.weights:
                 continue
+            composite = composite_called(port.user)
+            if isinstance(composite, Recurrent) or (contrib_operators and composite is not None):
+                continue  # one operator, or a loop, whose weights are dequantized when the file is loaded
             if not all(_is_quantized(flow, data.value) for data in flow.data_ports(port.user)):
                 yield name
 

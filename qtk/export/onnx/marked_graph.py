@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -18,7 +18,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from onnxscript import optimizer, values
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.common import mul_by_1_rule
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import Dim
 
 from qtk.capture.calls import Call
@@ -37,22 +37,20 @@ from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
 from qtk.export.onnx.padded_sequences import pad_sequences, takes_packed
-from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
+from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.graph.written_buffers import buffer_values, is_write, written_buffers
 from qtk.nn.eval_mode import evaluating
-from qtk.nn.recurrent import Recurrent
+from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.tap import Tap
 from qtk.torch_private import onnx_translations_kept, pytree
 
-DOMAIN, MARKER = "qtk", "FakeQuantize"
-
-ONE_OPERATOR = ("lstm", "gru")
-"""Kinds of recurrent nets that torch's exporter translates."""
+DOMAIN, MARKER, DYNAMIC_LSTM = "qtk", "FakeQuantize", "DynamicLSTM"
+"""Of the operators that stand for others until a file is complete."""
 
 _TRANSLATED = torch.ops.aten.lstm.input, torch.ops.aten.gru.input
 
@@ -90,10 +88,13 @@ def trace(
     example_inputs: ExampleInputs | Call,
     *,
     opset: int,
+    contrib_operators: bool = False,
 ) -> MarkedGraph:
     """Exports ``model`` in eval mode with a marker for each of ``sites``; the model is not changed.
 
     Dimensions that are symbolic in the prepared graph stay dynamic. The buffers that it writes are inputs and outputs.
+    With ``contrib_operators``, layers of recurrent nets that ONNX Runtime has an operator of its own for are nodes
+    ``qtk::DynamicLSTM`` (``dynamic_lstms``).
 
     Raises: ExportError if torch cannot export the graph, or not to this opset; CaptureError if the inputs are not
         nested as those the model was prepared with.
@@ -101,8 +102,7 @@ def trace(
     sites = list(sites)
     _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
-        flat = _marked(model, {site.node: site.name for site in sites},
-                       [site.name for site in sites if _is_by_element(site)])
+        flat = _marked(model, {site.node: site for site in sites}, contrib_operators=contrib_operators)
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         leaves = input_leaves(model.graph, *split_inputs(example_inputs))
         program = _export(flat, [*leaves, *buffer_values(model).values()], free)
@@ -111,10 +111,12 @@ def trace(
     return MarkedGraph(graph, _input_names(model, program, graph), tuple(signature.outputs), equal_axes(model))
 
 
-def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Collection[str]) -> fx.GraphModule:
+def _marked(
+    model: fx.GraphModule, sites: Mapping[fx.Node, SimulatedSite], *, contrib_operators: bool
+) -> fx.GraphModule:
     """A graph module with the same parameters, flat inputs, tensors as flat outputs, and markers instead of quantizers.
 
-    Quantizers that are not in ``sites`` are removed. ``followed``: see ``pad_sequences``.
+    Quantizers that are not in ``sites`` are removed.
     """
     graph = copy.deepcopy(model.graph)
     graph.set_codegen(fx.graph.CodeGen())
@@ -128,9 +130,17 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
     flat = fx.GraphModule(model, graph)
     for node in model.graph.nodes:
         composite = composite_called(node)
-        if composite is not None:
-            flat.set_submodule(str(node.target), _marked_composite(composite, sites))
-    pad_sequences(flat, followed)
+        if composite is None:
+            continue
+        copied = _marked_composite(composite, sites)
+        if isinstance(copied, Recurrent):
+            copied.over_time = step_operators(node, copied, sites, contrib_operators=contrib_operators)
+            copied.packed_kernel = PADDED_KERNELS.get(copied.kind)
+        elif isinstance(copied, RecurrentCell) and contrib_operators and copied.kind in ONE_OPERATOR:
+            copied.over_time = step_operators(node, copied, sites, contrib_operators=True)
+            copied.add_module("active_tap", _ActiveTap())
+        flat.set_submodule(str(node.target), copied)
+    pad_sequences(flat, [site.name for site in sites.values() if _is_by_element(site)])
     return flat
 
 
@@ -152,8 +162,8 @@ def _pass_buffers(graph: fx.Graph) -> None:
         next(iter(graph.nodes)).prepend(node)
 
 
-def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Module:
-    """A copy with markers inside, its loop over time one op; a composite without markers is exported as one op.
+def _marked_composite(module: Composite, sites: Mapping[fx.Node, SimulatedSite]) -> Composite:
+    """A copy with markers inside; a composite without markers is exported as one op.
 
     torch's exporter has no ONNX operator for plain RNNs, and drops the projections of LSTMs.
     """
@@ -165,8 +175,6 @@ def _marked_composite(module: Composite, sites: Mapping[fx.Node, str]) -> nn.Mod
         after.recompile()
     if has_markers or (isinstance(module, Recurrent) and not _is_one_operator(module)):
         copied.add_module("active_tap", _ActiveTap())
-    if isinstance(copied, Recurrent):
-        copied.over_time, copied.packed_kernel = scan_over_time, PADDED_KERNELS.get(copied.kind)
     return copied
 
 
@@ -181,7 +189,7 @@ class _ActiveTap(Tap):
 
 
 def _mark_sites(
-    module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, str]
+    module: fx.GraphModule, node_in_copy: Mapping[fx.Node, fx.Node], sites: Mapping[fx.Node, SimulatedSite]
 ) -> bool:
     """Replaces the quantizers in a copy of the graph of ``module`` by markers; those not in ``sites`` are removed.
 
@@ -195,7 +203,8 @@ def _mark_sites(
         assert isinstance(replacement, fx.Node)
         if call in sites:
             with copied.inserting_before(node):
-                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, (replacement, sites[call]))
+                marked = (replacement, sites[call].name)
+                replacement = copied.call_function(torch.ops.qtk.quantized_site.default, marked)
         node.replace_all_uses_with(replacement)
         copied.erase_node(node)
     return any(call in sites for call in calls)
@@ -233,8 +242,8 @@ def _export(
 
 def _translate(program: torch.export.ExportedProgram, opset: int) -> ir.Model:
     table: dict[Callable[..., object], Callable[..., object]] = {
-        torch.ops.qtk.quantized_site.default: _mark, **TRANSLATIONS, **OF_LENGTHS,
-        **grouped_matmul_translations(program),
+        torch.ops.qtk.quantized_site.default: _mark, torch.ops.qtk.dynamic_lstm.default: _dynamic_lstm,
+        **TRANSLATIONS, **OF_LENGTHS, **grouped_matmul_translations(program),
     }
     try:
         # it traces the program again to decompose it
@@ -274,20 +283,37 @@ def _mark(value: object, site: str) -> object:
     return values.Op(values.Opset(DOMAIN, 1), MARKER, _SCHEMA)(value, site=site)
 
 
-def _schema() -> onnx.defs.OpSchema:
+def _dynamic_lstm(
+    x: object, hidden: object, cell: object, w_ih: object, w_hh: object, b_ih: object, b_hh: object, backwards: bool
+) -> object:
+    inputs = (x, hidden, cell, w_ih, w_hh, b_ih, b_hh)
+    return values.Op(values.Opset(DOMAIN, 1), DYNAMIC_LSTM, _LSTM_SCHEMA)(*inputs, backwards=int(backwards))
+
+
+def _schema(
+    name: str, inputs: Sequence[str], results: Sequence[str], attribute: onnx.defs.OpSchema.Attribute
+) -> onnx.defs.OpSchema:
+    """The schema of an operator on floats; inputs whose name ends with ``?`` are optional."""
     schema = onnx.defs.OpSchema
+    option = {False: schema.FormalParameterOption.Single, True: schema.FormalParameterOption.Optional}
     return schema(
-        MARKER,
+        name,
         DOMAIN,
         1,
-        inputs=[schema.FormalParameter("value", "T")],
-        outputs=[schema.FormalParameter("result", "T")],
+        inputs=[schema.FormalParameter(each.rstrip("?"), "T", param_option=option[each.endswith("?")])
+                for each in inputs],
+        outputs=[schema.FormalParameter(each, "T") for each in results],
         type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"], "")],
-        attributes=[schema.Attribute("site", schema.AttrType.STRING)],
+        attributes=[attribute],
     )
 
 
-_SCHEMA = _schema()
+_OF = onnx.defs.OpSchema
+_SCHEMA = _schema(MARKER, ["value"], ["result"], _OF.Attribute("site", _OF.AttrType.STRING))
+_LSTM_SCHEMA = _schema(
+    DYNAMIC_LSTM, ["x", "hidden", "cell", "w_ih", "w_hh", "b_ih?", "b_hh?"], ["output", "last_hidden", "last_cell"],
+    _OF.Attribute("backwards", _OF.AttrType.INT),
+)
 _MULTIPLIED_BY_ONE = mul_by_1_rule.commute()
 """``addcmul`` is translated to a product with its factor, which is 1."""
 

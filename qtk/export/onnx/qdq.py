@@ -24,6 +24,7 @@ from qtk.capture.signature import output_nodes
 from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.onnx.default_attributes import drop_default_attributes
+from qtk.export.onnx.dynamic_lstms import write_dynamic_lstms
 from qtk.export.onnx.file_contents import TARGET
 from qtk.export.onnx.file_states import write_states
 from qtk.export.onnx.marked_graph import MarkedGraph, trace
@@ -61,6 +62,7 @@ def export(
     output_names: Sequence[str] | None = None,
     int16_sums: bool = False,
     state_codes: bool = False,
+    contrib_operators: bool = False,
 ) -> tuple[str, ...]:
     """Writes a simulated model as ONNX; its dynamic dimensions stay dynamic.
 
@@ -76,6 +78,7 @@ def export(
         output_names: names of the outputs that the model returns, in order; ``None``: see ``output_nodes``.
         int16_sums: whether the file may run on x86 without VNNI, in ONNX Runtime's exact mode (``separate_weights``).
         state_codes: whether states are inputs and outputs as codes (``qtk.export.onnx.state_codes``).
+        contrib_operators: whether the file may hold operators of ONNX Runtime's own (``dynamic_lstms``).
 
     Returns: the operators that compute in float32 what the model computes in float64 (``other_floats``).
 
@@ -93,12 +96,13 @@ def export(
     reasons = ((site.name, needs_21(site.spec, stored=site.constant is not None)) for site in sites)
     reason = next((f"{site} has {why}" for site, why in reasons if why is not None), None)
     opset = _checked_opset(lowest if opset is None else opset, reason)
-    marked = trace(model, sites, example_inputs, opset=opset)
+    marked = trace(model, sites, example_inputs, opset=opset, contrib_operators=contrib_operators)
     if output_names is not None:
         marked = replace(marked, output_names=_checked_names(output_names, marked, [*output_nodes(model)]))
     graph, names = marked.model, replace_markers(marked, sites, opset=opset)
     run_passes(BEFORE_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     list_sites(graph)
+    write_dynamic_lstms(graph)
     run_passes(AFTER_SITES_ARE_LISTED, graph, names, opset=opset, int16_sums=int16_sums)
     write_states(graph, model)
     if state_codes:

@@ -28,7 +28,7 @@ from qtk.errors import ExportError
 from qtk.export.onnx.dynamic_qdq import dynamic_qdq
 from qtk.export.onnx.hard_sigmoids import CONSTANT
 from qtk.export.onnx.linear_nodes import PERMUTATION
-from qtk.export.onnx.marked_graph import DOMAIN, MarkedGraph
+from qtk.export.onnx.marked_graph import DOMAIN, MARKER, MarkedGraph
 from qtk.export.onnx.node_writer import NodeWriter, array_of, insert_before, value_of
 from qtk.export.onnx.storage_types import limits, storage_type
 from qtk.export.onnx.value_names import ValueNames, fix_lengths, name_inputs_and_outputs, name_lengths
@@ -55,7 +55,7 @@ def replace_markers(marked: MarkedGraph, sites: Iterable[SimulatedSite], *, opse
     fix_lengths(graph)
     markers: dict[str, list[ir.Node]] = defaultdict(list)
     for node in graph.all_nodes():
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and node.op_type == MARKER:
             markers[node.attributes["site"].as_string()].append(node)
     entries = {}
     for site in sites:

@@ -45,7 +45,8 @@ def _readers(codes: ir.Value, graph: ir.Graph) -> list[_Reader]:
     readers = []
     for dequantize, place in codes.uses():
         value = dequantize.outputs[0]
-        plain = dequantize.op_type == "DequantizeLinear" and place == 0 and dequantize.graph is graph
+        plain = dequantize.op_type == "DequantizeLinear" and not dequantize.domain and place == 0
+        plain = plain and dequantize.graph is graph  # others are read by float operators alone (folded_weights)
         if not plain or value.is_graph_output():
             return []
         readers += [_Reader(dequantize, node, index) for node, index in value.uses()]

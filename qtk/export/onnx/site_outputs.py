@@ -17,6 +17,7 @@ from torch import Tensor
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
 from qtk.export.onnx.concat_inputs import restore_edges
+from qtk.export.onnx.dynamic_lstms import restore_lstms
 from qtk.export.onnx.model_copy import write_copy
 from qtk.export.onnx.stacked_products import restore_operands
 from qtk.export.onnx.stored_sites import stored_sites
@@ -110,6 +111,7 @@ def write_with_outputs(file: Path, outputs: list[SiteOutput], folder: Path) -> P
 def load_restored(file: Path) -> ir.Model:
     """The model in an exported file, with the nodes of sites back that stand in its metadata alone."""
     model = ir.load(file)
+    restore_lstms(model)
     restore_operands(model)
     restore_edges(model)
     return model

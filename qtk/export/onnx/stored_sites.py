@@ -18,6 +18,7 @@ from qtk.core.granularity import WHOLE, PerBlock, PerTensor, Shape
 from qtk.core.spec import QuantSpec
 from qtk.errors import ExportError, QtkError
 from qtk.export.onnx.concat_inputs import restore_edges
+from qtk.export.onnx.dynamic_lstms import restore_lstms
 from qtk.export.onnx.qdq_nodes import SITES
 from qtk.export.onnx.stacked_products import restore_operands
 
@@ -78,6 +79,7 @@ def stored_sites(path: str | os.PathLike[str]) -> Iterator[StoredSite]:
         }
     except (QtkError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ExportError(f"{path}: the metadata {SITES} is broken: {error}") from error
+    restore_lstms(model)
     restore_operands(model)
     restore_edges(model)
     for node in model.graph.all_nodes():

@@ -68,3 +68,15 @@ def test_codes_of_an_attention_that_are_moved_are_no_floats():
     sim = qtk.QuantSim(Attention().eval(), inputs, config="onnxruntime")
     sim.compute_encodings([inputs], progress=False)
     assert weights_of_floats(sim.model) == []
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("net", "inputs", "found"), [
+    (nn.GRU(8, 4), (torch.randn(5, 2, 8),), []),
+    (nn.GRUCell(8, 4), (torch.randn(2, 8), torch.randn(2, 4)), ["weight_ih", "weight_hh"]),
+])
+def test_one_operator_for_all_of_a_net_dequantizes_its_weights_first(net, inputs, found):
+    sim = qtk.QuantSim(net.eval(), inputs, config="onnxruntime")
+    sim.compute_encodings([inputs], progress=False)
+    assert weights_of_floats(sim.model) == found  # a cell is written out, but for ONNX Runtime
+    assert weights_of_floats(sim.model, contrib_operators=True) == []

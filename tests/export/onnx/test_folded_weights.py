@@ -9,6 +9,7 @@ from tests.export.onnx.test_flat_linears import exported, optimized_kinds, steps
 from tests.exported_files import leave_out
 
 X = torch.randn(2, 5, 8)
+FLOAT = {"version": 1, "extends": "onnxruntime", "rules": [{"match": {"op": ["lstm", "gru"]}, "inside": "float"}]}
 
 
 class First(nn.Module):
@@ -30,7 +31,7 @@ NETS = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(NETS))
 def test_a_recurrent_net_is_its_operator_with_constant_weights(name, tmp_path):
-    sim = exported(First(NETS[name]()), X, tmp_path / "out")
+    sim = exported(First(NETS[name]()), X, tmp_path / "out", config=FLOAT)
     kinds = optimized_kinds(tmp_path / "out")
     assert kinds["LSTM"] + kinds["GRU"] >= 1
     assert kinds["Scan"] == 0

@@ -113,3 +113,18 @@ def test_where_the_exact_mode_refuses_a_file_nobody_is_told_to_use_it(tmp_path):
     assert "config='onnxruntime'" in warned
     verdict = sim.verify_export(tmp_path / "out", [torch.randn(4, 16)], turns=0, progress=False)
     assert "x64quantprecision=1, which" not in str(verdict)
+
+
+@pytest.mark.medium
+def test_weights_of_a_float_operator_stay_one(tmp_path):
+    """Its gates are cut out of the dequantized weight, which no integer operator reads."""
+    x = torch.randn(5, 2, 8)
+    sim = qtk.QuantSim(nn.GRU(8, 16).eval(), x, config="onnxruntime")
+    sim.compute_encodings([x], progress=False)
+    assert sim.quantizers["weight_hh_l0"].spec.qmax == 127  # beyond what the exact mode leaves in int8
+    sim.export(tmp_path / "out", formats=("onnx",))
+    graph = onnx.load(tmp_path / "out" / "model.onnx").graph
+    assert sorted(each.name for each in graph.initializer if each.data_type == onnx.TensorProto.INT8 and
+                  len(each.dims) == 2) == ["weight_hh_l0", "weight_ih_l0"]
+    assert not [node for node in graph.node if node.op_type == "DequantizeLinear" and node.domain != "qtk"
+                and node.input[0].startswith("weight")]
