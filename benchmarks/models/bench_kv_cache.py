@@ -160,7 +160,8 @@ def main() -> None:
                 for optimized in (False, True) if "dtype" not in setting else (False,):
                     file = Path(folder, str(codes), "model.onnx")
                     db, size_bytes, ms = run(sim, file, held_out, optimized=optimized)
-                    print(f"  states as {'codes' if codes else 'float'}, optimizations {'on ' if optimized else 'off'}: "
+                    kind, switched = "codes" if codes else "float", "on " if optimized else "off"
+                    print(f"  states as {kind}, optimizations {switched}: "
                           f"{db:6.1f} dB against the simulation, cache {size_bytes:,} bytes, {ms:.2f} ms a step",
                           flush=True)
 
