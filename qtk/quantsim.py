@@ -210,7 +210,7 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         from qtk.workflow.compute_encodings import compute_encodings
 
         if reset is not None:
-            data = Sequences(data, reset=reset)
+            data = Sequences(cast(Iterable[object], data), reset=reset)
         calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid)
         compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 

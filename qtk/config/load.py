@@ -30,7 +30,8 @@ def load_config(source: str | Path | Mapping[str, object] | QuantConfig) -> Quan
     >>> load_config({"version": 1, "rules": [{"match": {"op": "conv"}, "weight": {"bit": 4}}]})
     Traceback (most recent call last):
     qtk.errors.ConfigError: config: rules[0].weight.bit: unknown key; did you mean 'bits'? known: \
-axis, bits, block_size, bounds, dtype, dynamic, granularity, min_fill, narrow_range, range, reduced_range, remainder, scheme, symmetric
+axis, bits, block_size, bounds, dtype, dynamic, granularity, min_fill, narrow_range, range, reduced_range, \
+remainder, scheme, symmetric
     """
     if isinstance(source, QuantConfig):
         return source

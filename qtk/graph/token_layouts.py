@@ -168,8 +168,8 @@ class _Result:
     def product(self, row: OpRow) -> TokenLayout | None:
         """The rows of a matrix product's left operand, else the columns of the right one; else they are summed up."""
         result = _others(self._node)
-        factors = [self._node.args[position] for position in row.weights]
-        operands = [self._sources.get(each) for each in factors if isinstance(each, fx.Node)]
+        arguments = [self._node.args[position] for position in row.weights]
+        operands = [self._sources.get(each) for each in arguments if isinstance(each, fx.Node)]
         for layout, summed in zip(operands, (-1, -2), strict=True):
             if layout is None or any(factor.is_row for factor in layout.axes[summed]):
                 continue

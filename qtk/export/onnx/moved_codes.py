@@ -74,7 +74,7 @@ def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
     sources = [dequantize_of(value) for value in _data(node)]
     first = sources[0]
-    if first is None or codes_of(first).is_initializer():
+    if first is None or codes_of(first).is_initializer() or not _are_integers(codes_of(first)):
         return
     if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
         return
@@ -87,6 +87,11 @@ def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
         node.replace_input_with(index, codes_of(source))
     for value in node.outputs:
         nodes.behind(value, first)
+
+
+def _are_integers(codes: ir.Value) -> bool:
+    """Whether operators move codes of this type: many have no float8, in ONNX or in ONNX Runtime."""
+    return codes.dtype is not None and codes.dtype.is_integer()
 
 
 def _pad_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:

@@ -95,3 +95,13 @@ def test_a_moved_output_keeps_its_name_and_its_other_readers(tmp_path):
     graph = onnx.load(folder / "model.onnx").graph
     assert [value.name for value in graph.output] == ["first", "sum", "second"]
     assert [value.type.tensor_type.elem_type for value in graph.output] == [onnx.TensorProto.FLOAT] * 3
+
+
+@pytest.mark.medium
+def test_float8_is_moved_in_float(tmp_path):
+    """ONNX has Concat and, before opset 21, Transpose of no float8: the file would be invalid."""
+    x, folder = torch.randn(2, 5, 8), tmp_path / "out"
+    model = Moved(lambda y: torch.roll(y.transpose(1, 2), 1, 1).transpose(1, 2))
+    config = {"version": 1, "rules": [{"match": {"op": "layer_norm"}, "output": {"dtype": "fp8_e4m3"}}]}
+    sim = exported(model, x, folder, config=config)
+    assert steps(sim, x, folder, optimized=False).max() < 1.01
