@@ -1,9 +1,8 @@
 """qtk: post-training quantization for PyTorch, simulated exactly and exported as simulated."""
 
-from qtk.algorithms.distillation import distillation_loss
-from qtk.auto.assign_bits import assign_bits
-from qtk.auto.bit_assignment import BitAssignment
-from qtk.auto.quantize import Quantized, quantize
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from qtk.calibrators.scheme import SCHEMES
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.dtypes import QDtype, dtype
@@ -15,21 +14,9 @@ from qtk.core.spec import QuantSpec
 from qtk.core.width import FROM_CONFIG
 from qtk.errors import QtkError
 from qtk.kernels.backends import backends
-from qtk.layerwise.methods import METHODS
 from qtk.quantizers.quantizer import Mode, Quantizer
 from qtk.quantsim import QuantSim
-from qtk.workflow.block_view import block_view
-from qtk.workflow.check_target import TargetCheck, check_target
-from qtk.workflow.equalize import equalize_model
-from qtk.workflow.export import EXPORTERS
-from qtk.workflow.fold_batch_norms import fold_batch_norms
-from qtk.workflow.layerwise import apply_layerwise
-from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
 from qtk.workflow.prepare import prepare_model
-from qtk.workflow.qat_schedule import QatSchedule
-from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
-from qtk.workflow.smooth_quant import apply_smooth_quant
-from qtk.workflow.transforms import TRANSFORMS
 
 __version__ = "0.1.0"
 
@@ -76,3 +63,57 @@ __all__ = [
     "quantize",
     "reestimate_batch_norms",
 ]
+
+_MODULE_OF = {
+    "EXPORTERS": "qtk.workflow.export",
+    "METHODS": "qtk.layerwise.methods",
+    "TRANSFORMS": "qtk.workflow.transforms",
+    "BitAssignment": "qtk.auto.bit_assignment",
+    "QatSchedule": "qtk.workflow.qat_schedule",
+    "Quantized": "qtk.auto.quantize",
+    "TargetCheck": "qtk.workflow.check_target",
+    "apply_adaround": "qtk.workflow.layerwise_methods",
+    "apply_gptq": "qtk.workflow.layerwise_methods",
+    "apply_layerwise": "qtk.workflow.layerwise",
+    "apply_seq_mse": "qtk.workflow.layerwise_methods",
+    "apply_smooth_quant": "qtk.workflow.smooth_quant",
+    "assign_bits": "qtk.auto.assign_bits",
+    "block_view": "qtk.workflow.block_view",
+    "check_target": "qtk.workflow.check_target",
+    "correct_bias": "qtk.workflow.layerwise_methods",
+    "distillation_loss": "qtk.algorithms.distillation",
+    "equalize_model": "qtk.workflow.equalize",
+    "fold_batch_norms": "qtk.workflow.fold_batch_norms",
+    "quantize": "qtk.auto.quantize",
+    "reestimate_batch_norms": "qtk.workflow.reestimate_batch_norms",
+}
+"""Public names beside the core, each with the module that is imported when the name is first used."""
+
+
+if TYPE_CHECKING:
+    from qtk.algorithms.distillation import distillation_loss
+    from qtk.auto.assign_bits import assign_bits
+    from qtk.auto.bit_assignment import BitAssignment
+    from qtk.auto.quantize import Quantized, quantize
+    from qtk.layerwise.methods import METHODS
+    from qtk.workflow.block_view import block_view
+    from qtk.workflow.check_target import TargetCheck, check_target
+    from qtk.workflow.equalize import equalize_model
+    from qtk.workflow.export import EXPORTERS
+    from qtk.workflow.fold_batch_norms import fold_batch_norms
+    from qtk.workflow.layerwise import apply_layerwise
+    from qtk.workflow.layerwise_methods import apply_adaround, apply_gptq, apply_seq_mse, correct_bias
+    from qtk.workflow.qat_schedule import QatSchedule
+    from qtk.workflow.reestimate_batch_norms import reestimate_batch_norms
+    from qtk.workflow.smooth_quant import apply_smooth_quant
+    from qtk.workflow.transforms import TRANSFORMS
+else:
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'qtk' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""``QuantSim``: the quantization simulation. Every method calls one function of ``qtk.workflow``."""
+"""``QuantSim``: the quantization simulation. Every method imports and calls one function of ``qtk.workflow``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor, nn
 
@@ -30,23 +30,18 @@ from qtk.planning.planner import RULE_NAMES, plan
 from qtk.planning.state_pairs import pair_states
 from qtk.public import public
 from qtk.quantizers.quantizer import Mode, Quantizer
-from qtk.report.verdict import Verdict
 from qtk.transforms.keep_batch_norms import as_folded, settle_batch_norms
 from qtk.transforms.split_gates import split_gates
 from qtk.workflow.analysis import Analysis
-from qtk.workflow.calibrate import CalibrationData
-from qtk.workflow.check import check
-from qtk.workflow.compute_encodings import compute_encodings
 from qtk.workflow.encoding_changes import EncodingChanges
-from qtk.workflow.export import export
-from qtk.workflow.float_state import load_float_state
 from qtk.workflow.forward_pass import Data, Forward
 from qtk.workflow.prepare import ExampleInputs, prepare_own
 from qtk.workflow.range_training import RangeTraining
 from qtk.workflow.rolled_states import Reset
-from qtk.workflow.store import StoredWeights, load, prepare_stored, restore, save
 from qtk.workflow.valid_tokens import Valid
-from qtk.workflow.verify_export import verify_export
+
+if TYPE_CHECKING:
+    from qtk.report.verdict import Verdict
 
 
 @public
@@ -212,6 +207,9 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         Raises: CalibrationError for NaN or +inf, naming the site, for missing data, or for a name of no site;
             CheckError, if ``sites`` is ``None``, as ``check``.
         """
+        from qtk.workflow.calibrate import CalibrationData
+        from qtk.workflow.compute_encodings import compute_encodings
+
         calibration_data = CalibrationData(data, self.example_inputs, forward, num_batches, progress, valid, reset)
         compute_encodings(self, calibration_data, sites=sites, only_missing=only_missing)
 
@@ -227,6 +225,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
         Raises: CheckError listing every finding.
         """
+        from qtk.workflow.check import check
+
         check(self._simulation)
 
     def export(
@@ -264,6 +264,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
             the model, the names are not one for each output, or a file read back differs from the simulation; nothing
             is written then.
         """
+        from qtk.workflow.export import export
+
         export(self.simulation, self.example_inputs, directory, check=self.check, formats=formats, force=force,
                opset=opset, run=check, output_names=output_names)
 
@@ -282,6 +284,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         >>> sim.verify_export(folder, batches, turns=0).exact.top1
         1.0
         """
+        from qtk.workflow.verify_export import verify_export
+
         return verify_export(self.simulation, directory, data, forward=forward, runtime=runtime,
                              float_export=float_export, turns=turns, progress=progress, valid=valid,
                              batch_size=batch_size, threads=threads)
@@ -298,9 +302,13 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
         Raises: EncodingError listing every missing, unexpected or misshapen tensor; nothing has changed then.
         """
+        from qtk.workflow.float_state import load_float_state
+
         load_float_state(self._simulation, state)
 
-    def save(self, directory: str | os.PathLike[str], *, weights: StoredWeights = "float", force: bool = False) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], *, weights: Literal["float", "integer"] = "float", force: bool = False
+    ) -> None:
         """Writes parameters, encodings and plan (safetensors and JSON), to be read by ``QuantSim.load``.
 
         >>> import pathlib, qtk, tempfile, torch
@@ -314,6 +322,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
         Raises: ExportError if the directory exists without ``force``, cannot be written, or no weight has codes.
         """
+        from qtk.workflow.store import save
+
         arguments = {
             "scheme": self.scheme, "config": self.config.model_dump(mode="json", exclude_none=True),
             "weight_bits": width_to_json(self.weight_bits), "activation_bits": width_to_json(self.activation_bits),
@@ -344,6 +354,8 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
 
         Raises: EncodingError listing what does not fit, if it belongs to another model.
         """
+        from qtk.workflow.store import load, prepare_stored, restore
+
         stored, widths = load(directory), ("weight_bits", "activation_bits")
         arguments = {name: width_from_json(v) if name in widths else v for name, v in stored.arguments.items()}
         config = load_config(arguments.get("config", "default"))  # type: ignore[arg-type]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from qtk.errors import ConfigError, QtkError
@@ -57,14 +59,27 @@ class Registry(Mapping[str, T], Generic[T]):
     >>> schemes.add("min_max", 1, aliases=("post_training_tf",))
     >>> schemes["post_training_tf"]
     1
+
+    A value that is made when its name is first used, by what a module then imported holds:
+
+    >>> schemes.add_made("fraction", "fractions", "Fraction")
+    >>> schemes["fraction"]
+    Fraction(0, 1)
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._values: dict[str, T] = {}
+        self._values: dict[str, Callable[[], T]] = {}
         self._aliases: dict[str, str] = {}
 
     def add(self, name: str, value: T, *, aliases: tuple[str, ...] = ()) -> None:
+        self._add(name, lambda: value, aliases)
+
+    def add_made(self, name: str, module: str, maker: str, *, aliases: tuple[str, ...] = ()) -> None:
+        """Registers what ``maker()`` of a module returns; the module is imported when the name is first used."""
+        self._add(name, functools.cache(lambda: getattr(importlib.import_module(module), maker)()), aliases)
+
+    def _add(self, name: str, value: Callable[[], T], aliases: tuple[str, ...]) -> None:
         for key in (name, *aliases):
             assert key not in self, f"{self.what} {key!r} is registered twice"
         self._values[name] = value
@@ -80,7 +95,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return name
 
     def __getitem__(self, name: str) -> T:
-        return self._values[self.canonical(name)]
+        return self._values[self.canonical(name)]()
 
     def __contains__(self, name: object) -> bool:
         return name in self._values or name in self._aliases

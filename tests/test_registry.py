@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from qtk.errors import ConfigError
@@ -52,3 +54,14 @@ def test_nearest_hints_only_at_what_is_close():
     assert did_you_mean("zzz", ["mse", "min_max"]) == ""
     assert nearest("mse_", ["mse", "min_max"]).startswith("did you mean 'mse'?")
     assert nearest("zzz", ["mse", "min_max"]) == "known: min_max, mse"
+
+
+def test_a_made_value_is_made_once_when_its_name_is_first_used(monkeypatch):
+    imported = []
+    monkeypatch.setattr("importlib.import_module", lambda name: imported.append(name) or SimpleNamespace(Mse=object))
+    registry = Registry("scheme")
+    registry.add_made("mse", "schemes.mse", "Mse", aliases=("noise",))
+    assert "noise" in registry
+    assert imported == []
+    assert registry["mse"] is registry["noise"]
+    assert imported == ["schemes.mse"]

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from qtk.calibrators.activation_mse import ActivationMse
-from qtk.calibrators.entropy import Entropy
 from qtk.calibrators.min_max import MinMax
-from qtk.calibrators.moving_average import MovingAverage
-from qtk.calibrators.mse import Mse
-from qtk.calibrators.percentile import Percentile
-from qtk.calibrators.tf_enhanced import TfEnhanced
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
@@ -37,12 +31,12 @@ class Calibrator(Protocol):
 
 SCHEMES = Registry[Calibrator]("scheme")
 SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
-SCHEMES.add("moving_average", MovingAverage())
-SCHEMES.add("percentile", Percentile())
-SCHEMES.add("mse", Mse())
-SCHEMES.add("activation_mse", ActivationMse())
-SCHEMES.add("entropy", Entropy())
-SCHEMES.add("tf_enhanced", TfEnhanced(), aliases=("post_training_tf_enhanced",))
+SCHEMES.add_made("moving_average", "qtk.calibrators.moving_average", "MovingAverage")
+SCHEMES.add_made("percentile", "qtk.calibrators.percentile", "Percentile")
+SCHEMES.add_made("mse", "qtk.calibrators.mse", "Mse")
+SCHEMES.add_made("activation_mse", "qtk.calibrators.activation_mse", "ActivationMse")
+SCHEMES.add_made("entropy", "qtk.calibrators.entropy", "Entropy")
+SCHEMES.add_made("tf_enhanced", "qtk.calibrators.tf_enhanced", "TfEnhanced", aliases=("post_training_tf_enhanced",))
 
 
 def calibrator(scheme: str) -> Calibrator:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from qtk.config.aimet import from_aimet, is_aimet
 from qtk.config.files import read_file
 from qtk.config.schema import QuantConfig
 from qtk.config.shipped import folder_of, shipped, shipped_names
@@ -69,8 +68,11 @@ def _shipped_target(path: Path, modified_ns: int) -> QuantConfig:
 
 
 def _from_value(value: object, name: str, above: tuple[Path, ...]) -> QuantConfig:
-    if isinstance(value, Mapping) and is_aimet(value):
-        value = from_aimet(value, source=name)
+    if isinstance(value, Mapping) and "version" not in value:
+        from qtk.config.aimet import from_aimet, is_aimet  # loaded here: qtk's own schema has a version
+
+        if is_aimet(value):
+            value = from_aimet(value, source=name)
     if isinstance(value, Mapping) and "extends" in value:
         extended = value["extends"]
         if not isinstance(extended, (str, Path)):

@@ -22,11 +22,11 @@ from qtk.graph.schema import schema_arguments
 from qtk.graph.sites import value_site
 from qtk.graph.targets import attribute
 from qtk.transforms.channel_scales import ChannelScales, WeightedInput, WeightedOutput
-from qtk.transforms.fold_batch_norm_step import Layer, owner_of
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, Layer, owner_of
 from qtk.transforms.graph_editor import GraphEditor
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group
-from qtk.transforms.steps import State
+from qtk.transforms.steps import ScaleParameter, State, steps_of
 from qtk.transforms.touched_sites import sites_of_parameters, sites_of_values
 from qtk.transforms.weight_layout import along_inputs, summed_per_output
 
@@ -66,6 +66,28 @@ class AbsorbBias:
             weight, bias = state[layer.weight].double(), state[layer.bias]
             shifts = weight * along_inputs(amount, tuple(weight.shape), layer.product, layer.groups)
             state[layer.bias] = (bias.double() + summed_per_output(shifts, layer.product, layer.groups)).to(bias.dtype)
+
+
+def folded_statistics(model: nn.Module) -> Statistics:
+    """Weight → mean and standard deviation [out] of what its layer makes, of layers that a batch norm was folded into.
+
+    They are those of the batch norm in training, times what later steps scaled the layer's bias by, less what they took
+    from it.
+    """
+    statistics: dict[str, tuple[Tensor, Tensor]] = {}
+    weights: dict[str, str] = {}
+    for step in steps_of(model):
+        if isinstance(step, FoldBatchNorm) and step.into is Into.PRODUCER:
+            (layer,) = step.layers
+            weights[layer.bias] = layer.weight
+            statistics[layer.weight] = step.output_mean.double(), step.output_std.double()
+        elif isinstance(step, ScaleParameter) and (weight := weights.get(step.parameter)) is not None:
+            mean, std = statistics[weight]
+            statistics[weight] = mean * step.factor, std * step.factor
+        elif isinstance(step, AbsorbBias) and (weight := weights.get(step.bias)) is not None:
+            mean, std = statistics[weight]
+            statistics[weight] = mean - step.amount, std
+    return statistics
 
 
 def absorbable_biases(model: nn.Module, scales: ChannelScales, statistics: Statistics) -> Iterator[Group]:

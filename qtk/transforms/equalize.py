@@ -17,11 +17,10 @@ from qtk.algorithms.equalization import LayerMagnitudes, equalize
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.graph.op_table import row_of
-from qtk.transforms.absorb_bias import Statistics, absorbable_biases
+from qtk.transforms.absorb_bias import Statistics, absorbable_biases, folded_statistics
 from qtk.transforms.channel_scales import ChannelScales, WeightedOutput
 from qtk.transforms.clamp_step import clamp_steps
 from qtk.transforms.fold_batch_norm_step import owner_of
-from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.members import Members
 from qtk.transforms.proof import Group, rewrite
 from qtk.transforms.result import TransformResult

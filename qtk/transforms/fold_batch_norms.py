@@ -16,21 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from qtk.capture.calls import Call
 from qtk.capture.prepared_model import PreparedModel
 from qtk.core.site import Site
 from qtk.graph.graphs import graphs
 from qtk.graph.targets import attribute
-from qtk.transforms.absorb_bias import AbsorbBias
-from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, Into, owner_of
+from qtk.transforms.fold_batch_norm_step import FoldBatchNorm, owner_of
 from qtk.transforms.foldable_batch_norms import foldable_batch_norms
 from qtk.transforms.members import Members
 from qtk.transforms.proof import rewrite
 from qtk.transforms.result import TransformResult
 from qtk.transforms.snapshot import unchanged_on_error
-from qtk.transforms.steps import RemoveParameters, ScaleParameter, make, steps_of
+from qtk.transforms.steps import RemoveParameters, make, steps_of
 
 
 def fold_batch_norms(model: PreparedModel, call: Call) -> TransformResult:
@@ -60,28 +57,6 @@ def folded_sites(model: PreparedModel) -> dict[Site, str]:
         site: f"folded into {', '.join(owner_of(layer.weight) for layer in step.layers)}"
         for step in folds for site in step.calls
     }
-
-
-def folded_statistics(model: PreparedModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weight → mean and standard deviation [out] of what its layer makes, of layers that a batch norm was folded into.
-
-    They are those of the batch norm in training, times what later steps scaled the layer's bias by, less what they took
-    from it.
-    """
-    statistics: dict[str, tuple[Tensor, Tensor]] = {}
-    weights: dict[str, str] = {}
-    for step in steps_of(model):
-        if isinstance(step, FoldBatchNorm) and step.into is Into.PRODUCER:
-            (layer,) = step.layers
-            weights[layer.bias] = layer.weight
-            statistics[layer.weight] = step.output_mean.double(), step.output_std.double()
-        elif isinstance(step, ScaleParameter) and (weight := weights.get(step.parameter)) is not None:
-            mean, std = statistics[weight]
-            statistics[weight] = mean * step.factor, std * step.factor
-        elif isinstance(step, AbsorbBias) and (weight := weights.get(step.bias)) is not None:
-            mean, std = statistics[weight]
-            statistics[weight] = mean - step.amount, std
-    return statistics
 
 
 def unread(model: PreparedModel, steps: Sequence[FoldBatchNorm]) -> tuple[str, ...]:

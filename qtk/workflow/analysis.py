@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from qtk.graph.simulation import Simulation
 from qtk.public import public
 from qtk.report.account import Account
-from qtk.report.drift import Drift
-from qtk.report.sensitivities import Sensitivities
-from qtk.report.site_errors import SiteErrors
-from qtk.workflow.compare import compare
-from qtk.workflow.drift import drift
 from qtk.workflow.forward_pass import Batch, Forward
-from qtk.workflow.report import report
-from qtk.workflow.sensitivity import Loss, sensitivity
 from qtk.workflow.valid_tokens import Valid
+
+if TYPE_CHECKING:
+    from qtk.report.drift import Drift
+    from qtk.report.sensitivities import Sensitivities
+    from qtk.report.site_errors import SiteErrors
 
 
 @public
@@ -42,10 +43,12 @@ class Analysis:
         The own error is what a site makes of the float model's value, whatever the other sites do, so that the one
         that broke the model comes first; ``valid`` and the rest as in ``compute_encodings``.
         """
+        from qtk.workflow.compare import compare
+
         return compare(self.simulation, data, forward=forward, num_batches=num_batches, progress=progress, valid=valid)
 
     def sensitivity(
-        self, data: Iterable[Batch], *, loss: Loss | None = None, top: int = 10,
+        self, data: Iterable[Batch], *, loss: Callable[[object, Batch], Tensor | float] | None = None, top: int = 10,
         groups: Iterable[str] | str | None = None, forward: Forward | None = None, num_batches: int | None = None,
         progress: bool = True, valid: Valid | None = None,
     ) -> Sensitivities:
@@ -78,6 +81,8 @@ class Analysis:
         Raises: CalibrationError without data, for a loss that is not finite, no number or without gradient, a group
             that matches nothing, or ``valid`` beside a loss.
         """
+        from qtk.workflow.sensitivity import sensitivity
+
         return sensitivity(self.simulation, data, loss=loss, top=top, groups=groups, forward=forward,
                            num_batches=num_batches, progress=progress, valid=valid)
 
@@ -103,6 +108,8 @@ class Analysis:
 
         Arguments: ``qtk.workflow.drift``.
         """
+        from qtk.workflow.drift import drift
+
         return drift(self.simulation, data, steps=steps, forward=forward, progress=progress)
 
     def report(
@@ -121,6 +128,8 @@ class Analysis:
 
         Further arguments: ``qtk.workflow.report``.
         """
+        from qtk.workflow.report import report
+
         report(self.simulation, path, data, title=title, forward=forward, num_batches=num_batches,
                sensitivity=sensitivity, account=account, headline=headline, force=force, progress=progress,
                valid=valid)

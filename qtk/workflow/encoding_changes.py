@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from qtk.graph.simulation import Simulation
 from qtk.public import public
-from qtk.workflow.load_encodings import LoadedEncodings, Source, load_encodings
-from qtk.workflow.ranges import forget, freeze, set_range
+
+if TYPE_CHECKING:
+    from qtk.workflow.load_encodings import LoadedEncodings
 
 
 @public
@@ -17,7 +20,8 @@ class EncodingChanges:
     simulation: Simulation
 
     def load_encodings(
-        self, source: Source, *, strict: bool = True, partial: bool = False, freeze: bool = True
+        self, source: str | os.PathLike[str] | Mapping[str, object], *, strict: bool = True, partial: bool = False,
+        freeze: bool = True,
     ) -> LoadedEncodings:
         """Loads encodings from a file of ``sim.export``, or from one of AIMET's; all of it, or nothing.
 
@@ -55,6 +59,8 @@ class EncodingChanges:
         Raises: EncodingError listing what does not fit: names, widths, symmetry, shapes, numbers that are not finite;
             nothing has changed then.
         """
+        from qtk.workflow.load_encodings import load_encodings
+
         return load_encodings(self, source, strict=strict, partial=partial, freeze=freeze)
 
     def set_range(self, sites: str, low: float, high: float) -> None:
@@ -67,6 +73,8 @@ class EncodingChanges:
         Raises: CalibrationError if there is no such site, low < high does not hold, a bound is not finite, or a site is
             quantized dynamically or has several scales whose number is not known yet.
         """
+        from qtk.workflow.ranges import set_range
+
         set_range(self.simulation, sites, low, high)
 
     def freeze(self, sites: Iterable[str] | str | None = None) -> None:
@@ -81,10 +89,14 @@ class EncodingChanges:
 
         Raises: CalibrationError if there is no such site.
         """
+        from qtk.workflow.ranges import freeze
+
         freeze(self.simulation, sites, frozen=True)
 
     def unfreeze(self, sites: Iterable[str] | str | None = None) -> None:
         """Unfreezes what ``freeze``, ``set_range`` or a layer-wise method froze. Raises: as ``freeze``."""
+        from qtk.workflow.ranges import freeze
+
         freeze(self.simulation, sites, frozen=False)
 
     def forget(self, sites: Iterable[str] | str | None = None) -> None:
@@ -97,4 +109,6 @@ class EncodingChanges:
 
         Raises: CalibrationError if there is no such site; EncodingError if an encoding is frozen.
         """
+        from qtk.workflow.ranges import forget
+
         forget(self.simulation, sites)

@@ -10,7 +10,6 @@ from torch import nn
 from qtk.graph.simulation import HasSimulation
 from qtk.ops.gradient_scale import GradientScale
 from qtk.public import public
-from qtk.workflow.learned_ranges import fix_ranges, learn_ranges, range_parameters, track_weights, weight_parameters
 
 
 @public
@@ -49,6 +48,8 @@ class RangeTraining(HasSimulation):
             forward pass of a DistributedDataParallel that was, and in the forward pass after a scale has become 0,
             negative or not finite, on a GPU some steps later.
         """
+        from qtk.workflow.learned_ranges import learn_ranges
+
         return learn_ranges(self.simulation, sites, GradientScale.NONE if gradient_scale is None else GradientScale.LSQ)
 
     def fix_ranges(self, sites: Iterable[str] | str = "*") -> list[str]:
@@ -64,6 +65,8 @@ class RangeTraining(HasSimulation):
         Raises: CalibrationError if there is no such site; EncodingError naming a site whose scale is not positive and
             finite.
         """
+        from qtk.workflow.learned_ranges import fix_ranges
+
         return fix_ranges(self.simulation, sites)
 
     def range_parameters(self) -> list[nn.Parameter]:
@@ -71,10 +74,14 @@ class RangeTraining(HasSimulation):
 
         Raises: CalibrationError if no range is learned.
         """
+        from qtk.workflow.learned_ranges import range_parameters
+
         return range_parameters(self.simulation)
 
     def weight_parameters(self) -> list[nn.Parameter]:
         """The parameters of the model without those of learned ranges."""
+        from qtk.workflow.learned_ranges import weight_parameters
+
         return weight_parameters(self.simulation)
 
     def track_weights(self, sites: Iterable[str] | str = "*.weight") -> list[str]:
@@ -91,4 +98,6 @@ class RangeTraining(HasSimulation):
         Raises: CalibrationError if there is no such site, or none is one of a parameter; NotCalibratedError naming
             sites without an encoding.
         """
+        from qtk.workflow.learned_ranges import track_weights
+
         return track_weights(self.simulation, sites)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import qtk
 from qtk.capture.calls import Call
-from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases
+from qtk.transforms.absorb_bias import AbsorbBias, absorbable_biases, folded_statistics
 from qtk.transforms.channel_scales import ChannelScales
 from qtk.transforms.equalize import equalize_layers
-from qtk.transforms.fold_batch_norms import folded_statistics
 from qtk.transforms.result import Outcome
 from qtk.transforms.steps import ScaleParameter, steps_of
 from tests.transforms.scaling import difference, prepare

@@ -8,7 +8,7 @@ from torch import nn
 
 import qtk
 from qtk.transforms import fold_batch_norm_step
-from qtk.transforms.fold_batch_norms import folded_statistics
+from qtk.transforms.absorb_bias import folded_statistics
 from qtk.transforms.result import Outcome
 from qtk.transforms.steps import ScaleParameter, make
 from tests.transforms.folding import folded, inputs, norms
