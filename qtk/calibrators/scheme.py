@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from qtk.calibrators.min_max import MinMax
 from qtk.core.encoding import Encoding
 from qtk.core.granularity import Granularity, PerTensor
 from qtk.core.spec import QuantSpec
@@ -29,7 +30,7 @@ class Calibrator(Protocol):
 
 
 SCHEMES = Registry[Calibrator]("scheme")
-SCHEMES.add_made("min_max", "qtk.calibrators.min_max", "MinMax", aliases=("post_training_tf",))
+SCHEMES.add("min_max", MinMax(), aliases=("post_training_tf",))
 SCHEMES.add_made("moving_average", "qtk.calibrators.moving_average", "MovingAverage")
 SCHEMES.add_made("percentile", "qtk.calibrators.percentile", "Percentile")
 SCHEMES.add_made("mse", "qtk.calibrators.mse", "Mse")

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from qtk.capture.calls import Call
 from qtk.capture.inputs import input_leaves
 from qtk.capture.signature import input_names, output_nodes
-from qtk.export.unique_names import unique
+from qtk.core.free_name import unique
 from qtk.graph.written_buffers import buffer_values, written_buffers
 from qtk.torch_private import pytree
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
+from qtk.core.free_name import free_name
 from qtk.export.file_signature import file_signature
-from qtk.export.unique_names import free_name
 from qtk.graph.graphs import roots, with_nested
 from qtk.graph.insert import quantizer_called, quantizer_nodes
 from qtk.graph.sites import SITE, label, value_site

@@ -1,0 +1,30 @@
+"""A name that is not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+
+def free_name(name: str, taken: Container[str], mark: str = "_") -> str:
+    """``name``, or ``name`` with the first ordinal after ``mark`` that is not ``taken``.
+
+    >>> free_name("relu", {"relu", "relu_1"}), free_name("relu", {"relu"}, "@"), free_name("relu", ())
+    ('relu_2', 'relu@1', 'relu')
+    """
+    free, ordinal = name, 0
+    while free in taken:
+        ordinal += 1
+        free = f"{name}{mark}{ordinal}"
+    return free
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names, each that was there before with the first suffix ``_1``, ``_2``, … that is free.
+
+    >>> unique(["x", "output", "x"])
+    ['x', 'output', 'x_1']
+    """
+    given: list[str] = []
+    for name in names:
+        given.append(free_name(name, given))
+    return given
