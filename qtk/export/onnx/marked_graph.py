@@ -39,12 +39,14 @@ from qtk.export.onnx.padded_sequences import pad_sequences, takes_packed
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
+from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
+from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import onnx_translations_kept, pytree
 
 DOMAIN, MARKER = "qtk", "FakeQuantize"
@@ -125,7 +127,9 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
         composite = composite_called(node)
         if composite is not None:
             flat.set_submodule(str(node.target), _marked_composite(composite, sites))
-    pad_sequences(flat, followed)
+    if any(node.target is pack_padded or takes_packed(node) for node in flat.graph.nodes):
+        drop_sorting(flat.graph)
+        pad_sequences(flat, followed)
     return flat
 
 

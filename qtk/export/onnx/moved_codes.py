@@ -4,15 +4,17 @@ It looks for DequantizeLinear directly in front of a product, and carries it the
 Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and mostly with them the product in float:
 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
-2. Pad with zeros, whose code is the zero point; windows of attention are padded.
-3. Concat of parts of one quantized value, as ``roll`` is exported.
+2. Pad with zeros, whose code is the zero point; windows of attention are padded. And Where that writes zeros, as over
+   the steps beyond the lengths of sequences.
+3. Concat of parts of one quantized value, as ``roll`` is exported, or of values with one encoding, as both directions
+   of a recurrent net.
 4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
 5. Shape, for which it would dequantize the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -26,10 +28,13 @@ CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 FOLLOWED = (*CARRIED, "Identity")
 """Those, and one that it removes."""
 
-NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat", "MaxPool")
+NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Where", "Concat", "MaxPool")
 
 POOLED = ir.DataType.UINT8
 """The type of the codes that MaxPool moves; int8 ones it takes, too, but a Conv whose codes it reads stays in float."""
+
+CHOSEN = (ir.DataType.UINT8, ir.DataType.INT8)
+"""The types of codes that Where chooses from; ONNX Runtime (1.32) has no kernel for those of 16 bits."""
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
@@ -39,14 +44,14 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
         if node.op_type == "Shape" and (dequantize := dequantize_of(node.inputs[0])) is not None:
             node.replace_input_with(0, codes_of(dequantize))
         if node.op_type in NOT_CARRIED:
-            for mover in dict.fromkeys(mover for value in _data(node) for mover in _movers(value)):
+            for mover in dict.fromkeys(mover for index in _data(node) for mover in _movers(node.inputs[index])):
                 _move(mover, nodes)
             _move(node, nodes)
 
 
-def _data(node: ir.Node) -> tuple[ir.Value | None, ...]:
+def _data(node: ir.Node) -> Sequence[int]:
     """The inputs whose elements the operator moves."""
-    return tuple(node.inputs) if node.op_type == "Concat" else node.inputs[:1]
+    return range(len(node.inputs)) if node.op_type == "Concat" else [1] if node.op_type == "Where" else [0]
 
 
 def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
@@ -72,25 +77,37 @@ def carries_codes(value: ir.Value | None) -> bool:
 
 def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
-    sources = [dequantize_of(value) for value in _data(node)]
-    first = sources[0]
+    sources = {index: dequantize_of(node.inputs[index]) for index in _data(node)}
+    first = next(iter(sources.values()))
     if first is None or codes_of(first).is_initializer():
         return
-    if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
+    if any(source is None or not _are_alike(source, first) for source in sources.values()):
         return
     if node.op_type == "MaxPool" and (len(node.outputs) > 1 or codes_of(first).dtype != POOLED):
         return
-    if node.op_type == "Pad" and not _pad_with_code_of_zero(node, first):
+    if node.op_type == "Where" and codes_of(first).dtype not in CHOSEN:
         return
-    for index, source in enumerate(sources):
+    if node.op_type in ("Pad", "Where") and not _fill_with_code_of_zero(node, first):
+        return
+    for index, source in sources.items():
         assert source is not None
         node.replace_input_with(index, codes_of(source))
     for value in node.outputs:
         nodes.behind(value, first)
 
 
-def _pad_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
-    """Lets a Pad with zeros fill in the zero point. Returns: whether it does so, or copies values of its input."""
+def _are_alike(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two DequantizeLinear have one scale and zero point, or equal ones."""
+    for one, other in zip(a.inputs[1:], b.inputs[1:], strict=True):
+        constants = [None if each is None else ir.convenience.get_const_tensor(each) for each in (one, other)]
+        values = [constant.numpy() for constant in constants if constant is not None]
+        if one is not other and (len(values) < 2 or not np.array_equal(*values)):
+            return False
+    return True
+
+
+def _fill_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
+    """Lets an operator that writes zeros write the zero point. Returns: whether it does, or copies values."""
     mode = node.attributes.get("mode")
     if mode is not None and mode.as_string() != "constant":
         return True

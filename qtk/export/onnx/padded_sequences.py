@@ -38,8 +38,6 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
         flat: the graph; its recurrent nets take padded values and lengths.
         followed: names of the sites whose markers are of case 3.
     """
-    if not any(node.target is pack_padded or takes_packed(node) for node in flat.graph.nodes):
-        return
     rewriting = _Rewriting(flat.graph, followed)
     for node in list(flat.graph.nodes):
         rewriting.visit(node)
@@ -51,6 +49,11 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
 def takes_packed(node: fx.Node) -> bool:
     """Whether a node calls a recurrent net with a packed sequence."""
     return isinstance(called_module(node), Recurrent) and len(node.args) > SIZES
+
+
+def is_handed_on(node: fx.Node) -> bool:
+    """Whether a node is a marker or a dropout, which keep the elements of their input where they are."""
+    return node.target is torch.ops.qtk.quantized_site.default or row_of(node) is DROPOUT
 
 
 SIZES = 4
@@ -103,8 +106,9 @@ class _Rewriting:
             self._stands_for(output, output, lengths)
 
     def _is_followed(self, node: fx.Node) -> bool:
-        is_marker = node.target is torch.ops.qtk.quantized_site.default and node.args[1] in self.followed
-        return (is_marker or row_of(node) is DROPOUT) and node.args[0] in self.replaced
+        if not is_handed_on(node) or node.args[0] not in self.replaced:
+            return False
+        return row_of(node) is DROPOUT or node.args[1] in self.followed
 
     def _elementwise(self, node: fx.Node) -> None:
         """Case 3."""
