@@ -35,7 +35,7 @@ from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
-from qtk.export.onnx.padded_sequences import pad_sequences, takes_packed
+from qtk.export.onnx.padded_sequences import pad_sequences
 from qtk.export.onnx.scan_over_time import scan_over_time
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
@@ -43,6 +43,7 @@ from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
+from qtk.graph.targets import packed_call
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent
 from qtk.nn.tap import Tap
@@ -101,7 +102,7 @@ def trace(
     sites = list(sites)
     _check_padding(model, sites)
     with evaluating(model), silent_torch(), torch.no_grad():
-        flat = _marked(model, {site.node: site.name for site in sites}, 
+        flat = _marked(model, {site.node: site.name for site in sites},
                        [site.name for site in sites if _is_by_element(site)])
         free = model.free_axes if isinstance(model, PackedRecurrent) else {}
         program = _export(flat, input_leaves(model.graph, *split_inputs(example_inputs)), free)
@@ -127,7 +128,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
         composite = composite_called(node)
         if composite is not None:
             flat.set_submodule(str(node.target), _marked_composite(composite, sites))
-    if any(node.target is pack_padded or takes_packed(node) for node in flat.graph.nodes):
+    if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
         drop_sorting(flat.graph)
         pad_sequences(flat, followed)
     return flat
@@ -184,7 +185,7 @@ def _mark_sites(
 
 def _check_padding(model: fx.GraphModule, sites: Iterable[SimulatedSite]) -> None:
     """Raises: ExportError naming a site in a net on packed sequences whose dynamic range would include padding."""
-    inside = {graph.graph for node in model.graph.nodes if takes_packed(node) for graph in nested_graphs(node).values()}
+    inside = {graph.graph for node in model.graph.nodes if packed_call(node) for graph in nested_graphs(node).values()}
     for site in sites:
         if site.node.graph in inside and not _is_by_element(site):
             raise ExportError(

@@ -6,15 +6,15 @@ Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
 2. Pad with zeros, whose code is the zero point; windows of attention are padded. And Where that writes zeros, as over
    the steps beyond the lengths of sequences.
-3. Concat of parts of one quantized value, as ``roll`` is exported, or of values with one encoding, as both directions
-   of a recurrent net.
+3. Concat of parts of one quantized value, as ``roll`` is exported; in front of Where also of values with one encoding,
+   as both directions of a recurrent net.
 4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
 5. Shape, for which it would dequantize the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -46,6 +46,9 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
         if node.op_type in NOT_CARRIED:
             for mover in dict.fromkeys(mover for index in _data(node) for mover in _movers(node.inputs[index])):
                 _move(mover, nodes)
+            joined = node.inputs[1].producer() if node.op_type == "Where" and node.inputs[1] is not None else None
+            if joined is not None and joined.op_type == "Concat":
+                _move(joined, nodes, are_alike=_have_equal_encodings)
             _move(node, nodes)
 
 
@@ -75,13 +78,20 @@ def carries_codes(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type in FOLLOWED and carries_codes(producer.inputs[0])
 
 
-def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
+def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two DequantizeLinear read the same scale and zero point."""
+    return a.inputs[1:] == b.inputs[1:]
+
+
+def _move(
+    node: ir.Node, nodes: DequantizeNodes, are_alike: Callable[[ir.Node, ir.Node], bool] = _have_one_encoding
+) -> None:
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
     sources = {index: dequantize_of(node.inputs[index]) for index in _data(node)}
     first = next(iter(sources.values()))
     if first is None or codes_of(first).is_initializer():
         return
-    if any(source is None or not _are_alike(source, first) for source in sources.values()):
+    if any(source is None or not are_alike(source, first) for source in sources.values()):
         return
     if node.op_type == "MaxPool" and (len(node.outputs) > 1 or codes_of(first).dtype != POOLED):
         return
@@ -96,14 +106,12 @@ def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
         nodes.behind(value, first)
 
 
-def _are_alike(a: ir.Node, b: ir.Node) -> bool:
-    """Whether two DequantizeLinear have one scale and zero point, or equal ones."""
-    for one, other in zip(a.inputs[1:], b.inputs[1:], strict=True):
-        constants = [None if each is None else ir.convenience.get_const_tensor(each) for each in (one, other)]
-        values = [constant.numpy() for constant in constants if constant is not None]
-        if one is not other and (len(values) < 2 or not np.array_equal(*values)):
-            return False
-    return True
+def _have_equal_encodings(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two DequantizeLinear read equal constants."""
+    pairs = [[None if each is None else ir.convenience.get_const_tensor(each) for each in pair]
+             for pair in zip(a.inputs[1:], b.inputs[1:], strict=True)]
+    return all(one is not None and other is not None and np.array_equal(one.numpy(), other.numpy())
+               for one, other in pairs)
 
 
 def _fill_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:

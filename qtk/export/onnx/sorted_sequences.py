@@ -11,7 +11,8 @@ import operator
 import torch
 from torch import fx
 
-from qtk.export.onnx.padded_sequences import PAD, SIZES, is_handed_on, takes_packed
+from qtk.export.onnx.padded_sequences import PAD, is_handed_on
+from qtk.graph.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 
 _ATEN = torch.ops.aten
@@ -69,7 +70,7 @@ class _Sort:
 
     def _is_packed_here(self, node: fx.Node) -> bool:
         """Whether a net or a padding is called with the batch sizes of these lengths."""
-        sizes = node.args[SIZES] if takes_packed(node) else node.args[1] if node.target is PAD else None
+        sizes = node.args[BATCH_SIZES] if packed_call(node) else node.args[1] if node.target is PAD else None
         packing = sizes.args[0] if isinstance(sizes, fx.Node) and sizes.target is operator.getitem else None
         return isinstance(packing, fx.Node) and packing.target is pack_padded and packing.args[1] in self.sorted
 
