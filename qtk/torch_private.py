@@ -61,7 +61,6 @@ __all__ = [
     "in_backward",
     "is_exporting",
     "is_in_onnx_export",
-    "is_known_equal",
     "is_traced",
     "keep_result_as",
     "length_hint",
@@ -292,13 +291,6 @@ def length_hint(length: int | torch.SymInt) -> int:
 def has_length_hint(length: int | torch.SymInt) -> bool:
     """Whether a length is known of the example inputs, not decided by data as those of ``nonzero``."""
     return isinstance(length, int) or bool(length.node.has_hint())
-
-
-def is_known_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two lengths are equal whatever the free sizes are; fixes none of them."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
-
-    return bool(statically_known_true(a == b))
 
 
 def is_exporting() -> bool:

@@ -112,11 +112,11 @@ def batch_elsewhere(
         args: positional arguments it was exported with.
         kwargs: keyword arguments.
 
-    Returns: none if axis 0 of the first input is free, as it should be.
+    Returns: none if axis 0 of the first input is free, as it should be, and so are lengths of sequences [batch].
     """
-    firsts = [value.shape[0] for value in inputs.values() if value.ndim]
-    fixed = {int(length) for length in firsts if not is_free(length) and int(length) > 1}
-    if not firsts or is_free(firsts[0]):
+    tensors = [value for value in inputs.values() if value.ndim]
+    fixed = {int(value.shape[0]) for value in tensors if not is_free(value.shape[0]) and int(value.shape[0]) > 1}
+    if all(is_free(value.shape[0]) for index, value in enumerate(tensors) if index == 0 or value.ndim == 1):
         return ()
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     return {(number, axis) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import rnn_kernels, rnn_parameter_names
@@ -85,13 +86,14 @@ def packing_as_ops() -> Iterator[None]:
         hidden = tuple(last) if net.mode == "LSTM" else last[0]
         return PackedSequence(output, batch_sizes, order, back), net.permute_hidden(hidden, back)
 
-    with _kernels(_pack_padded_sequence=pack, _pad_packed_sequence=pad), _nets(lambda _: on_packed):
+    kernels = _kernels(_pack_padded_sequence=pack, _pad_packed_sequence=pad)
+    with _lengths_counted(), _nets(lambda _: on_packed), kernels:
         yield
 
 
 @contextlib.contextmanager
 def packing_checked() -> Iterator[None]:
-    """While active, packed sequences and states of other sizes than they say are an error.
+    """While active, packed sequences and states of other sizes than they say are an error, as in a captured graph.
 
     torch (2.14) checks neither, and reads beyond their ends.
     """
@@ -105,8 +107,42 @@ def packing_checked() -> Iterator[None]:
 
         return on_packed
 
-    with _kernels(_pack_padded_sequence=pack_padded), _nets(checked):
+    with _lengths_counted(), _nets(checked), _kernels(_pack_padded_sequence=pack_padded):
         yield
+
+
+@contextlib.contextmanager
+def _lengths_counted() -> Iterator[None]:
+    """While active, ``pack_padded_sequence`` takes a length for each sequence; torch's drops sequences without one.
+
+    The code of the function is exchanged, for a user's file has imported the function itself.
+    """
+    function, code = pack_padded_sequence, pack_padded_sequence.__code__
+    original = types.FunctionType(code, function.__globals__)
+
+    def checked(
+        input: Tensor, lengths: Tensor | Sequence[int], batch_first: bool, enforce_sorted: bool
+    ) -> PackedSequence:
+        count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
+        torch._check(input.shape[0 if batch_first else 1] == count)
+        packed: PackedSequence = original(input, lengths, batch_first, enforce_sorted)
+        return packed
+
+    function.__globals__["_qtk_checked"] = checked
+    function.__code__ = _call_checked.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        del function.__globals__["_qtk_checked"]
+
+
+def _call_checked(
+    input: Tensor, lengths: Tensor | Sequence[int], batch_first: bool = False, enforce_sorted: bool = True
+) -> PackedSequence:
+    """``pack_padded_sequence`` while its code is exchanged; it reads the globals of torch's file."""
+    packed: PackedSequence = globals()["_qtk_checked"](input, lengths, batch_first, enforce_sorted)
+    return packed
 
 
 @contextlib.contextmanager

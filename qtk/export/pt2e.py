@@ -28,7 +28,6 @@ from torch.export.graph_signature import InputKind
 from qtk.capture.calls import Call
 from qtk.capture.composites import Composite, composite_called
 from qtk.capture.inputs import input_leaves
-from qtk.capture.packed import PackedRecurrent
 from qtk.capture.recurrent_shapes import lengths_stay_free
 from qtk.capture.signature import output_nodes
 from qtk.capture.torch_export import silent_torch
@@ -44,11 +43,12 @@ from qtk.export.site_ops import SPEC, ComputedSite, StoredSite, has_ops
 from qtk.graph.graphs import graphs
 from qtk.graph.insert import quantizer_nodes
 from qtk.graph.sites import SITE, label
-from qtk.graph.targets import attribute
+from qtk.graph.targets import attribute, packed_call
 from qtk.graph.written_buffers import is_written, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.numerics.codes import codes_of
 from qtk.ops import fake_quantize_float, onnx_form
+from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import branches, call_structure, load_decomposed_ops, pytree, return_dict
 
 _OPS = "qtk_sites"
@@ -87,7 +87,7 @@ def export(
 
 def exported_program(model: fx.GraphModule, call: Call) -> ExportedProgram:
     """The program that ``export`` writes; Args and Raises as there."""
-    if isinstance(model, PackedRecurrent):
+    if any(packed_call(node) or node.target is pack_padded for node in model.graph.nodes):
         raise ExportError("torch.export cannot capture loops over packed sequences; call the net with padded ones, or "
                           "export formats=('onnx',)")
     load_decomposed_ops()

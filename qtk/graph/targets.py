@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from qtk.nn.batch_norm import batch_norm
 from qtk.nn.kept_batch_norm import kept_batch_norm
+from qtk.nn.recurrent import Recurrent
 from qtk.nn.train_only import train_only
 
 MEMBERS = "qtk_members"
@@ -62,3 +63,12 @@ def _module_read(node: fx.Node, index: int) -> nn.Module:
     module = attribute(owner, str(read.target))
     assert isinstance(module, nn.Module)
     return module
+
+
+BATCH_SIZES = 4
+"""Argument of ``Recurrent`` with the batch sizes of a packed sequence."""
+
+
+def packed_call(node: fx.Node) -> bool:
+    """Whether ``node`` calls a recurrent net with a packed sequence."""
+    return isinstance(called_module(node), Recurrent) and len(node.args) > BATCH_SIZES

@@ -14,11 +14,12 @@ from qtk.graph.graphs import nested_graphs
 from qtk.graph.insert import quantizer_called, quantizer_nodes
 from qtk.graph.op_row import OpRow, Tokens
 from qtk.graph.op_table import op_name, row_of
-from qtk.graph.schema import schema_arguments
-from qtk.graph.targets import called_module
+from qtk.graph.schema import aten_name, schema_arguments
+from qtk.graph.targets import called_module, packed_call
 from qtk.nn.attention import Attention
 from qtk.nn.recurrent import Recurrent
 from qtk.numerics.token_layout import Count, Factor, TokenLayout
+from qtk.ops.pack_padded import pack_padded
 from qtk.quantizers.quantizer import Quantizer
 from qtk.torch_private import has_length_hint, length_hint
 
@@ -67,11 +68,15 @@ class TokenLayouts:
             }
             self.calls += TokenLayouts(core, inputs).calls
             return
+        lost = None if packed_call(node) else op_name(node)
         for graph in nested_graphs(node).values():
-            self.calls += [(quantizer, op_name(node)) for quantizer in quantizer_nodes(graph).values()]
+            self.calls += [(quantizer, lost) for quantizer in quantizer_nodes(graph).values()]
 
     def _result(self, node: fx.Node) -> TokenLayout | None:
-        if not _has_values(node):
+        if not _has_values(node) or node.target is pack_padded:  # all elements of a packed value count
+            return None
+        if aten_name(node.target) == "_pad_packed_sequence":
+            self._lost[node] = op_name(node)
             return None
         sources = {source: self._layouts[source] for source in node.all_input_nodes if source in self._layouts}
         if not sources:

@@ -36,17 +36,20 @@ from qtk.export.onnx.flat_linears import flatten_linears
 from qtk.export.onnx.grouped_matmul import grouped_matmul_translations
 from qtk.export.onnx.node_names import name_nodes
 from qtk.export.onnx.op_translations import TRANSLATIONS, widen_indices
-from qtk.export.onnx.padded_sequences import pad_sequences, takes_packed
+from qtk.export.onnx.padded_sequences import pad_sequences
 from qtk.export.onnx.sequence_lengths import PADDED_KERNELS
 from qtk.export.onnx.sequence_lengths import TRANSLATIONS as OF_LENGTHS
+from qtk.export.onnx.sorted_sequences import drop_sorting
 from qtk.export.onnx.step_operators import ONE_OPERATOR, step_operators
 from qtk.export.simulated_sites import SimulatedSite
 from qtk.graph.graphs import graphs, nested_graphs
 from qtk.graph.insert import QUANTIZERS, quantizer_nodes
+from qtk.graph.targets import packed_call
 from qtk.graph.written_buffers import buffer_values, is_write, written_buffers
 from qtk.nn.eval_mode import evaluating
 from qtk.nn.recurrent import Recurrent, RecurrentCell
 from qtk.nn.tap import Tap
+from qtk.ops.pack_padded import pack_padded
 from qtk.torch_private import onnx_translations_kept, pytree
 
 DOMAIN, MARKER, DYNAMIC_LSTM = "qtk", "FakeQuantize", "DynamicLSTM"
@@ -140,7 +143,9 @@ def _marked(
             copied.over_time = step_operators(node, copied, sites, contrib_operators=True)
             copied.add_module("active_tap", _ActiveTap())
         flat.set_submodule(str(node.target), copied)
-    pad_sequences(flat, [site.name for site in sites.values() if _is_by_element(site)])
+    if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
+        drop_sorting(flat.graph)
+        pad_sequences(flat, [site.name for site in sites.values() if _is_by_element(site)])
     return flat
 
 
@@ -212,7 +217,7 @@ def _mark_sites(
 
 def _check_padding(model: fx.GraphModule, sites: Iterable[SimulatedSite]) -> None:
     """Raises: ExportError naming a site in a net on packed sequences whose dynamic range would include padding."""
-    inside = {graph.graph for node in model.graph.nodes if takes_packed(node) for graph in nested_graphs(node).values()}
+    inside = {graph.graph for node in model.graph.nodes if packed_call(node) for graph in nested_graphs(node).values()}
     for site in sites:
         if site.node.graph in inside and not _is_by_element(site):
             raise ExportError(

@@ -4,15 +4,17 @@ It looks for DequantizeLinear directly in front of a product, and carries it the
 Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and mostly with them the product in float:
 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
-2. Pad with zeros, whose code is the zero point; windows of attention are padded.
-3. Concat of parts of one quantized value, as ``roll`` is exported.
+2. Pad with zeros, whose code is the zero point; windows of attention are padded. And Where that writes zeros, as over
+   the steps beyond the lengths of sequences.
+3. Concat of parts of one quantized value, as ``roll`` is exported; in front of Where also of values with one encoding,
+   as both directions of a recurrent net.
 4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
 5. Shape, for which it would dequantize the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -26,10 +28,13 @@ CARRIED = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 FOLLOWED = (*CARRIED, "Identity")
 """Those, and one that it removes."""
 
-NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Concat", "MaxPool")
+NOT_CARRIED = ("Gather", "Split", "Expand", "Pad", "Where", "Concat", "MaxPool")
 
 POOLED = ir.DataType.UINT8
 """The type of the codes that MaxPool moves; int8 ones it takes, too, but a Conv whose codes it reads stays in float."""
+
+CHOSEN = (ir.DataType.UINT8, ir.DataType.INT8)
+"""The types of codes that Where chooses from; ONNX Runtime (1.32) has no kernel for those of 16 bits."""
 
 
 def move_codes(graph: ir.Graph, names: ValueNames) -> None:
@@ -39,14 +44,17 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
         if node.op_type == "Shape" and (dequantize := dequantize_of(node.inputs[0])) is not None:
             node.replace_input_with(0, codes_of(dequantize))
         if node.op_type in NOT_CARRIED:
-            for mover in dict.fromkeys(mover for value in _data(node) for mover in _movers(value)):
+            for mover in dict.fromkeys(mover for index in _data(node) for mover in _movers(node.inputs[index])):
                 _move(mover, nodes)
+            joined = node.inputs[1].producer() if node.op_type == "Where" and node.inputs[1] is not None else None
+            if joined is not None and joined.op_type == "Concat":
+                _move(joined, nodes, are_alike=_have_equal_encodings)
             _move(node, nodes)
 
 
-def _data(node: ir.Node) -> tuple[ir.Value | None, ...]:
+def _data(node: ir.Node) -> Sequence[int]:
     """The inputs whose elements the operator moves."""
-    return tuple(node.inputs) if node.op_type == "Concat" else node.inputs[:1]
+    return range(len(node.inputs)) if node.op_type == "Concat" else [1] if node.op_type == "Where" else [0]
 
 
 def _movers(value: ir.Value | None) -> Iterator[ir.Node]:
@@ -70,19 +78,28 @@ def carries_codes(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type in FOLLOWED and carries_codes(producer.inputs[0])
 
 
-def _move(node: ir.Node, nodes: DequantizeNodes) -> None:
+def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two DequantizeLinear read the same scale and zero point."""
+    return a.inputs[1:] == b.inputs[1:]
+
+
+def _move(
+    node: ir.Node, nodes: DequantizeNodes, are_alike: Callable[[ir.Node, ir.Node], bool] = _have_one_encoding
+) -> None:
     """Lets ``node`` move codes, if all that it moves is dequantized alike."""
-    sources = [dequantize_of(value) for value in _data(node)]
-    first = sources[0]
+    sources = {index: dequantize_of(node.inputs[index]) for index in _data(node)}
+    first = next(iter(sources.values()))
     if first is None or codes_of(first).is_initializer() or not _are_integers(codes_of(first)):
         return
-    if any(source is None or source.inputs[1:] != first.inputs[1:] for source in sources):
+    if any(source is None or not are_alike(source, first) for source in sources.values()):
         return
     if node.op_type == "MaxPool" and (len(node.outputs) > 1 or codes_of(first).dtype != POOLED):
         return
-    if node.op_type == "Pad" and not _pad_with_code_of_zero(node, first):
+    if node.op_type == "Where" and codes_of(first).dtype not in CHOSEN:
         return
-    for index, source in enumerate(sources):
+    if node.op_type in ("Pad", "Where") and not _fill_with_code_of_zero(node, first):
+        return
+    for index, source in sources.items():
         assert source is not None
         node.replace_input_with(index, codes_of(source))
     for value in node.outputs:
@@ -94,8 +111,16 @@ def _are_integers(codes: ir.Value) -> bool:
     return codes.dtype is not None and codes.dtype.is_integer()
 
 
-def _pad_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
-    """Lets a Pad with zeros fill in the zero point. Returns: whether it does so, or copies values of its input."""
+def _have_equal_encodings(a: ir.Node, b: ir.Node) -> bool:
+    """Whether two DequantizeLinear read equal constants."""
+    pairs = [[None if each is None else ir.convenience.get_const_tensor(each) for each in pair]
+             for pair in zip(a.inputs[1:], b.inputs[1:], strict=True)]
+    return all(one is not None and other is not None and np.array_equal(one.numpy(), other.numpy())
+               for one, other in pairs)
+
+
+def _fill_with_code_of_zero(node: ir.Node, dequantize: ir.Node) -> bool:
+    """Lets an operator that writes zeros write the zero point. Returns: whether it does, or copies values."""
     mode = node.attributes.get("mode")
     if mode is not None and mode.as_string() != "constant":
         return True

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, fx
 
 from qtk.graph.op_table import DROPOUT, row_of
-from qtk.graph.targets import called_module
-from qtk.nn.recurrent import Recurrent
+from qtk.graph.targets import packed_call
 from qtk.ops.pack_padded import pack_padded
-from qtk.torch_private import is_known_equal
 
 Size = int | torch.SymInt
 PAD = torch.ops.aten._pad_packed_sequence.default
@@ -38,8 +36,6 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
         flat: the graph; its recurrent nets take padded values and lengths.
         followed: names of the sites whose markers are of case 3.
     """
-    if not any(node.target is pack_padded or takes_packed(node) for node in flat.graph.nodes):
-        return
     rewriting = _Rewriting(flat.graph, followed)
     for node in list(flat.graph.nodes):
         rewriting.visit(node)
@@ -48,13 +44,9 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
     flat.recompile()
 
 
-def takes_packed(node: fx.Node) -> bool:
-    """Whether a node calls a recurrent net with a packed sequence."""
-    return isinstance(called_module(node), Recurrent) and len(node.args) > SIZES
-
-
-SIZES = 4
-"""Argument of ``Recurrent`` with the batch sizes."""
+def is_handed_on(node: fx.Node) -> bool:
+    """Whether a node is a marker or a dropout, which keep the elements of their input where they are."""
+    return node.target is torch.ops.qtk.quantized_site.default or row_of(node) is DROPOUT
 
 
 class _Rewriting:
@@ -74,7 +66,7 @@ class _Rewriting:
             self._pack(node)
         elif self._is_followed(node):
             self._elementwise(node)
-        elif takes_packed(node):
+        elif packed_call(node):
             self._net(node)
         elif node.target is PAD:
             self._pad(node)
@@ -103,8 +95,9 @@ class _Rewriting:
             self._stands_for(output, output, lengths)
 
     def _is_followed(self, node: fx.Node) -> bool:
-        is_marker = node.target is torch.ops.qtk.quantized_site.default and node.args[1] in self.followed
-        return (is_marker or row_of(node) is DROPOUT) and node.args[0] in self.replaced
+        if not is_handed_on(node) or node.args[0] not in self.replaced:
+            return False
+        return row_of(node) is DROPOUT or node.args[1] in self.followed
 
     def _elementwise(self, node: fx.Node) -> None:
         """Case 3."""
@@ -212,8 +205,10 @@ def padded_to(padded: Tensor, lengths: Tensor, batch_first: bool, padding_value:
     >>> padded_to(torch.tensor([[1, 4], [2, 9], [3, 9]]), torch.tensor([3, 1]), True, 0, 4).tolist()
     [[1, 2, 3, 0], [4, 0, 0, 0]]
     """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
+
     time = _steps(lengths, steps)
-    if not is_known_equal(steps, padded.shape[0]):
+    if not statically_known_true(steps == padded.shape[0]):
         padded = padded.index_select(0, time.clamp(max=padded.shape[0] - 1))
     has_element = (time.unsqueeze(1) < lengths).reshape(time.shape[0], -1, *[1] * (padded.ndim - 2))
     result = torch.where(has_element, padded, padded.new_full((), padding_value))

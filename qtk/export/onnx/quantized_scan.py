@@ -7,7 +7,7 @@ Each case moves a DequantizeLinear that its readers see through the boundary; va
 2. A sequence of dequantized values is handed in as codes and dequantized in the body.
 3. A dequantized result of the body is handed out as codes and dequantized outside.
 4. A state that the body returns dequantized is carried as codes, if the first one is zero or has the same encoding:
-   only then it is on the same grid.
+   only then it is on the same grid. A Where that keeps the state of a sequence beyond its length picks codes then.
 5. Dequantized values that the body splits are dequantized behind the split, one part for each gate.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qtk.export.onnx.dequantize_nodes import DequantizeNodes, codes_of, dequantize_of
+from qtk.export.onnx.moved_codes import CHOSEN
 from qtk.export.onnx.node_writer import insert_before
 from qtk.export.onnx.value_names import ValueNames
 
@@ -75,8 +76,9 @@ class _Scan:
 
     def _carry_state(self, index: int) -> None:
         """Case 4."""
-        first, dequantize = self.node.inputs[index], dequantize_of(self.body.outputs[index])
-        if first is None or dequantize is None:
+        first, keeping = self.node.inputs[index], self._keeping(index)
+        dequantize = dequantize_of(self.body.outputs[index] if keeping is None else keeping.inputs[1])
+        if first is None or dequantize is None or (keeping is not None and codes_of(dequantize).dtype not in CHOSEN):
             return
         given = dequantize_of(first)
         if given is not None and given.inputs[1:] == dequantize.inputs[1:]:
@@ -86,7 +88,21 @@ class _Scan:
         else:
             return
         self._take_codes(index, codes, dequantize)
-        self._return_codes(index, dequantize)
+        if keeping is None:
+            self._return_codes(index, dequantize)
+            return
+        keeping.replace_input_with(1, codes_of(dequantize))
+        keeping.replace_input_with(2, self.body.inputs[index])
+        self.nodes.behind(keeping.outputs[0], dequantize)
+        kept = dequantize_of(self.body.outputs[index])
+        assert kept is not None
+        self._return_codes(index, kept)
+
+    def _keeping(self, index: int) -> ir.Node | None:
+        """The Where that returns a state as it came, or a new one; ``None`` if the body has none."""
+        producer = self.body.outputs[index].producer()
+        is_keeping = producer is not None and producer.op_type == "Where"
+        return producer if is_keeping and producer.inputs[2] is self.body.inputs[index] else None
 
     def _split_codes(self, node: ir.Node) -> None:
         """Case 5."""

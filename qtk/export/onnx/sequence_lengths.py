@@ -1,4 +1,4 @@
-"""ONNX's LSTM and GRU over padded sequences of several lengths: ``sequence_lens``, which torch's exporter leaves out."""
+"""ONNX's LSTM and GRU over padded sequences with their lengths: ``sequence_lens``, which torch's exporter omits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from onnxscript.function_libs.torch_lib.ops.core import aten_gru, aten_lstm
 from torch import Tensor
 
 _REST = "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional"
-torch.library.define("qtk::padded_lstm", f"(Tensor x, Tensor lengths, Tensor[] hx, {_REST}) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "qtk::padded_lstm", f"(Tensor x, Tensor lengths, Tensor[] hx, {_REST}) -> (Tensor, Tensor, Tensor)"
+)
 torch.library.define("qtk::padded_gru", f"(Tensor x, Tensor lengths, Tensor hx, {_REST}) -> (Tensor, Tensor)")
 
 PADDED_KERNELS = {"lstm": torch.ops.qtk.padded_lstm.default, "gru": torch.ops.qtk.padded_gru.default}
-"""Kind of a recurrent net → the op that computes it of padded sequences [T, N, I] and their lengths [N]; traced only."""
+"""Kind of a recurrent net → the op that computes it of sequences [T, N, I] and their lengths [N]; it is only traced."""
 
 
 @torch.library.register_fake("qtk::padded_lstm")  # type: ignore[untyped-decorator]

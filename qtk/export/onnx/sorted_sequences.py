@@ -1,0 +1,79 @@
+"""Leaves out the sorting by length that packing asks for and padded sequences do without.
+
+``pack_padded_sequence(…, enforce_sorted=False)`` sorts the lengths, puts the sequences and first states in this order,
+and padding and last states are put back. A sort whose order nothing else reads is dropped with all of that.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from qtk.export.onnx.padded_sequences import PAD, is_handed_on
+from qtk.graph.targets import BATCH_SIZES, packed_call
+from qtk.ops.pack_padded import pack_padded
+
+_ATEN = torch.ops.aten
+
+
+def drop_sorting(graph: fx.Graph) -> None:
+    """Drops every such sort of a flat graph with packed values. Changes ``graph``."""
+    for node in list(graph.nodes):
+        if node.target is _ATEN.sort.default and node.args[2:] == (True,):
+            _Sort(node).drop()
+    graph.eliminate_dead_code()
+
+
+class _Sort:
+    """A descending sort of lengths: its values, its order, and the inverses of that."""
+
+    def __init__(self, node: fx.Node) -> None:
+        elements = {index: [user for user in node.users if _is_element(user, index)] for index in (0, 1)}
+        self.lengths, self.sorted, self.order = node.args[0], set(elements[0]), set(elements[1])
+        self.back = {user for order in self.order for user in order.users
+                     if user.target is _ATEN.scatter.src and user.args[2] is order}
+
+    def drop(self) -> None:
+        """Replaces what is sorted by what was sorted, if that is all that the order is for."""
+        selections = {user for order in self.order | self.back for user in order.users
+                      if user not in self.back and user.target is not _ATEN.empty_like.default}  # for the scatter
+        readers = {user for lengths in self.sorted for user in lengths.users}
+        unsorted = {user for user in selections if self._gives_lengths(user)}
+        moved = selections - unsorted
+        if all(map(self._is_for_packing, moved)) and all(map(self._reads_lengths, readers - unsorted)):
+            for node in moved:
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            for node in self.sorted | unsorted:
+                node.replace_all_uses_with(self.lengths)  # type: ignore[arg-type]
+
+    def _gives_lengths(self, node: fx.Node) -> bool:
+        return node.target is _ATEN.index.Tensor and node.args[0] in self.sorted and node.args[1][0] in self.back
+
+    def _reads_lengths(self, node: fx.Node) -> bool:
+        return node.target is _ATEN.sym_size.int or (node.target is pack_padded and node.args[1] in self.sorted)
+
+    def _is_for_packing(self, node: fx.Node) -> bool:
+        if node.target is not _ATEN.index_select.default:
+            return False
+        if node.args[2] in self.back:
+            source = node.args[0]
+            while is_handed_on(source) or source.target is operator.getitem:
+                source = source.args[0]
+            return self._is_packed_here(source)
+        readers, pending = set[fx.Node](), [node]
+        while pending:
+            for user in pending.pop().users:
+                (pending.append if is_handed_on(user) else readers.add)(user)
+        return all(self._reads_lengths(each) or self._is_packed_here(each) for each in readers)
+
+    def _is_packed_here(self, node: fx.Node) -> bool:
+        """Whether a net or a padding is called with the batch sizes of these lengths."""
+        sizes = node.args[BATCH_SIZES] if packed_call(node) else node.args[1] if node.target is PAD else None
+        packing = sizes.args[0] if isinstance(sizes, fx.Node) and sizes.target is operator.getitem else None
+        return isinstance(packing, fx.Node) and packing.target is pack_padded and packing.args[1] in self.sorted
+
+
+def _is_element(user: fx.Node, index: int) -> bool:
+    return user.target is operator.getitem and user.args[1] == index
