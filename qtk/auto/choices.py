@@ -34,9 +34,10 @@ class Choices:
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> Choices:
         """Raises: KeyError or TypeError for a record of another kind."""
-        names = (record[key] for key in ("transforms", "layerwise", "precise"))
-        tuples = [tuple(map(str, name)) for name in names]  # type: ignore[call-overload]
-        return cls(str(record["scheme"]), *tuples, dynamic=bool(record["dynamic"]))
+        transforms, layerwise, precise = (
+            tuple(map(str, record[key])) for key in ("transforms", "layerwise", "precise")  # type: ignore[call-overload]
+        )
+        return cls(str(record["scheme"]), transforms, layerwise, precise, bool(record["dynamic"]))
 
     def __str__(self) -> str:
         parts = [self.scheme, *(["dynamic quantization"] if self.dynamic else []), *self.transforms, *self.layerwise]

@@ -100,7 +100,9 @@ def _plan_products(inner: Draft, reason: str) -> None:
     decision = inner.rules.activation.overlaid(DYNAMIC, reason)
     for node in inner.graph.nodes:
         row = inner.flow.row(node)
-        for port in inner.flow.data_ports(node) if row is not None and row.multiplies else ():
+        if row is None or not row.multiplies:
+            continue
+        for port in inner.flow.data_ports(node):
             spec = to_spec(decision.setting, None, port.value.meta["val"].ndim)
             inner.edges[edge_site(port)] = inner.site_plan(spec, decision, f"input of {row.kind}")
 

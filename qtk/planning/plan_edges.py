@@ -55,12 +55,17 @@ def _plan_held(draft: Draft, node: fx.Node) -> None:
             draft.share_edge(port, edge_site(port))
 
 
+def _is_quantized_inside(draft: Draft, node: fx.Node) -> bool:
+    """Whether a recurrent net computes with codes inside, so that it reads codes whatever it is fed as."""
+    return any(inner.profile not in ("float", "dynamic") for inner in draft.nested.get(node, ()))
+
+
 def _plan_streams(draft: Draft, node: fx.Node, row: OpRow) -> None:
     """Decides the inputs that are values of a stream, where ``node`` is not what the stream feeds."""
     for port in draft.flow.data_ports(node) if row.multiplies else ():
         source = draft.flow.root(port.value)
         stream = None if draft.flow.is_static(source) else draft.decisions(maker(source)).stream
-        if stream is None or not stream.feeds.isdisjoint(row.names):
+        if stream is None or (not stream.feeds.isdisjoint(row.names) and not _is_quantized_inside(draft, node)):
             continue
         _plan_input(draft, port, stream.elsewhere, f"input of {row.kind}")
         if (site := edge_site(port)) in draft.edges:

@@ -272,7 +272,7 @@ def test_dynamic_quantization_is_tried_second_with_size_and_latency_beside_plain
 
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [
-    {"target": "default"}, {"activation_bits": 16},
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"target": "default"}, {"activation_bits": 16})),
     {"target": {"version": 1, "extends": "onnxruntime", "exclude": ["2"]}},
 ])
 def test_it_is_not_tried_where_the_runtime_has_none_or_the_config_is_ones_own(options):

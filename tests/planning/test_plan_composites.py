@@ -119,6 +119,15 @@ def test_where_no_kernel_is_dynamic_the_inside_is_float(net, x, defaults, missin
 
 
 @pytest.mark.medium
+def test_what_a_net_reads_is_rounded_only_if_it_computes_with_codes():
+    rule = {"match": {"op": "lstm"}, "inside": "quantized"}
+    plain, quantized = (by_name(plan_of(Tagger(bidirectional=False), X, {
+        "version": 1, "extends": "onnxruntime", "rules": rules}, **CONFIGURED)) for rules in ([], [rule]))
+    assert not plain.keys() & {"x:input", "lstm:in[0]"}
+    assert "lstm:in[0]" in quantized
+
+
+@pytest.mark.medium
 def test_rules_set_layers_by_their_paths():
     rules = [DYNAMIC, {"match": {"path": "net.l1"}, "inside": "float"}, {"match": {"path": "net.l2"}, "inside": "int8"}]
     decided = by_name(plan_of(Net(nn.LSTM(4, 3, 3)), X, {**BARE, "defaults": INT8, "rules": rules}, **CONFIGURED))

@@ -26,7 +26,7 @@ def calibrated(data, *rules, base="onnxruntime"):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("base", ["onnxruntime", "dynamic"])
+@pytest.mark.parametrize("base", ["onnxruntime", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_a_layer_that_reads_spectra_is_float_and_the_next_is_not(base):
     assert list(dynamic_steps(calibrated(spectra(), base=base).simulation)) == ["lstm.l1"]
 

@@ -78,7 +78,7 @@ class _Written:
 
     def _replace(self, inputs: Sequence[ir.Value | None]) -> None:
         backwards = self.node.attributes["backwards"].as_int()
-        hidden_size = int(inputs[2].shape[1])  # type: ignore[union-attr, index]
+        hidden_size = int(inputs[2].shape[1])  # type: ignore[union-attr]
         operator = ir.node(
             OPERATOR, inputs, {"hidden_size": hidden_size, "direction": "reverse" if backwards else "forward"},
             domain=CONTRIB, num_outputs=len(self.node.outputs), name=self.node.name,
@@ -189,7 +189,8 @@ def _quantized(dequantize: ir.Node) -> ir.Value:
 
 def _array(value: ir.Value) -> npt.NDArray[np.generic]:
     assert value.const_value is not None
-    return value.const_value.numpy()
+    array: npt.NDArray[np.generic] = value.const_value.numpy()
+    return array
 
 
 def _by_gate(rows: npt.NDArray[np.generic], gates: Sequence[int]) -> npt.NDArray[np.generic]:

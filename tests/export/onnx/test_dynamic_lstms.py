@@ -147,10 +147,8 @@ def test_its_sites_are_read_back(started):
     assert {"lstm.l1.projection:in[0]", "lstm.l0_reverse.cell.hidden_projection:in[0]"} <= read
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("options", [
-    {"weight": {"granularity": "per_tensor"}}, pytest.param({}, marks=pytest.mark.slow),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"weight": {"granularity": "per_tensor"}}, {}])
 def test_one_scale_and_no_biases(options, tmp_path):
     config = {"version": 1, "extends": "onnxruntime", "rules": [{"match": {"op": "lstm"}, **options}]} if options else (
         "dynamic")

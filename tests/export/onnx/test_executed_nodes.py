@@ -48,7 +48,7 @@ def test_nodes_are_those_of_the_optimized_graph(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.medium
 @pytest.mark.parametrize(("make", "kind", "x"), [
-    (lambda: nn.LSTM(6, 5), "LSTM", torch.randn(4, 2, 6)),
+    (lambda: nn.GRU(6, 5), "GRU", torch.randn(4, 2, 6)),
     (lambda: nn.ConvTranspose2d(3, 4, 3), "ConvTranspose", torch.randn(2, 3, 8, 8)),
 ])
 def test_what_has_no_integer_kernel_says_so(make, kind, x, tmp_path):

@@ -93,5 +93,5 @@ def test_sites_in_the_body_of_a_loop_are_counted(tmp_path):
     inside = sites_in_bodies(file)
     assert inside > 5
     names = {site.site for site in site_outputs(file, codes=False)}
-    assert "x:input" in names
+    assert "lstm:in[0]" in names
     assert len(names) + inside <= len(sim.plan)

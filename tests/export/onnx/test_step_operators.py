@@ -53,7 +53,7 @@ def test_layers_become_the_operator_of_their_profile(tmp_path):
     assert_computed(sim, (X,), file, least_db=30)  # a tie may fall the other way, once in 8 bits
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_direction_can_be_float(tmp_path):
     sim = exported(nn.LSTM(I, H, bidirectional=True), (X,), tmp_path / "out", layers(("lstm.l0_reverse", "float")))
     assert operators(tmp_path / "out" / "model.onnx") == {"DynamicQuantizeLSTM": 1, "LSTM": 1}
@@ -62,7 +62,7 @@ def test_one_direction_can_be_float(tmp_path):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("kind", "expected"), [
-    (nn.LSTMCell, {"DynamicQuantizeLSTM": 1}), (nn.GRUCell, {"GRU": 1}),
+    (nn.LSTMCell, {"DynamicQuantizeLSTM": 1}), pytest.param(nn.GRUCell, {"GRU": 1}, marks=pytest.mark.slow),
 ])
 def test_a_cell_is_one_operator(kind, expected, tmp_path):
     given = (torch.randn(3, I), *(torch.randn(3, H) * 0.3 for _ in range(1 + (kind is nn.LSTMCell))))
@@ -73,7 +73,8 @@ def test_a_cell_is_one_operator(kind, expected, tmp_path):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("net", "expected"), [
-    (lambda: nn.LSTM(I, H, proj_size=4), {"Scan": 1}), (lambda: nn.GRU(I, H, 2), {"GRU": 2}),
+    pytest.param(lambda: nn.LSTM(I, H, proj_size=4), {"Scan": 1}, marks=pytest.mark.slow),
+    (lambda: nn.GRU(I, H, 2), {"GRU": 2}),
 ])
 def test_what_has_no_such_operator_is_as_it_was(net, expected, tmp_path):
     sim = exported(net(), (X,), tmp_path / "out")
@@ -81,14 +82,14 @@ def test_what_has_no_such_operator_is_as_it_was(net, expected, tmp_path):
     assert_computed(sim, (X,), tmp_path / "out" / "model.onnx")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_half_precision_is_float_inside(tmp_path):
     sim = exported(nn.LSTM(I, H).half(), (X.half(),), tmp_path / "out")
     assert operators(tmp_path / "out" / "model.onnx") == {"LSTM": 1}
     assert_computed(sim, (X.half(),), tmp_path / "out" / "model.onnx", least_db=40)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_without_a_runtime_the_file_holds_standard_operators(tmp_path):
     config = {"version": 1, "rules": [{"match": {"op": "lstm"}, "inside": "dynamic"}]}
     sim = exported(nn.LSTM(I, H), (X,), tmp_path / "out", config)
