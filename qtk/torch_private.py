@@ -45,6 +45,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "base_of",
     "below_autograd",
     "call_structure",
     "checking_sizes",
@@ -264,6 +265,12 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
         op._dispatch_cache.clear()
         if decomposition is not None:
             decomposition_table[op] = decomposition
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a view of; ``None`` if it is none."""
+    base: Tensor | None = tensor._base
+    return base
 
 
 def version_of(tensor: Tensor) -> int:

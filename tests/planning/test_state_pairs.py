@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import qtk
+from tests.zoo.streams import frames, stream
 
 X = torch.randn(3, 2, 4)
 
@@ -65,6 +66,19 @@ def test_an_input_of_another_width_takes_that_of_its_output_with_all_that_share_
     widths = {site.name: decided.spec.dtype.bits for site, decided in plan.items()}
     assert widths["mean:input"] == widths["add:out"] == 16
     assert all(decided.leader is None or plan[decided.leader].leader is None for decided in plan.values())
+
+
+@pytest.mark.parametrize(("name", "site", "leader"), [
+    ("cached_conv", "past:input", "concat:out"),
+    ("streams", "recurrent.h:input", "recurrent.cell.step.cell.hidden:out"),
+    pytest.param("average", "mean:input", "add:out", marks=pytest.mark.medium),
+    pytest.param("key_value_cache", "keys:input", "index_put:out", marks=pytest.mark.medium),
+])
+def test_a_buffer_that_forward_writes_has_the_encoding_of_the_value_that_it_takes(name, site, leader):
+    plan = qtk.QuantSim(stream(name), frames(name, 1)[0]).plan
+    (decided,) = [decided for each, decided in plan.items() if each.name == site]
+    assert decided.leader.name == leader
+    assert not decided.static
 
 
 @pytest.mark.medium
