@@ -15,6 +15,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ __all__ = [
 
 rnn_kernels = torch._VF
 """The fused kernels of recurrent nets and cells, on plain tensors: ``rnn_kernels.lstm``."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that another is a view of; ``None`` if that is no view."""
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""
@@ -265,12 +269,6 @@ def python_kernel(op: OpOverload, kernel: Callable[..., object]) -> Iterator[Non
         op._dispatch_cache.clear()
         if decomposition is not None:
             decomposition_table[op] = decomposition
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a view of; ``None`` if it is none."""
-    base: Tensor | None = tensor._base
-    return base
 
 
 def version_of(tensor: Tensor) -> int:
