@@ -82,6 +82,24 @@ def test_a_buffer_that_forward_writes_has_the_encoding_of_the_value_that_it_take
 
 
 @pytest.mark.medium
+def test_a_buffer_that_another_kind_of_call_only_reads_is_named():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("held", torch.zeros(2, 4))
+
+        def forward(self, x, given=None):
+            if given is None:
+                return x + self.held
+            self.held.copy_(given)
+            return x * self.held
+
+    x = torch.randn(2, 4)
+    with pytest.warns(match="forward writes held in calls of one kind and only reads it .* or give it as an input"):
+        qtk.QuantSim(Once().eval(), (x, x), variants=[(x,)])
+
+
+@pytest.mark.medium
 def test_a_stream_calibrated_from_zeros_keeps_its_accuracy_and_its_file_runs_the_loop(tmp_path):
     class Denoiser(nn.Module):
         def __init__(self):
