@@ -15,6 +15,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "base_of",
     "below_autograd",
     "call_structure",
     "checking_sizes",
@@ -80,6 +82,9 @@ __all__ = [
 
 rnn_kernels = torch._VF
 """The fused kernels of recurrent nets and cells, on plain tensors: ``rnn_kernels.lstm``."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that another is a view of; ``None`` if that is no view."""
 
 MODULE_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 """Attributes in which ``nn.Module`` keeps its members."""

@@ -23,6 +23,7 @@ from qtk.torch_private import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
+    base_of,
     below_autograd,
     call_structure,
     checking_sizes,
@@ -320,6 +321,12 @@ def test_hooks_on_saved_tensors_work():
     assert hooks_on_saved_tensors_work()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert not hooks_on_saved_tensors_work()
+
+
+def test_base_of():
+    x = torch.zeros(2, 3)
+    assert base_of(x) is None
+    assert base_of(x[:, :2]) is x
 
 
 def test_version_of():

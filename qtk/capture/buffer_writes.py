@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from qtk.graph.written_buffers import READ, is_write
 from qtk.nn.kept_buffers import BufferPlace, buffer_places
-from qtk.torch_private import pytree
+from qtk.torch_private import base_of, pytree
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
 
     def leave(model: nn.Module, args: object, output: object) -> object:
         assigned = [(module, name, buffer, value) for (module, name), buffer in before.pop().items()
-                    if _can_be_written(buffer, value := module._buffers.get(name))]
+                    if (value := module._buffers.get(name)) is not None and value is not buffer and buffer is not None
+                    and (value.shape, value.dtype) == (buffer.shape, buffer.dtype)]
         buffers = [buffer for _, _, buffer, _ in assigned]
         returned = pytree.tree_map(lambda leaf: leaf.clone() if _is_in(leaf, buffers) else leaf, output)
         values = [value.clone() if _is_in(value, buffers) else value for _, _, _, value in assigned]
@@ -45,15 +46,9 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _can_be_written(buffer: Tensor | None, value: Tensor | None) -> bool:
-    """Whether ``value`` was assigned to a buffer and fits into it."""
-    return buffer is not None and value is not None and value is not buffer and (
-        (value.shape, value.dtype) == (buffer.shape, buffer.dtype))
-
-
 def _is_in(leaf: object, buffers: Sequence[Tensor]) -> bool:
     """Whether a tensor is one of ``buffers`` or a view of one."""
-    return isinstance(leaf, Tensor) and any(leaf is buffer or leaf._base is buffer for buffer in buffers)
+    return isinstance(leaf, Tensor) and any(leaf is buffer or base_of(leaf) is buffer for buffer in buffers)
 
 
 def part_from_buffers(graph: fx.Graph) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from qtk.capture.call_kind import Kind, call_kind, signature_of
 from qtk.capture.call_recording import record_calls
-from qtk.capture.calls import Call, detached, distinct, with_rows
+from qtk.capture.calls import Call, distinct, with_rows
 from qtk.capture.canonicalize import canonicalize
 from qtk.capture.first_difference import first_difference
 from qtk.capture.free_shapes import DynamicShapes, LeafAxis, names_by_input
@@ -40,7 +40,7 @@ from qtk.capture.tree import with_islands
 from qtk.capture.untouched import untouched
 from qtk.capture.variants import add_variant
 from qtk.capture.varying_axes import varying_axes
-from qtk.capture.verify_prepared import Outcome, difference_over_calls, eval_difference, eval_outcome
+from qtk.capture.verify_prepared import Outcome, difference_over_calls, eval_difference
 from qtk.errors import OUT_OF_MEMORY, CaptureError, QtkError, VerificationError, first_line
 from qtk.graph.plain_attributes import PlainAttributes
 from qtk.graph.sites import prefixes
@@ -141,15 +141,9 @@ def capture_graph(
 def _verified(
     model: nn.Module, graph: PreparedGraph, calls: Sequence[Call], expected: Outcome | None
 ) -> PreparedGraph:
-    """``graph``, with the difference in its report.
-
-    Raises: VerificationError if it is too large; CaptureError if the model keeps a state in no buffer.
-    """
-    differences = []
-    for call in calls:
-        outcome = expected or eval_outcome(model, *detached((call.args, call.kwargs)))
-        differences.append(difference_over_calls(model, graph, call.args, call.kwargs, outcome))
-    graph.meta[REPORT] = replace(graph.report, eval_difference=max(differences))
+    """``graph``, with the difference in its report. Raises: as ``difference_over_calls``."""
+    graph.meta[REPORT] = replace(graph.report, eval_difference=max(
+        difference_over_calls(model, graph, call.args, call.kwargs, expected=expected) for call in calls))
     return graph
 
 

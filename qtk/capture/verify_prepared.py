@@ -48,12 +48,14 @@ def eval_outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def difference_over_calls(
-    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Outcome
+    original: nn.Module, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+    expected: Outcome | None = None,
 ) -> float:
-    """``eval_difference`` to the outcome of ``original``; of two calls if the first changes what is no buffer.
+    """``eval_difference``, of a second call too if the first of ``original`` changes what is no buffer.
 
     Raises: CaptureError if ``original`` keeps a state in an attribute; VerificationError as ``eval_difference``.
     """
+    expected = expected or eval_outcome(original, *detached((args, kwargs)))
     try:
         difference = eval_difference(original, prepared, args, kwargs, expected=expected)
         if expected.changed:

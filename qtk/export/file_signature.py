@@ -70,7 +70,7 @@ def file_inputs(graph: fx.GraphModule, call: Call) -> dict[str, Tensor]:
     """
     leaves = zip(input_names(graph), input_leaves(graph.graph, call.args, call.kwargs), strict=True)
     given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-    held = buffer_values(graph) | call.buffers
+    held = {**buffer_values(graph), **call.buffers}
     return dict(zip(file_signature(graph).inputs, [*given, *held.values()], strict=True))
 
 

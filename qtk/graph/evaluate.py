@@ -27,7 +27,9 @@ def evaluate_node(node: fx.Node, read: Callable[[fx.Node], Any], *, bypass_quant
     if node.op == "get_attr":
         return attribute(owner, str(node.target))
     if is_write(node):
-        return read(node.args[1])
+        _, value = node.args
+        assert isinstance(value, fx.Node)
+        return read(value)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
     if node.op == "call_module":
         if bypass_quantizer and quantizer_called(node) is not None:

@@ -70,6 +70,13 @@ def buffer_values(module: fx.GraphModule) -> dict[str, Tensor]:
     }
 
 
+def read_values(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[fx.Node, Tensor]:
+    """Node that reads a buffer which the graph of ``module`` writes → its value in ``values``, else the present one."""
+    held = {**buffer_values(module), **values}
+    buffers = written_buffers(module.graph).items()
+    return {buffer.read: held[name] for name, buffer in buffers if buffer.read is not None}
+
+
 @torch.no_grad()
 def write_buffers(module: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
     """Gives buffers that the graph of ``module`` writes their values, by name. Changes ``module``."""

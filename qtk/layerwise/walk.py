@@ -30,7 +30,7 @@ from qtk.graph.failed_op import failed_op
 from qtk.graph.graphs import nested_graphs
 from qtk.graph.op_table import row_of
 from qtk.graph.targets import called_module
-from qtk.graph.written_buffers import buffer_values, written_buffers
+from qtk.graph.written_buffers import read_values
 from qtk.layerwise.batch_rows import BatchRows, samples_of
 from qtk.layerwise.holdout import Holdout
 from qtk.layerwise.layer_input import LayerInput
@@ -208,12 +208,9 @@ class _GraphWalk:
         self._live.put(batch, values)
 
     def _start(self, call: Call) -> Values:
-        leaves = input_leaves(self._graph, call.args, call.kwargs)
-        placeholders = self._graph.find_nodes(op="placeholder")
-        held = buffer_values(self._module) | call.buffers
-        reads = ((buffer.read, held[name]) for name, buffer in written_buffers(self._graph).items())
-        given = [*zip(placeholders, leaves, strict=True), *((node, value) for node, value in reads if node is not None)]
-        return {node: (value,) * len(self._paths.quantized) for node, value in given}
+        leaves, inputs = input_leaves(self._graph, call.args, call.kwargs), self._graph.find_nodes(op="placeholder")
+        given = {**dict(zip(inputs, leaves, strict=True)), **read_values(self._module, call.buffers)}
+        return {node: (value,) * len(self._paths.quantized) for node, value in given.items()}
 
     def _run(self, node: fx.Node, values: Values, batch: int) -> None:
         self._paths.run(node, values)

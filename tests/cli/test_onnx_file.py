@@ -10,6 +10,8 @@ from qtk.cli.model_source import build_model
 from qtk.cli.onnx_file import OnnxFile, nested_like
 from qtk.errors import ExportError
 from qtk.export.onnx.session import require_onnxruntime
+from qtk.workflow.forward_pass import outputs
+from tests.zoo.streams import frames, stream
 
 pytest.importorskip("onnxruntime")
 
@@ -36,6 +38,18 @@ def test_the_file_gives_what_the_simulation_gives_nested_alike(exported):
         scale = sim.encodings()[{"scores": "second:out", "hidden": "act:out"}[name]].scale
         assert (found[name] - simulated[name]).abs().max() <= scale * 1.001
     assert list(runner.parameters()) == []
+
+
+@pytest.mark.medium
+def test_buffers_go_on_and_can_be_put_back(tmp_path):
+    batches = frames("cached_conv", 6)
+    sim = qtk.QuantSim(stream("cached_conv"), batches[0], config="onnxruntime")
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",), check=False)
+    runner = OnnxFile(tmp_path / "out" / "model.onnx", sim.model)
+    for found, simulated in zip(outputs(runner, batches), outputs(sim.model, batches), strict=True):
+        assert (found[0] - simulated).abs().max() <= sim.encodings()["relu:out"].scale * 1.001
+    assert all(float(buffer.abs().sum()) == 0 for buffer in runner.buffers())
 
 
 @pytest.mark.medium

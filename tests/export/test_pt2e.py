@@ -17,10 +17,12 @@ from qtk.core.encoding import Encoding
 from qtk.errors import ExportError
 from qtk.export.pt2e import compare_with_simulation, read
 from qtk.graph.graphs import roots
+from qtk.graph.written_buffers import written_buffers
 from qtk.quantizers.bias_quantizer import BiasQuantizer
 from qtk.torch_private import load_decomposed_ops
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import simulated, slow_but
+from tests.zoo.streams import frames, stream
 
 QUICK = ("residual", "masked_fill", "gathered_experts", "gru", "nested_output", "dataclass_output", "keyword_input")
 
@@ -284,3 +286,19 @@ def test_inputs_that_torch_cannot_save_are_named(tmp_path):
     sim.compute_encodings([x], progress=False)
     with pytest.raises(ExportError, match=r"an input is a Pair.* makes the Pair itself, or export formats=\('onnx',\)"):
         sim.export(tmp_path / "export", formats="pt2e")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["streams", "average", pytest.param("key_value_cache", marks=pytest.mark.slow)])
+def test_buffers_that_forward_writes_are_written_by_the_program_call_after_call(name, tmp_path):
+    batches = frames(name, 12)
+    sim = qtk.QuantSim(stream(name), batches[0])
+    sim.compute_encodings(batches, progress=False)
+    round_scales(sim)
+    program = exported(sim, tmp_path / "out")
+    assert {*program.graph_signature.buffers_to_mutate.values()} == {*written_buffers(sim.model.graph)}
+    module, kept = program.module(), []
+    with torch.no_grad():
+        for batch in batches:
+            kept.append((sim.model(*batch), module(*batch)))
+    assert all(torch.equal(*pair) for pair in kept), "the last call changed what an earlier one returned, or differs"

@@ -7,6 +7,7 @@ from torch import nn
 
 import qtk
 from qtk.workflow.forward_pass import outputs
+from tests.zoo.streams import frames, stream
 
 X = torch.randn(3, 2, 4)
 
@@ -70,6 +71,37 @@ def test_an_input_of_another_width_takes_that_of_its_output_with_all_that_share_
     widths = {site.name: decided.spec.dtype.bits for site, decided in plan.items()}
     assert widths["mean:input"] == widths["add:out"] == 16
     assert all(decided.leader is None or plan[decided.leader].leader is None for decided in plan.values())
+
+
+@pytest.mark.parametrize(("name", "site", "leader"), [
+    ("cached_conv", "past:input", "concat:out"),
+    ("streams", "recurrent.h:input", "recurrent.cell.step.cell.hidden:out"),
+    pytest.param("average", "mean:input", "add:out", marks=pytest.mark.medium),
+    pytest.param("key_value_cache", "keys:input", "index_put:out", marks=pytest.mark.medium),
+])
+def test_a_buffer_that_forward_writes_has_the_encoding_of_the_value_that_it_takes(name, site, leader):
+    plan = qtk.QuantSim(stream(name), frames(name, 1)[0]).plan
+    (decided,) = [decided for each, decided in plan.items() if each.name == site]
+    assert decided.leader.name == leader
+    assert not decided.static
+
+
+@pytest.mark.medium
+def test_a_buffer_that_another_kind_of_call_only_reads_is_named():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("held", torch.zeros(2, 4))
+
+        def forward(self, x, given=None):
+            if given is None:
+                return x + self.held
+            self.held.copy_(given)
+            return x * self.held
+
+    x = torch.randn(2, 4)
+    with pytest.warns(match="forward writes held in calls of one kind and only reads it .* or give it as an input"):
+        qtk.QuantSim(Once().eval(), (x, x), variants=[(x,)])
 
 
 @pytest.mark.medium

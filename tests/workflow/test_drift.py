@@ -4,6 +4,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
+from tests.zoo import streams
 
 
 class Stream(nn.Module):
@@ -41,9 +42,24 @@ def test_each_step_is_compared_with_float_that_carries_its_own_states():
             assert found[step] == pytest.approx(float(expected), abs=0.05)
 
 
+@pytest.mark.medium
+def test_buffers_are_states_too_and_are_as_before():
+    batches = streams.frames("recurrent", 24)
+    sim = qtk.QuantSim(streams.stream("recurrent"), batches[0])
+    sim.compute_encodings(batches, progress=False)
+    found = sim.drift(batches, steps=30, progress=False).sqnr_db
+    assert float(sim.model.h.abs().sum()) == float(sim.model.steps) == 0
+    model = streams.stream("recurrent")
+    with torch.no_grad():
+        for step in range(30):
+            y, z = model(*batches[step % 24]), sim.model(*batches[step % 24])
+            expected = 10 * torch.log10(y.double().square().sum() / (y.double() - z.double()).square().sum())
+            assert found[step] == pytest.approx(float(expected), abs=0.05)
+
+
 def test_without_states_there_is_nothing_to_measure():
     sim, batches = stream()
-    with pytest.raises(CalibrationError, match=r"name them, QuantSim\(…, states="):
+    with pytest.raises(CalibrationError, match=r"name the inputs .*QuantSim\(…, states=.*, or register what "):
         sim.drift(batches, progress=False)
     with pytest.raises(CalibrationError, match="steps must be at least 1"):
         stream(states={"h": 1})[0].drift(batches, steps=0, progress=False)

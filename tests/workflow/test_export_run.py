@@ -16,6 +16,7 @@ from qtk.report.difference import Difference
 from qtk.workflow import export as module
 from qtk.workflow.export_run import _are_near, _ops_are_right, departures
 from tests.exported_files import RUN
+from tests.zoo.streams import frames, stream
 
 
 @pytest.fixture(autouse=True)
@@ -114,23 +115,18 @@ def test_the_run_can_be_left_out(linear, tmp_path, monkeypatch):
     assert said(linear, tmp_path / "out", check=False) == []
 
 
-class Stream(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("past", torch.zeros(1, 8, 2))
-        self.conv = nn.Conv1d(8, 8, 3)
-
-    def forward(self, x):
-        y = torch.cat([self.past, x], 2)
-        self.past.copy_(y[:, :, -2:])
-        return torch.relu(self.conv(y))
-
-
 @pytest.mark.medium
-def test_buffers_that_forward_writes_are_named_and_stay_as_they_were(tmp_path):
-    sim = simulation(Stream(), torch.randn(1, 8, 4))
-    assert (sim.model.past == 0).all()
-    with pytest.warns(match=r"forward writes past: the files hold the present values .* as an input of forward"):
-        sim.export(tmp_path / "out", formats=("onnx", "pt2e"))
-    sim.compare([torch.randn(1, 8, 4)] * 3, progress=False)
-    assert (sim.model.past == 0).all()
+def test_a_file_is_run_from_the_buffers_that_the_model_has_now(tmp_path):
+    sim = qtk.QuantSim(stream("cached_conv"), frames("cached_conv", 1)[0])
+    sim.compute_encodings(frames("cached_conv", 8), progress=False)
+    with torch.no_grad():
+        sim.model.past.copy_(torch.rand(1, 4, 2))
+    held = sim.model.past.clone()
+    assert said(sim, tmp_path / "out") == []
+    assert torch.equal(sim.model.past, held)
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    wrong = next(each for each in model.graph.initializer if each.name == "concat:out.scale")
+    wrong.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(wrong) * 2, wrong.name))
+    onnx.save(model, tmp_path / "out" / "model.onnx")
+    (line,) = departures(tmp_path / "out" / "model.onnx", sim.model, Call(sim.example_inputs, {}, None))
+    assert "dB from the simulation" in line

@@ -6,7 +6,7 @@ from torch import nn
 
 import qtk
 from qtk.errors import CalibrationError
-from qtk.workflow.forward_pass import outputs
+from qtk.workflow.forward_pass import outputs, run_all
 from qtk.workflow.recorded_calls import recorded_calls
 from qtk.workflow.sequences import Sequences
 
@@ -69,7 +69,7 @@ def test_streams_that_change_without_a_reset_are_an_error_that_names_both_ends(s
 
 
 def test_sequences_of_what_has_no_states_are_refused():
-    with pytest.raises(CalibrationError, match="the model has no states; name the inputs"):
+    with pytest.raises(CalibrationError, match=r"the model has no states; name the inputs .* or register what "):
         list(outputs(nn.Linear(2, 2), Sequences([torch.zeros(1, 2)], reset=2)))
 
 
@@ -120,3 +120,57 @@ def test_layerwise_methods_see_the_states_of_the_float_model(sim):
 def test_states_are_told_apart_by_key_whatever_their_order_in_the_batch(sim):
     batches = [(x, dict(reversed(state.items()))) for x, state in (batch(1), batch(2), batch(3))]
     assert sums(sim, batches) == pytest.approx([1, 3, 6], abs=0.01)
+
+
+class Counted(nn.Module):
+    """A buffer that adds up what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.linear.weight.data.fill_(1.0)
+        self.register_buffer("total", torch.zeros(2, 1))
+
+    def forward(self, x):
+        self.total += self.linear(x)
+        return self.total * 1.0
+
+
+@pytest.fixture(scope="module")
+def counted():
+    given = [(torch.full((2, 1), float(value)),) for value in (1, 2, 3, 4)]
+    made = qtk.QuantSim(Counted().eval(), given[0], activation_bits=16)
+    made.compute_encodings(given, progress=False)
+    return made, given
+
+
+def totals(sim, given, **options):
+    return [float(each[0, 0]) for each in outputs(sim.model, given, **options)]
+
+
+def test_buffers_go_on_from_batch_to_batch_and_are_as_before_when_the_data_end(counted):
+    sim, given = counted
+    assert float(sim.encodings()["total:input"].maximum) == pytest.approx(10, abs=0.01)  # calibration rolled
+    assert totals(sim, given) == pytest.approx([1, 3, 6, 10], abs=0.01)
+    assert totals(sim, Sequences(given, reset=2)) == pytest.approx([1, 3, 3, 7], abs=0.01)
+    assert totals(sim, given, forward=lambda model, batch: [model(*batch), model(*batch)][1]) == pytest.approx(
+        [2, 6, 10, 10], abs=0.01)  # a loop of the user's own goes on too, up to the range
+    run_all(sim.model, lambda model: [model(*batch) for batch in given])
+    assert float(sim.model.total.abs().sum()) == 0
+
+
+def test_calls_that_are_recorded_begin_with_what_the_float_model_left(counted, sim):
+    quantizers = list(counted[0].quantizers.values())
+    calls = recorded_calls(counted[0].model, quantizers, counted[1], None, None)
+    assert [float(call.buffers["total"][0, 0]) for call in calls] == pytest.approx([0, 1, 3, 6])
+    calls = recorded_calls(sim.model, list(sim.quantizers.values()), [batch(1), batch(2), batch(3)], None, None)
+    assert [float(call.args[1]["sum"][0, 0]) for call in calls] == pytest.approx([0, 1, 3])
+
+
+def test_what_runs_a_batch_several_times_begins_each_time_with_the_same_buffers(counted):
+    sim, given = counted
+    (error,) = [each for each in sim.compare(given, progress=False) if each.site == "total:input"]
+    assert error.unpaired == 0
+    assert error.sqnr_db > 60
+    assert sim.sensitivity(given, top=3, progress=False).loss < 1e-6  # above 1 if the runs do not begin alike
+    assert float(sim.model.total.abs().sum()) == 0

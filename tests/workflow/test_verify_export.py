@@ -23,7 +23,9 @@ from qtk.report.findings import saturation_remedy
 from qtk.report.verdict import EXACT, OFF, ON, Level
 from qtk.workflow import file_runs
 from qtk.workflow import verify_export as verification
+from qtk.workflow.verify_files import verify_files
 from tests.export.onnx.simulated import nothing, simulate, symmetric
+from tests.zoo.streams import frames, stream
 
 
 def verify_export(model, directory, data, *, turns=0, **options):
@@ -427,3 +429,19 @@ def test_padding_has_no_part_in_the_verdict(tmp_path):
     assert everything.exact.total.elements == 10 * 5 + 2 * 8
     with pytest.raises(CalibrationError, match="valid='other' names no input"):
         sim.verify_export(tmp_path / "out", [batch], turns=0, progress=False, valid="other")
+
+
+@pytest.mark.medium
+def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path):
+    batches = frames("recurrent", 8)
+    sim = qtk.QuantSim(stream("recurrent"), batches[0], config="onnxruntime")
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path / "out", formats=("onnx",), check=False)
+    verdict = sim.verify_export(tmp_path / "out", batches, turns=2, progress=False)
+    assert [each.name for each in verdict.runs[0].outputs] == ["output", "h_out", "steps_out"]
+    assert verdict.runs[0].total.max_difference == 0
+    assert float(sim.model.h.abs().sum()) == 0
+    (alone,) = verify_files(tmp_path / "out", [*batches], turns=0, progress=False)
+    assert alone.level is not Level.RED
+    (random,) = verify_files(tmp_path / "out", turns=0, progress=False)
+    assert random.level is not Level.RED

@@ -185,3 +185,27 @@ def test_a_site_without_a_name_is_an_error(tmp_path):
     del names[next(name for name, site in names.items() if site.endswith(":input"))]
     with pytest.raises(ExportError, match=r"input: .* has no name"):
         float_graph.export(sim.model, sim.example_inputs, tmp_path / "model.onnx", names)
+
+
+@pytest.mark.medium
+def test_an_input_that_is_returned_keeps_its_name_and_a_buffer_is_an_input(tmp_path):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("last", torch.zeros(2, 3))
+
+        def forward(self, x):
+            before = self.last.clone()
+            self.last.copy_(x)
+            return before, x.relu()
+
+    x = torch.randn(2, 3)
+    sim = qtk.QuantSim(Last(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path / "out", formats=("aimet_1.0.0",))
+    session, _ = create_session(tmp_path / "out" / "float" / "model.onnx")
+    assert [port.name for port in session.get_inputs()] == ["x", "last"]
+    assert [port.name for port in session.get_outputs()] == ["output_0", "output_1", "last_out"]
+    before, _, after = session.run(None, {"x": x.numpy(), "last": 2 * x.numpy()})
+    assert np.array_equal(before, 2 * x.numpy())
+    assert np.array_equal(after, x.numpy())
