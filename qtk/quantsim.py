@@ -83,8 +83,9 @@ class QuantSim(Settled, RangeTraining, EncodingChanges, Analysis):
         in_place: share the parameters of ``model`` instead of copying them.
         dynamic_shapes: the sizes that may vary, as for ``prepare_model``: ``"all"`` for sequences of any length.
         variants: examples of other kinds of calls, with labels, without a mask, as for ``prepare_model``.
-        states: inputs that are outputs of the call before: ``{"h": 1, "c": 2}``, by index or name of the output.
-            An input and its output share one encoding, and batches in order are the steps of a sequence.
+        states: inputs that are outputs of the call before: ``{"h": 1, "c": 2}``, by index or name of the output;
+            ``{"past": 1}`` of a nested input, as of keys and values, whose tensors may grow along free axes. An input
+            and its output share one encoding, and batches in order are the steps of a sequence.
 
     Raises: CaptureError if the model does not run or cannot be captured; ConfigError, SpecError for unfit settings.
     """

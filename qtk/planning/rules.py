@@ -185,15 +185,14 @@ def to_spec(
     """The spec of a tensor of ``rank`` with (output, input) channel axes ``axes`` under a setting.
 
     A tensor without channel axes is quantized per tensor, or per token, and its scale stored as float32; an activation
-    also along the axis that the setting names. A ``batched``
-    one holds matrices with output channels of their own: per channel it has a scale for every index along all axes
-    but that of the input channels, per block likewise.
+    also along the axis that the setting names. A ``batched`` one holds matrices with output channels of their own: per
+    channel it has a scale for every index along all axes but that of the input channels, per block likewise.
 
     Raises: SpecError on contradictory settings, or an axis that a tensor of this rank does not have.
     """
-    if setting.is_dynamic and setting.granularity in ("per_channel", "per_block"):
-        raise SpecError(f"dynamic quantization is per_tensor or per_token, the rules add up to "
-                        f"{setting.granularity}; say dynamic: false with it, or another granularity")
+    if setting.is_dynamic and setting.granularity == "per_channel":
+        raise SpecError("dynamic quantization is per_tensor or per_token, the rules add up to per_channel; say "
+                        "dynamic: false with it, or another granularity")
     codes, symmetric, narrow = _codes(setting)
     reduced = bool(setting.reduced_range) and codes.name == "int8"
     granularity = _granularity(setting, axes, rank, batched=batched)

@@ -306,3 +306,20 @@ def test_tokens_are_followed_to_what_is_returned():
     assert torch.equal(doubled, valid[..., None].expand(2, 5, 5))
     assert other is None
     assert ValidTokens(sim.model, None).counted_of_output(outputs[0]) is None
+
+
+@pytest.mark.medium
+def test_what_has_scales_of_an_axis_is_seen_as_a_whole():
+    """Rows of tokens have no axis of heads; of one scale each sees its valid rows alone."""
+    class Heads(nn.Module):
+        def forward(self, x, mask):
+            return (x.view(2, 3, 2, 2) * 2).flatten(2) + 0 * mask[..., None]
+
+    rule = {"match": {"op": "mul"}, "output": {"bits": 8, "granularity": "per_channel", "axis": 2}}
+    inputs = torch.ones(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    inputs[0][0, 2] = 9.0
+    sim = qtk.QuantSim(Heads(), inputs, config={"version": 1, "rules": [rule]}, dynamic_shapes=None)
+    with pytest.warns(UserWarning, match="scales of an axis"):
+        sim.compute_encodings([inputs], progress=False, valid="mask")
+    assert float(sim.encodings()["x:input"].maximum) == pytest.approx(1, abs=0.01)
+    assert sim.encodings()["mul:out"].maximum.tolist() == pytest.approx([18, 18], abs=0.1)
