@@ -19,6 +19,7 @@ from qtk.core.spec import QuantSpec
 from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
+from qtk.graph.op_table import PYTHON
 from qtk.graph.sites import COMPOSITE, OWNER, label, value_site
 from qtk.planning.decision import Decision
 from qtk.planning.recurrent_profiles import DEFAULT, Profile
@@ -37,6 +38,7 @@ class Matchable:
         feeds: the names of the ops that its value feeds.
         kind: the op kind to match it as; ``None``: its own.
         in_adapter: whether it belongs to an adapter.
+        in_island: whether the model's own Python calls the graph, and makes its inputs.
     """
 
     node: fx.Node
@@ -44,12 +46,14 @@ class Matchable:
     feeds: frozenset[str] = frozenset()
     kind: str | None = None
     in_adapter: bool = False
+    in_island: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names by which rules match the op, that of the composite around it among them."""
         row = None if self.node.op == "placeholder" else self.flow.row(self.node)
-        own = ("input",) if self.node.op == "placeholder" else () if row is None else row.names
+        inputs = ("input", PYTHON) if self.in_island else ("input",)
+        own = inputs if self.node.op == "placeholder" else () if row is None else row.names
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 
     @cached_property
