@@ -25,7 +25,8 @@ class Match(Frozen):
     """The ops a rule applies to: all that the conditions given have in common.
 
     Args:
-        op: their kind is one of these.
+        op: their kind is one of these; ``python``: in a model that is captured part by part, what the Python between
+            the parts makes, and a part reads. Such a part's outputs feed ``python``.
         path: their module path matches one of these globs.
         feeds: their value feeds an op of one of these kinds: it is read by one, directly or through sums, averages,
             products with parameters, merges and data movement; one of kind topk through softmax and sigmoid, too. What

@@ -263,6 +263,9 @@ RECURRENT = {
 CHANNEL_SCALE = ROWS["qtk::channel_scale"]
 """Reads its input in front of the quantizer of that; only the product is quantized."""
 
+PYTHON = "python"
+"""The name by which rules match what the Python between captured graphs makes, and what it reads."""
+
 OP_NAMES = frozenset(
     name for row in (*ROWS.values(), *RECURRENT.values()) for name in (*row.names, row.inside) if name is not None
 ) | {"input", "output"}

@@ -95,7 +95,7 @@ class StackUse:
         if self.is_left:
             x = x[None] if x.ndim == 1 else x.mT
         if self.axes.parts > 1:
-            return MatrixRows.of(*_of_parts(x, matrix.unique()), count)
+            return MatrixRows.of(*_of_parts(x, torch.unique(matrix)), count)
         return MatrixRows.of(*_batched(x[None] if x.ndim == 1 else x, matrix[..., 0, 0]), count)
 
     @property

@@ -75,11 +75,12 @@ class Draft:
             are quantized outside, and no formulas are matched in it.
         float_outputs: why the graph's outputs stay in float; ``None`` if they need not.
         profile: how the values of a recurrent cell are quantized, where the graph is inside one.
+        is_island: whether the graph is called by the model's own Python.
     """
 
     def __init__(
         self, graph: fx.Graph, rules: Rules, scheme: str, io: Io | None, *, float_outputs: str | None = None,
-        profile: Profile = DEFAULT,
+        profile: Profile = DEFAULT, is_island: bool = False,
     ) -> None:
         self.graph = graph
         self.rules = rules
@@ -91,7 +92,8 @@ class Draft:
         self.formulas = {node: match for match in matches for node in match.nodes}
         self._natures = natures(graph, self.flow)
         self.absolute = absolute_values(graph, self.flow)
-        self.feeds = Feeds(graph, self.flow, self.formulas)
+        self._is_island = is_island
+        self.feeds = Feeds(graph, self.flow, self.formulas, is_island=is_island)
         self._adapters = adapter_ops(graph, self.flow)
         groups = match_supergroups(graph, self.flow, rules.config.supergroups, self.formulas)
         self.groups = {node: group for group in groups for node in group.nodes}
@@ -128,7 +130,8 @@ class Draft:
         if op not in self._matchables:
             formula = self.formulas.get(op)
             kind = formula.kind if formula is not None else None
-            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind, op in self._adapters)
+            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind, op in self._adapters,
+                                             self._is_island)
         return self._matchables[op]
 
     def parts(self, composite: fx.Node) -> list[Matchable]:

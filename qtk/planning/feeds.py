@@ -16,7 +16,7 @@ from torch import fx
 
 from qtk.graph.flow import Flow
 from qtk.graph.op_row import Feeding, OpRow
-from qtk.graph.op_table import ROWS
+from qtk.graph.op_table import PYTHON, ROWS
 from qtk.planning.patterns import PatternMatch
 
 LARGEST = frozenset(row.kind for row in ROWS.values() if row.feeding is Feeding.LARGEST)
@@ -33,10 +33,13 @@ class Feeds:
         graph: the graph.
         flow: of the graph.
         formulas: each op of a formula → the formula, which counts as one op.
+        is_island: whether the model's own Python reads its outputs, which feed ``python``.
     """
 
-    def __init__(self, graph: fx.Graph, flow: Flow, formulas: Mapping[fx.Node, PatternMatch]) -> None:
-        self._flow, self._formulas = flow, formulas
+    def __init__(
+        self, graph: fx.Graph, flow: Flow, formulas: Mapping[fx.Node, PatternMatch], *, is_island: bool = False
+    ) -> None:
+        self._flow, self._formulas, self._is_island = flow, formulas, is_island
         self._names: dict[fx.Node, frozenset[str]] = {}
         for node in reversed(graph.nodes):
             self._names[node] = frozenset[str]().union(*(self.through(user, node) for user in node.users))
@@ -48,7 +51,7 @@ class Feeds:
     def through(self, reader: fx.Node, value: fx.Node) -> frozenset[str]:
         """The names of the ops that ``value`` feeds by way of one op that reads it, that op among them."""
         if reader.op == "output":
-            return OUTPUT
+            return OUTPUT | {PYTHON} if self._is_island else OUTPUT
         formula, row = self._formulas.get(reader), self._flow.row(reader)
         if formula is not None:
             return frozenset() if value in formula.nodes else frozenset({formula.kind})

@@ -53,7 +53,7 @@ from qtk.core.site import Site
 from qtk.core.width import Width
 from qtk.errors import CaptureError, ConfigError, SpecError
 from qtk.graph.graphs import roots
-from qtk.graph.op_table import OP_NAMES, op_name
+from qtk.graph.op_table import OP_NAMES, PYTHON, op_name
 from qtk.graph.sites import OWNER, label, ports, value_site
 from qtk.planning.draft import Draft
 from qtk.planning.patterns import PATTERNS
@@ -67,7 +67,7 @@ from qtk.planning.rules import Rules
 from qtk.planning.share_merges import share_merges
 from qtk.planning.weight_coverage import warn_of_weights_in_float
 
-RULE_NAMES = OP_NAMES | {pattern.kind for pattern in PATTERNS}
+RULE_NAMES = OP_NAMES | {PYTHON} | {pattern.kind for pattern in PATTERNS}
 """Every op name a config rule may use."""
 
 SHOWN = 5
@@ -102,7 +102,8 @@ def plan(
     rules = Rules(config, weight_bits=weight_bits, activation_bits=activation_bits)
     graphs = roots(model)
     io = config.io if "" in graphs else Io()  # inputs and outputs of islands are not those of the model
-    drafts = [Draft(graph.graph, rules, scheme, io) for graph in graphs.values()]
+    is_island = "" not in graphs
+    drafts = [Draft(graph.graph, rules, scheme, io, is_island=is_island) for graph in graphs.values()]
     for draft in drafts:
         _refuse_other_numbers(draft)
         run_passes(draft)

@@ -19,6 +19,7 @@ from qtk.core.spec import QuantSpec
 from qtk.core.width import FromConfig, Width
 from qtk.errors import ConfigError, SpecError
 from qtk.graph.flow import Flow
+from qtk.graph.op_table import PYTHON
 from qtk.graph.sites import COMPOSITE, OWNER, join, label, value_site
 from qtk.graph.written_buffers import is_input
 from qtk.planning.decision import Decision
@@ -39,6 +40,7 @@ class Matchable:
         kind: the op kind to match it as; ``None``: its own.
         in_adapter: whether it belongs to an adapter.
         part: name of one of its parts, which rules may match by a path of its own; ``""``: all of it.
+        in_island: whether the model's own Python calls the graph, and makes its inputs.
     """
 
     node: fx.Node
@@ -47,12 +49,14 @@ class Matchable:
     kind: str | None = None
     in_adapter: bool = False
     part: str = ""
+    in_island: bool = False
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names by which rules match the op, that of the composite around it among them."""
         row = None if is_input(self.node) else self.flow.row(self.node)
-        own = ("input",) if is_input(self.node) else () if row is None else row.names
+        inputs = ("input", PYTHON) if self.in_island else ("input",)
+        own = inputs if is_input(self.node) else () if row is None else row.names
         return tuple(filter(None, (self.kind, *own, label(self.node, COMPOSITE))))
 
     @cached_property

@@ -152,8 +152,8 @@ class _LabelWalk:
 
     def _members(self, value: Tensor, labels: Tensor) -> dict[str, Tensor]:
         members = {}
-        for index in labels.unique().tolist():
-            if 0 <= index < len(self._names):
+        for index in torch.unique(labels).tolist():
+            if index in range(len(self._names)):
                 own = value[labels == index]
                 members[self._names[int(index)]] = own[:: max(own.numel() // SAMPLE, 1) | 1].float()
         return members
@@ -167,7 +167,12 @@ class _LabelWalk:
                 if port.value not in self._labels and port.value not in new:
                     new[port.value] = float(len(self._names))
                     self._names.append(edge_site(port).name)
-            return self._moved_labels(node, lambda read: new.get(read, NO_MEMBER))
+            known = [index for read in node.all_input_nodes for index in self._labels_in(read)]
+            merged = self._moved_labels(node, lambda read: new.get(read, NO_MEMBER))
+            if not isinstance(merged, Tensor):
+                return None
+            own = torch.isin(merged, torch.tensor([*known, *new.values()], device=merged.device))
+            return torch.where(own, merged, NO_MEMBER)  # index_add and the like add labels up
         if not self._labels.keys() & set(node.all_input_nodes):
             return None
         if _moved(self._flow, node) in self._labels:
@@ -178,15 +183,25 @@ class _LabelWalk:
             return next((labels for labels in expanded if labels is not None), None)
         return None
 
+    def _labels_in(self, node: fx.Node) -> list[float]:
+        labels = self._labels.get(node)
+        return torch.unique(labels).tolist() if isinstance(labels, Tensor) else []
+
     def _moved_labels(self, node: fx.Node, other: Callable[[fx.Node], float]) -> Any:
-        """What an op makes of labels in place of floats; ``other``: the label of a value that has none."""
+        """What an op makes of labels in place of floats, ``None`` if it does not run on them.
+
+        ``other``: the label of a value that has none.
+        """
         def read(argument: fx.Node) -> Any:
             if argument in self._labels:
                 return self._labels[argument]
             value = self._values[argument]
             return torch.full_like(value, other(argument), dtype=torch.float32) if is_float(argument) else value
 
-        return evaluate_node(node, read)
+        try:
+            return evaluate_node(node, read)
+        except Exception:  # whatever an op asks of its values; the call itself runs behind this one
+            return None
 
 
 def _expanded(labels: object, value: Tensor) -> Tensor | None:

@@ -216,8 +216,12 @@ class _Sampled:
 
 def _some(x: Tensor) -> Tensor:
     """About ``SAMPLE`` values, evenly spread in memory; a step that is odd meets all channels."""
-    in_memory = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))  # nothing is copied but the sample
-    return in_memory.reshape(-1)[:: max(x.numel() // SAMPLE, 1) | 1].clone()
+    in_memory, step = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)), max(x.numel() // SAMPLE, 1) | 1
+    try:
+        return in_memory.view(-1)[::step].clone()  # nothing is copied but the sample
+    except RuntimeError:  # a part of a tensor
+        places = torch.unravel_index(torch.arange(0, x.numel(), step, device=x.device), in_memory.shape)
+        return in_memory[places]
 
 
 def _in_question(

@@ -173,3 +173,26 @@ def test_shipped_targets_keep_routers_out_of_8_bits(config, bits):
     assert {decided[name].spec.dtype.bits for name in ("router:out", "softmax:out") if name in decided} == (
         set() if bits is None else {bits}
     )
+
+
+class Glued(nn.Module):
+    """A residual block whose sum is Python's: data decide in it, so that its parts are captured one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer, self.conv = nn.LayerNorm(8), nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
+
+    def forward(self, x):
+        y = self.layer(self.norm(x))
+        y = y + x if float(y.sum()) > -1e9 else y
+        return self.norm(y) + self.conv(x.mT).mT
+
+
+@pytest.mark.parametrize(("config", "stream"), [("default", 16), ("onnxruntime", None)])
+def test_what_the_python_around_islands_adds_up_is_a_stream(config, stream):
+    sim = qtk.QuantSim(Glued().eval(), torch.randn(2, 4, 8), config=config)
+    assert {part.rung for part in sim.model.report.parts} >= {"python", "export"}
+    bits = {site.name: decided.spec.dtype.bits for site, decided in sim.plan.items()}
+    assert bits.get("norm.input:input") == stream
+    assert bits.get("layer:out") == stream
+    assert (bits["layer.input:input"], bits["conv:out"]) == (8, 8)  # codes of a product, and of a convolution
