@@ -46,7 +46,7 @@ def assert_one_exact_graph(model, inputs):
         assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_computes_the_bits_of_the_model_for_other_lengths(name):

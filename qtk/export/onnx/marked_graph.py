@@ -129,7 +129,7 @@ def _marked(model: fx.GraphModule, sites: Mapping[fx.Node, str], followed: Colle
         if composite is not None:
             flat.set_submodule(str(node.target), _marked_composite(composite, sites))
     if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
-        drop_sorting(flat.graph)
+        drop_sorting(flat.graph, followed)
         pad_sequences(flat, followed)
     return flat
 
