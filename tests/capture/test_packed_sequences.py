@@ -1,5 +1,7 @@
 """Packed sequences in one graph, against the models' own Python, at other numbers of sequences and other lengths."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -85,7 +87,8 @@ def test_torch_is_as_before_after_an_error():
 
     before = kept()
     for active in (packing_as_ops, packing_checked):
-        with pytest.raises(ZeroDivisionError), active():
-            assert all(one is not other for one, other in zip(kept()[:3], before[:3], strict=True))
+        with active():
+            assert all(one is not other for one, other in zip(kept(), before, strict=True))
+        with contextlib.suppress(ZeroDivisionError), active():
             raise ZeroDivisionError
         assert kept() == before

@@ -81,7 +81,7 @@ def carries_codes(value: ir.Value | None) -> bool:
 
 def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
     """Whether two DequantizeLinear read the same scale and zero point."""
-    return a.inputs[1:] == b.inputs[1:]
+    return bool(a.inputs[1:] == b.inputs[1:])
 
 
 def _move(

@@ -89,6 +89,7 @@ class _Rewriting:
         """Case 2."""
         data, states, weights, biases, sizes = node.args
         assert isinstance(states, (list, tuple))
+        assert isinstance(states[0], fx.Node)
         value, lengths = self._padded(node, data, sizes, partial(self._length, node, states[0], 1))
         node.args = (value, states, weights, biases, lengths)
         self.rewritten.add(node)
@@ -105,6 +106,7 @@ class _Rewriting:
     def _pad(self, node: fx.Node) -> None:
         """Case 4."""
         data, sizes, batch_first, padding_value, steps = node.args
+        assert isinstance(sizes, fx.Node)
         value, lengths = self._padded(node, data, sizes, partial(self._first, node, sizes))
         result = self._call(node, padded_to, value, lengths, batch_first, padding_value, steps)
         for output in elements(node, 0):

@@ -57,7 +57,8 @@ class _Sort:
                 node.replace_all_uses_with(self.lengths)  # type: ignore[arg-type]
 
     def _gives_lengths(self, node: fx.Node) -> bool:
-        return node.target is _ATEN.index.Tensor and node.args[0] in self.sorted and node.args[1][0] in self.back
+        source, *at = node.all_input_nodes
+        return node.target is _ATEN.index.Tensor and source in self.sorted and len(at) == 1 and at[0] in self.back
 
     def _reads_lengths(self, node: fx.Node) -> bool:
         return node.target is _ATEN.sym_size.int or (node.target is pack_padded and node.args[1] in self.sorted)
