@@ -83,7 +83,7 @@ def packing_as_ops() -> Iterator[None]:
         parameters = [net.get_parameter(name) for names in rnn_parameter_names(net) for name in names]
         run = getattr(rnn_kernels, net.mode.lower())
         output, *last = run(data, batch_sizes, states, parameters, *settings)
-        hidden = tuple(last) if net.mode == "LSTM" else last[0]
+        hidden: Any = tuple(last) if net.mode == "LSTM" else last[0]
         return PackedSequence(output, batch_sizes, order, back), net.permute_hidden(hidden, back)
 
     kernels = _kernels(_pack_padded_sequence=pack, _pad_packed_sequence=pad)
@@ -172,7 +172,7 @@ def _nets(on_packed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iter
     with contextlib.ExitStack() as stack:
         for kind in (nn.RNN, nn.GRU, nn.LSTM):
             stack.callback(setattr, kind, "forward", kind.forward)
-            kind.forward = replaced(kind.forward)
+            kind.forward = replaced(kind.forward)  # type: ignore[method-assign]
         yield
 
 

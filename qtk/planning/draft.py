@@ -130,8 +130,8 @@ class Draft:
         if op not in self._matchables:
             formula = self.formulas.get(op)
             kind = formula.kind if formula is not None else None
-            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind, op in self._adapters,
-                                             self._is_island)
+            self._matchables[op] = Matchable(op, self.flow, self.feeds.names(op), kind,
+                                             in_adapter=op in self._adapters, in_island=self._is_island)
         return self._matchables[op]
 
     def parts(self, composite: fx.Node) -> list[Matchable]:

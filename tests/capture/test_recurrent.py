@@ -13,7 +13,7 @@ from qtk.core.granularity import PerChannel
 from qtk.nn.recurrent import Recurrent
 from qtk.quantizers.modes import in_mode
 from tests.capture.recurrent_nets import OPTIONS, Cell, H, I, N, Net, P, T, case, simulated
-from tests.zoo.recurrent import Packed
+from tests.zoo.packed import ToTotalLength, sequences
 
 CASES = [
     (kind, option) for kind, option in itertools.product((nn.LSTM, nn.GRU, nn.RNN), OPTIONS)
@@ -277,9 +277,8 @@ def test_a_quantized_inside_runs_step_by_step(tagger):
 @pytest.mark.medium
 def test_packed_sequences_are_quantized_inside_too():
     torch.manual_seed(0)
-    model = Packed().eval()
-    inputs = (torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4]))
-    other = (torch.randn(3, 6, 16), torch.tensor([2, 6, 6]))
+    model = ToTotalLength().eval()
+    inputs, other = sequences(4), sequences(lengths=[2, 5, 5])
     prepared = qtk.prepare_model(model, inputs)
     for given in (inputs, other):
         assert same(run(model, given), run(prepared, given))
@@ -288,7 +287,7 @@ def test_packed_sequences_are_quantized_inside_too():
         assert_near_float(run(model, given), run(sim.model, given))
         with in_mode(sim.quantizers.values(), qtk.Mode.BYPASS):
             assert same(run(model, given), run(sim.model, given))
-    made = {f"lstm.{step}.{name}:out" for step in ("l0", "l0_reverse") for name in SITES[nn.LSTM]}
+    made = {f"rnn.{step}.{name}:out" for step in ("l0", "l0_reverse") for name in SITES[nn.LSTM]}
     assert made <= set(sim.encodings())
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class LstmTagger(nn.Module):
@@ -59,17 +58,3 @@ class Cells(nn.Module):
             gru = self.gru(state[0], gru)
             rnn = self.rnn(gru, rnn)
         return rnn
-
-
-class Packed(nn.Module):
-    """Sequences of different lengths: the length of the packed data is known at run time only."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(16, 12, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(24, 4)
-
-    def forward(self, x, lengths):
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        outputs, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
-        return self.head(outputs)

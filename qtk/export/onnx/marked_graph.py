@@ -144,8 +144,9 @@ def _marked(
             copied.add_module("active_tap", _ActiveTap())
         flat.set_submodule(str(node.target), copied)
     if any(node.target is pack_padded or packed_call(node) for node in flat.graph.nodes):
-        drop_sorting(flat.graph)
-        pad_sequences(flat, [site.name for site in sites.values() if _is_by_element(site)])
+        followed = [site.name for site in sites.values() if _is_by_element(site)]
+        drop_sorting(flat.graph, followed)
+        pad_sequences(flat, followed)
     return flat
 
 

@@ -6,8 +6,8 @@ Reshape, Transpose, Squeeze, Unsqueeze and Slice. The cases that it leaves, and 
 1. Gather, Split and Expand, where queries, keys and values are parts of one tensor.
 2. Pad with zeros, whose code is the zero point; windows of attention are padded. And Where that writes zeros, as over
    the steps beyond the lengths of sequences.
-3. Concat of parts of one quantized value, as ``roll`` is exported; in front of Where also of values with one encoding,
-   as both directions of a recurrent net.
+3. Concat of parts of one quantized value, as ``roll`` is exported; in front of Gather and Where also of values with one
+   encoding, as both directions of a recurrent net.
 4. MaxPool, which it leaves in float where several readers round the result to grids of their own.
 5. Shape, for which it would dequantize the tensor.
 """
@@ -46,8 +46,9 @@ def move_codes(graph: ir.Graph, names: ValueNames) -> None:
         if node.op_type in NOT_CARRIED:
             for mover in dict.fromkeys(mover for index in _data(node) for mover in _movers(node.inputs[index])):
                 _move(mover, nodes)
-            joined = node.inputs[1].producer() if node.op_type == "Where" and node.inputs[1] is not None else None
-            if joined is not None and joined.op_type == "Concat":
+            data = node.inputs[_data(node)[0]]
+            joined = None if data is None else data.producer()
+            if joined is not None and joined.op_type == "Concat" and node.op_type in ("Gather", "Where"):
                 _move(joined, nodes, are_alike=_have_equal_encodings)
             _move(node, nodes)
 
@@ -80,7 +81,7 @@ def carries_codes(value: ir.Value | None) -> bool:
 
 def _have_one_encoding(a: ir.Node, b: ir.Node) -> bool:
     """Whether two DequantizeLinear read the same scale and zero point."""
-    return a.inputs[1:] == b.inputs[1:]
+    return bool(a.inputs[1:] == b.inputs[1:])
 
 
 def _move(

@@ -44,9 +44,10 @@ def pad_sequences(flat: fx.GraphModule, followed: Collection[str]) -> None:
     flat.recompile()
 
 
-def is_handed_on(node: fx.Node) -> bool:
-    """Whether a node is a marker or a dropout, which keep the elements of their input where they are."""
-    return node.target is torch.ops.qtk.quantized_site.default or row_of(node) is DROPOUT
+def hands_on(node: fx.Node, followed: Collection[str]) -> bool:
+    """Whether a node is of case 3: it keeps the elements of its input where they are."""
+    is_marker = node.target is torch.ops.qtk.quantized_site.default
+    return node.args[1] in followed if is_marker else row_of(node) is DROPOUT
 
 
 class _Rewriting:
@@ -64,7 +65,7 @@ class _Rewriting:
     def visit(self, node: fx.Node) -> None:
         if node.target is pack_padded:
             self._pack(node)
-        elif self._is_followed(node):
+        elif hands_on(node, self.followed) and node.args[0] in self.replaced:
             self._elementwise(node)
         elif packed_call(node):
             self._net(node)
@@ -77,9 +78,9 @@ class _Rewriting:
         assert isinstance(x, fx.Node)
         assert isinstance(lengths, fx.Node)
         value = self._call(node, torch.ops.aten.transpose.int, x, 0, 1) if batch_first else x
-        for data in _elements(node, 0):
+        for data in elements(node, 0):
             self._stands_for(data, value, lengths)
-        for sizes in _elements(node, 1):
+        for sizes in elements(node, 1):
             computed = self._call(sizes, batch_sizes_of, lengths)
             sizes.replace_all_uses_with(computed)
             self.lengths[computed] = lengths
@@ -88,16 +89,12 @@ class _Rewriting:
         """Case 2."""
         data, states, weights, biases, sizes = node.args
         assert isinstance(states, (list, tuple))
+        assert isinstance(states[0], fx.Node)
         value, lengths = self._padded(node, data, sizes, partial(self._length, node, states[0], 1))
         node.args = (value, states, weights, biases, lengths)
         self.rewritten.add(node)
-        for output in _elements(node, 0):
+        for output in elements(node, 0):
             self._stands_for(output, output, lengths)
-
-    def _is_followed(self, node: fx.Node) -> bool:
-        if not is_handed_on(node) or node.args[0] not in self.replaced:
-            return False
-        return row_of(node) is DROPOUT or node.args[1] in self.followed
 
     def _elementwise(self, node: fx.Node) -> None:
         """Case 3."""
@@ -109,11 +106,12 @@ class _Rewriting:
     def _pad(self, node: fx.Node) -> None:
         """Case 4."""
         data, sizes, batch_first, padding_value, steps = node.args
+        assert isinstance(sizes, fx.Node)
         value, lengths = self._padded(node, data, sizes, partial(self._first, node, sizes))
         result = self._call(node, padded_to, value, lengths, batch_first, padding_value, steps)
-        for output in _elements(node, 0):
+        for output in elements(node, 0):
             output.replace_all_uses_with(result)
-        for output in _elements(node, 1):
+        for output in elements(node, 1):
             output.replace_all_uses_with(lengths)
         self.rewritten |= {node, result}
 
@@ -155,7 +153,7 @@ class _Rewriting:
             return self.graph.call_function(function, arguments)
 
 
-def _elements(node: fx.Node, index: int) -> list[fx.Node]:
+def elements(node: fx.Node, index: int) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
 
 

@@ -18,17 +18,16 @@ def scan_over_time(
     x: Tensor,
     states: tuple[Tensor, ...],
     parameters: StepParameters,
-    lengths: Tensor | None,
+    batch_sizes: Tensor | None,
     *,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``qtk.nn.recurrent.loop_over_time`` as one op, but that sequences of several lengths are padded.
 
-    The cell runs on all N sequences at every time step, and a sequence keeps its state beyond its length.
-
-    Shape: x [T, N, I], states [N, …], lengths [N].
+    They are x [T, N, I], and ``batch_sizes`` holds their lengths [N]. The cell runs on all N sequences at every time
+    step, and a sequence keeps its state beyond its length.
     """
-    sequences = [x] if lengths is None else [x, _has_element(x, lengths)]
+    sequences = [x] if batch_sizes is None else [x, _has_element(x, batch_sizes)]
     if backwards:
         sequences = [each.flip(0) for each in sequences]
     sequences[0] = step.projection(sequences[0], parameters.w_ih, parameters.b_ih)

@@ -7,31 +7,37 @@ and padding and last states are put back. A sort whose order nothing else reads 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
-from qtk.export.onnx.padded_sequences import PAD, is_handed_on
+from qtk.export.onnx.padded_sequences import PAD, elements, hands_on
 from qtk.graph.targets import BATCH_SIZES, packed_call
 from qtk.ops.pack_padded import pack_padded
 
 _ATEN = torch.ops.aten
 
 
-def drop_sorting(graph: fx.Graph) -> None:
-    """Drops every such sort of a flat graph with packed values. Changes ``graph``."""
+def drop_sorting(graph: fx.Graph, followed: Collection[str]) -> None:
+    """Drops every such sort of a flat graph with packed values. Changes ``graph``.
+
+    Args:
+        graph: the graph, before its packed values are padded.
+        followed: as in ``pad_sequences``.
+    """
     for node in list(graph.nodes):
         if node.target is _ATEN.sort.default and node.args[2:] == (True,):
-            _Sort(node).drop()
+            _Sort(node, followed).drop()
     graph.eliminate_dead_code()
 
 
 class _Sort:
     """A descending sort of lengths: its values, its order, and the inverses of that."""
 
-    def __init__(self, node: fx.Node) -> None:
-        elements = {index: [user for user in node.users if _is_element(user, index)] for index in (0, 1)}
-        self.lengths, self.sorted, self.order = node.args[0], set(elements[0]), set(elements[1])
+    def __init__(self, node: fx.Node, followed: Collection[str]) -> None:
+        self.lengths, self.followed = node.args[0], followed
+        self.sorted, self.order = set(elements(node, 0)), set(elements(node, 1))
         self.back = {user for order in self.order for user in order.users
                      if user.target is _ATEN.scatter.src and user.args[2] is order}
 
@@ -41,31 +47,50 @@ class _Sort:
                       if user not in self.back and user.target is not _ATEN.empty_like.default}  # for the scatter
         readers = {user for lengths in self.sorted for user in lengths.users}
         unsorted = {user for user in selections if self._gives_lengths(user)}
-        moved = selections - unsorted
-        if all(map(self._is_for_packing, moved)) and all(map(self._reads_lengths, readers - unsorted)):
+        moved, readers = selections - unsorted, readers - unsorted
+        packed = [user for user in readers if user.target is pack_padded]
+        if (all(map(self._is_for_packing, moved)) and all(map(self._reads_lengths, readers))
+                and all(map(self._becomes_padded, packed))):
             for node in moved:
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             for node in self.sorted | unsorted:
                 node.replace_all_uses_with(self.lengths)  # type: ignore[arg-type]
 
     def _gives_lengths(self, node: fx.Node) -> bool:
-        return node.target is _ATEN.index.Tensor and node.args[0] in self.sorted and node.args[1][0] in self.back
+        source, *at = node.all_input_nodes
+        return node.target is _ATEN.index.Tensor and source in self.sorted and len(at) == 1 and at[0] in self.back
 
     def _reads_lengths(self, node: fx.Node) -> bool:
         return node.target is _ATEN.sym_size.int or (node.target is pack_padded and node.args[1] in self.sorted)
+
+    def _becomes_padded(self, packing: fx.Node) -> bool:
+        """Whether no reader wants the elements packed, in an order that follows from that of the sequences."""
+        pending = elements(packing, 0)
+        while pending:
+            for user in pending.pop().users:
+                if hands_on(user, self.followed):
+                    pending.append(user)
+                elif not self._is_packed_here(user):
+                    return False
+                elif packed_call(user):
+                    pending += elements(user, 0)
+        sizes = [user for value in elements(packing, 1) for user in value.users]
+        return all(user.target is _ATEN.sym_size.int or self._is_packed_here(user) for user in sizes)
 
     def _is_for_packing(self, node: fx.Node) -> bool:
         if node.target is not _ATEN.index_select.default:
             return False
         if node.args[2] in self.back:
             source = node.args[0]
-            while is_handed_on(source) or source.target is operator.getitem:
+            while isinstance(source, fx.Node) and (
+                source.target is operator.getitem or hands_on(source, self.followed)
+            ):
                 source = source.args[0]
-            return self._is_packed_here(source)
-        readers, pending = set[fx.Node](), [node]
+            return isinstance(source, fx.Node) and self._is_packed_here(source)
+        pending, readers = [node], set[fx.Node]()
         while pending:
             for user in pending.pop().users:
-                (pending.append if is_handed_on(user) else readers.add)(user)
+                (pending.append if hands_on(user, self.followed) else readers.add)(user)
         return all(self._reads_lengths(each) or self._is_packed_here(each) for each in readers)
 
     def _is_packed_here(self, node: fx.Node) -> bool:
@@ -73,7 +98,3 @@ class _Sort:
         sizes = node.args[BATCH_SIZES] if packed_call(node) else node.args[1] if node.target is PAD else None
         packing = sizes.args[0] if isinstance(sizes, fx.Node) and sizes.target is operator.getitem else None
         return isinstance(packing, fx.Node) and packing.target is pack_padded and packing.args[1] in self.sorted
-
-
-def _is_element(user: fx.Node, index: int) -> bool:
-    return user.target is operator.getitem and user.args[1] == index

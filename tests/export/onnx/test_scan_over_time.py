@@ -17,8 +17,8 @@ from qtk.export.onnx.stored_sites import stored_sites
 from tests.capture import recurrent_nets
 from tests.capture.recurrent_nets import Cell, case, simulated
 from tests.export.onnx.simulated import run_onnx, run_simulation
+from tests.zoo import packed
 from tests.zoo.prepared import slow_but
-from tests.zoo.recurrent import Packed
 
 I, H, P = 5, 6, 3  # noqa: E741
 NETS = {
@@ -146,40 +146,35 @@ def test_a_net_that_is_not_quantized_stays_one_operator(tmp_path):
         assert np.abs(found - expected).max() < 1e-5
 
 
-@pytest.fixture(scope="module")
-def packed():
-    torch.manual_seed(0)
-    inputs = torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4])
-    sim = qtk.QuantSim(Packed().eval(), inputs)
-    sim.compute_encodings([inputs])
-    return sim
-
-
 @pytest.mark.sample(1)
 @pytest.mark.medium
-def test_packed_sequences_of_any_lengths(packed, tmp_path):
-    packed.export(tmp_path / "out", formats=("onnx",))
-    assert operators(onnx.load(tmp_path / "out" / "lstm.onnx").graph)["Scan"] == 2
-    lengths = ([6, 3, 1, 4], [2, 6, 6], [3], [1, 1, 1, 1, 1])
-    data = [(torch.randn(len(each), 6, 16), torch.tensor(each)) for each in lengths]
-    exact = packed.verify_export(tmp_path / "out", data, turns=0).exact
+def test_an_island_on_packed_sequences_of_any_lengths(tmp_path):
+    torch.manual_seed(0)
+    inputs = packed.sequences(4)
+    sim = qtk.QuantSim(packed.InPython().eval(), inputs)
+    sim.compute_encodings([inputs])
+    sim.export(tmp_path / "out", formats=("onnx",))
+    assert operators(onnx.load(tmp_path / "out" / "rnn.onnx").graph)["Scan"] == 2
+    lengths = ([5, 3, 1, 4], [2, 5, 5], [3], [1, 1, 1, 1, 1])
+    data = [packed.sequences(lengths=each, seed=1) for each in lengths]
+    exact = sim.verify_export(tmp_path / "out", data, turns=0).exact
     assert exact.differing <= 0.02
-    sequence = pack_padded_sequence(torch.randn(3, 5, 16), torch.tensor([5, 4, 2]), batch_first=True)
-    states = torch.zeros(2, 3, 12), torch.zeros(2, 3, 12)
-    found = run_onnx(tmp_path / "out" / "lstm.onnx", sequence.data, sequence.batch_sizes, *states)
+    sequence = pack_padded_sequence(torch.randn(3, 5, 4), torch.tensor([5, 4, 2]), batch_first=True)
+    states = torch.zeros(2, 3, 6), torch.zeros(2, 3, 6)
+    found = run_onnx(tmp_path / "out" / "rnn.onnx", sequence.data, sequence.batch_sizes, *states)
     with torch.no_grad():
-        output, last = packed.model.lstm(sequence)
+        output, last = sim.model.rnn(sequence)
     for theirs, ours in zip(found, (output.data, *last), strict=True):
         assert np.abs(theirs - ours.numpy()).max() <= 0.02  # one code
 
 
 @pytest.mark.medium
 def test_ranges_taken_over_padding_are_refused_with_the_site(tmp_path):
-    inputs = torch.randn(4, 6, 16), torch.tensor([6, 3, 1, 4])
+    inputs = packed.sequences(4)
     config = {"version": 1, "defaults": {"activation": {"symmetric": False, "dynamic": True}}}
-    sim = qtk.QuantSim(Packed().eval(), inputs, config=config)
+    sim = qtk.QuantSim(packed.ToTotalLength().eval(), inputs, config=config)
     sim.compute_encodings([inputs])
-    with pytest.raises(ExportError, match=r"lstm\.l0\.cell\.\S+: packed sequences are padded in ONNX"):
+    with pytest.raises(ExportError, match=r"rnn\.l0\.\S+: packed sequences are padded in ONNX"):
         sim.export(tmp_path / "out", formats=("onnx",))
     assert not (tmp_path / "out").exists()
 
