@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 
-def free_name(name: str, taken: Container[str], mark: str = "_") -> str:
+def free_name(name: str, taken: Container[object], mark: str = "_") -> str:
     """``name``, or ``name`` with the first ordinal after ``mark`` that is not ``taken``.
 
     >>> free_name("relu", {"relu", "relu_1"}), free_name("relu", {"relu"}, "@"), free_name("relu", ())
