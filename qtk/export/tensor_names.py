@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor, fx, nn
 
 from qtk.capture.signature import output_nodes
+from qtk.core.free_name import free_name
 from qtk.graph.graphs import roots, with_nested
 from qtk.graph.insert import quantizer_called, quantizer_nodes
 from qtk.graph.sites import SITE, label, value_site
@@ -51,15 +52,6 @@ def unique(names: Iterable[str]) -> list[str]:
     for name in names:
         given.append(free_name(name, given))
     return given
-
-
-def free_name(name: str, taken: Container[str]) -> str:
-    """``name``, or ``name`` with the first suffix ``_1``, ``_2``, … that is not ``taken``."""
-    free, ordinal = name, 0
-    while free in taken:
-        ordinal += 1
-        free = f"{name}_{ordinal}"
-    return free
 
 
 def signature_names(graph: fx.GraphModule) -> tuple[list[str], list[str]]:

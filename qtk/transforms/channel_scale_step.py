@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from qtk.capture.holders import holder
+from qtk.core.free_name import free_name
 from qtk.core.site import Site
 from qtk.graph.captured_graph import CapturedGraph
 from qtk.graph.op_table import CHANNEL_SCALE, row_of
@@ -85,8 +86,4 @@ def data_of(node: fx.Node) -> fx.Node | None:
 def free_op(graph: CapturedGraph, owner: str | None) -> str:
     """The name of a new channel scale, unique inside ``owner``: ``channel_scale``, ``channel_scale_1`` and so on."""
     taken = {label(node, OP) for node in graph.graph.nodes if label(node, OWNER) == owner}
-    name, ordinal = CHANNEL_SCALE.kind, 0
-    while name in taken:
-        ordinal += 1
-        name = f"{CHANNEL_SCALE.kind}_{ordinal}"
-    return name
+    return free_name(CHANNEL_SCALE.kind, taken)

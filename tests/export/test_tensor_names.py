@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qtk
-from qtk.export.tensor_names import free_name, tensor_names, unique
+from qtk.export.tensor_names import tensor_names, unique
 from tests.capture.islands import simulated as island_simulated
 from tests.zoo.models import ZOO
 from tests.zoo.prepared import pair, slow_but
@@ -34,4 +34,3 @@ def test_an_input_that_is_returned_keeps_its_name():
 
 def test_names_that_are_taken():
     assert unique(["a", "a", "a_1", "a"]) == ["a", "a_1", "a_1_1", "a_2"]
-    assert free_name("a", {"a", "a_1"}) == "a_2"

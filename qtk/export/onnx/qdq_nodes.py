@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import onnx_ir as ir
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qtk.core.dtypes import FloatDtype
 from qtk.core.encoding import Encoding
+from qtk.core.free_name import free_name
 from qtk.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from qtk.errors import ExportError
 from qtk.export.onnx.convolution_zeros import drop_zeros_of_convolutions
@@ -111,27 +112,18 @@ def _list_sites(model: ir.Model) -> None:
     constants: list[str] = []
     for node in model.graph.all_nodes():
         if node.metadata_props.pop(CONSTANT, None) is not None:
-            node.name = _free(node.name or CONSTANT, nodes)
+            node.name = free_name(node.name or CONSTANT, nodes, "@")
             constants.append(node.name)
         if SITE not in node.metadata_props:
             continue
         site, spec = node.metadata_props.pop(SITE), node.metadata_props.pop(SPEC)
-        node.name = _free(node.name or site, nodes)
+        node.name = free_name(node.name or site, nodes, "@")
         transposed = [json.loads(axes)] if (axes := node.metadata_props.pop(PERMUTATION, None)) else []
         nodes[node.name] = (None if node.name == site else site, specs.setdefault(spec, len(specs)), *transposed)
     listed = {"specs": [json.loads(spec) for spec in specs], "nodes": nodes}
     if constants:
         listed["constants"] = constants
     model.metadata_props[SITES] = json.dumps(listed, separators=(",", ":"))
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    """``name``, with an ordinal behind it if it is taken."""
-    ordinal, free = 0, name
-    while free in taken:
-        ordinal += 1
-        free = f"{name}@{ordinal}"
-    return free
 
 
 def _name_sites(names: ValueNames, entries: dict[str, ir.Node]) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from qtk.core.free_name import free_name
 from qtk.export.free_axes import EqualAxes
-from qtk.export.tensor_names import free_name, unique
+from qtk.export.tensor_names import unique
 
 
 class ValueNames:
