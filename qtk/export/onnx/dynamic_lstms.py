@@ -128,7 +128,7 @@ class _Written:
 
 
 def restore_lstms(model: ir.Model) -> None:
-    """Adds the nodes that left the file with ``write_dynamic_lstms``; nothing reads them. In place."""
+    """Adds the nodes that left the file with ``write_dynamic_lstms``, and products that nothing reads. In place."""
     written = json.loads(model.metadata_props.get(SITES, "{}")).get(LSTMS, {})
     present = {node.name for node in model.graph.all_nodes()}
     for operator in list(model.graph.all_nodes()) if written else ():
@@ -136,14 +136,17 @@ def restore_lstms(model: ir.Model) -> None:
             continue
         writer = NodeWriter(model.graph, operator, f"{operator.name}/restored", None)
         data, hidden, *weights = written[operator.name]
-        for index, name in ((0, data), (5, hidden)):
+        products = zip(((0, data), (5, hidden)), WEIGHTS, weights, strict=True)
+        for (index, read), (codes_at, scale_at), name in products:
             value = operator.inputs[index]
             assert value is not None
-            _name(_dynamic(writer, value), name)
-        for (codes_at, scale_at), name in zip(WEIGHTS, weights, strict=True):
+            _name(factor := _dynamic(writer, value), read)
             if name not in present:
                 present.add(name)
-                _name(_stored(writer, operator.inputs[codes_at], operator.inputs[scale_at], name), name)
+                _name(weight := _stored(writer, operator.inputs[codes_at], operator.inputs[scale_at], name), name)
+                turned = writer.node("Transpose", [weight.outputs[0]], FLOAT)
+                turned.attributes["perm"] = ir.AttrInt64s("perm", [1, 0])
+                writer.node("MatMul", [factor.outputs[0], turned.outputs[0]], FLOAT)
 
 
 def _dynamic(writer: NodeWriter, value: ir.Value) -> ir.Node:

@@ -9,6 +9,7 @@ from torch import nn
 
 import qtk
 from qtk.export.onnx.dynamic_lstms import GATES, TORCH_GATES
+from qtk.export.onnx.saturation import saturating_weights
 from qtk.export.onnx.session import Optimizations, session_with
 from qtk.export.onnx.site_outputs import site_outputs
 from qtk.export.onnx.stored_sites import stored_sites
@@ -158,6 +159,13 @@ def test_one_scale_and_no_biases(options, tmp_path):
         expected = sim.model(*given)
     for found, ours in zip(run(tmp_path / "out" / "model.onnx", given), expected, strict=True):
         assert sqnr_db(found, ours.numpy()) > 110
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("config", "weights"), [("onnxruntime", 0), ("onnxruntime_vnni", 2)])
+def test_weights_whose_sums_can_saturate_are_named(config, weights, tmp_path):
+    exported(nn.LSTM(I, H), (torch.randn(T, N, I),), tmp_path / "out", config)
+    assert len(saturating_weights(tmp_path / "out" / "model.onnx")) == weights
 
 
 def test_the_orders_of_the_gates_are_inverse():
