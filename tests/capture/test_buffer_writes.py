@@ -84,6 +84,6 @@ def test_a_graph_writes_what_forward_writes(kind):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "streams" else pytest.mark.medium) for name in STREAMS])
+    pytest.param(name, marks=[] if name == "streams" else pytest.mark.slow) for name in STREAMS])
 def test_streams_are_one_graph(name):
     assert_equal_over_calls(stream(name), frames(name, 4))

@@ -56,3 +56,19 @@ def test_what_a_call_writes_is_undone():
     assert torch.equal(first, second)
     assert norm.training
     assert norm.num_batches_tracked == 0
+
+
+def test_a_call_begins_with_its_buffers_and_its_outputs_end_with_those_after_it():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x):
+            self.total += x
+            return self.total * 2
+
+    model, x = qtk.prepare_model(Sum(), torch.ones(3)), torch.ones(3)
+    outputs = tensor_outputs(model, Call((x,), {}, None, buffers={"total": 4 * x}))
+    assert [float(value[0]) for value in outputs] == [10, 5]
+    assert float(model.total.sum()) == 0

@@ -432,7 +432,7 @@ def test_padding_has_no_part_in_the_verdict(tmp_path):
 
 
 @pytest.mark.medium
-def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path):
+def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path, monkeypatch):
     batches = frames("recurrent", 8)
     sim = qtk.QuantSim(stream("recurrent"), batches[0], config="onnxruntime")
     sim.compute_encodings(batches, progress=False)
@@ -441,7 +441,11 @@ def test_each_call_of_a_file_begins_with_the_buffers_of_the_simulation(tmp_path)
     assert [each.name for each in verdict.runs[0].outputs] == ["output", "h_out", "steps_out"]
     assert verdict.runs[0].total.max_difference == 0
     assert float(sim.model.h.abs().sum()) == 0
+    begun, reference = [], file_runs.FileRuns.reference
+    monkeypatch.setattr(file_runs.FileRuns, "reference",
+                        lambda runs, inputs: begun.append(int(inputs["steps"])) or reference(runs, inputs))
     (alone,) = verify_files(tmp_path / "out", [*batches], turns=0, progress=False)
+    assert begun == list(range(8))  # each batch with what the one before returned
     assert alone.level is not Level.RED
     (random,) = verify_files(tmp_path / "out", turns=0, progress=False)
     assert random.level is not Level.RED

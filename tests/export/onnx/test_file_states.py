@@ -14,7 +14,7 @@ from qtk.export.onnx.file_states import STATES, file_states
 from tests.zoo.streams import STREAMS, frames, stream
 
 onnxruntime = pytest.importorskip("onnxruntime")
-STEPS = 24
+STEPS, MEDIUM = 24, ("cached_conv",)
 
 
 def deployed(name, folder, **options):
@@ -48,7 +48,8 @@ def loop(file, batches, *, optimized=False):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == "streams" else pytest.mark.medium) for name in STREAMS])
+    pytest.param(name, marks=[] if name == "streams" else pytest.mark.medium if name in MEDIUM else pytest.mark.slow)
+    for name in STREAMS])
 def test_a_loop_over_the_file_is_the_simulation_bit_for_bit(name, tmp_path):
     sim, batches, file = deployed(name, tmp_path)
     outputs, held = loop(file, batches)
@@ -61,7 +62,7 @@ def test_a_loop_over_the_file_is_the_simulation_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["cached_conv", "recurrent"])
+@pytest.mark.parametrize("name", ["cached_conv", pytest.param("recurrent", marks=pytest.mark.slow)])
 def test_with_optimizations_it_stays_beside_the_simulation(name, tmp_path):
     sim, batches, file = deployed(name, tmp_path, config="onnxruntime")
     outputs, _ = loop(file, batches, optimized=True)
@@ -71,15 +72,23 @@ def test_with_optimizations_it_stays_beside_the_simulation(name, tmp_path):
     assert expected.square().sum() > 10 ** 3.5 * error  # 35 dB
 
 
-def test_states_are_read_back_with_the_values_that_they_begin_with(tmp_path):
-    sim, _, file = deployed("streams", tmp_path)
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory):
+    return deployed("streams", tmp_path_factory.mktemp("streams"))
+
+
+def test_states_are_read_back_with_the_values_that_they_begin_with(streams, tmp_path):
+    sim, _, file = streams
+    before = sim.model.last.clone()
     with torch.no_grad():
         sim.model.last.copy_(torch.arange(8.0).reshape(2, 4) / 3)
     sim.export(tmp_path / "again", formats=("onnx",), check=False)
+    first = sim.model.last.clone()
+    sim.model.last.copy_(before)
     assert {name: state.output for name, state in file_states(file).items()} == {
         "recurrent.h": "recurrent.h_out", "recurrent.steps": "recurrent.steps_out", "last": "last_out"}
     again = file_states(tmp_path / "again" / "model.onnx")
-    assert torch.equal(again["last"].first, sim.model.last)
+    assert torch.equal(again["last"].first, first)
     assert torch.equal(again["recurrent.steps"].first, torch.zeros((), dtype=torch.int64))
 
 
@@ -96,8 +105,8 @@ def test_inputs_that_are_outputs_of_the_call_before_stand_beside_them(tmp_path):
     assert (state.output, state.first) == ("next", None)
 
 
-def test_broken_metadata_are_named(tmp_path):
-    _, _, file = deployed("streams", tmp_path)
+def test_broken_metadata_are_named(streams, tmp_path):
+    _, _, file = streams
     model = onnx.load(file)
     entry = next(each for each in model.metadata_props if each.key == STATES)
     for broken in ("[", '{"h": 3}', '{"last": {"output": "nothing"}}', '{"last": {"output": "last_out", "data": "?"}}'):
