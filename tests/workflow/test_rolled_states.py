@@ -117,11 +117,6 @@ def test_layerwise_methods_see_the_states_of_the_float_model(sim):
     assert [float(call.args[1]["sum"][0, 0]) for call in calls] == [0, 1, 3]
 
 
-def test_states_are_told_apart_by_key_whatever_their_order_in_the_batch(sim):
-    batches = [(x, dict(reversed(state.items()))) for x, state in (batch(1), batch(2), batch(3))]
-    assert sums(sim, batches) == pytest.approx([1, 3, 6], abs=0.01)
-
-
 class Counted(nn.Module):
     """A buffer that adds up what it is given."""
 

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.session import create_session
-from qtk.export.onnx.state_codes import STATES, StateCodes
+from qtk.export.onnx.state_codes import STATES, StateCodes, return_codes
 from qtk.workflow.forward_pass import outputs
 
 TYPES = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(uint16)": np.uint16}
@@ -166,3 +167,24 @@ def test_what_has_no_codes_is_refused(tmp_path):
     alone.compute_encodings([X[0]], progress=False)
     with pytest.raises(ExportError, match=r"the model has no states; name them, QuantSim\(…, states="):
         alone.export(tmp_path / "a", formats="onnx", state_codes=True)
+
+
+ANOTHER_GRID = """<ir_version: 9, opset_import: ["" : 19]>
+g (float[3] h) => (float[3] next, float[3] y) <float scale = {0.5}, uint8 zero = {100}, float other = {0.3}> {
+  codes = QuantizeLinear(h, scale, zero)
+  real = DequantizeLinear(codes, scale, zero)
+  next_codes = QuantizeLinear(real, other, zero)
+  next = DequantizeLinear(next_codes, other, zero)
+  y = Neg(next)
+}"""
+
+
+def test_an_output_on_another_grid_is_quantized_as_the_next_run_would():
+    model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(ANOTHER_GRID)))
+    model.graph.initializers["scale"].name = "h.scale"
+    return_codes(model, {"h": 0})
+    session, _ = create_session(ir.serde.serialize_model(model).SerializeToString(), optimized=False)
+    codes, _ = session.run(["next", "y"], {"h": np.array([101, 104, 90], np.uint8)})
+    thirds = np.round(np.array([1, 4, -10]) * 0.5 / 0.3) * 0.3
+    assert codes.dtype == np.uint8
+    assert codes.tolist() == (np.round(thirds / 0.5) + 100).tolist()
