@@ -42,7 +42,7 @@ from qtk.workflow.merged_members import MemberSamples
 SAMPLE = 256
 """Values of a site that are kept of a call."""
 
-CALLS = 8
+CALLS = 4
 """First calls of a site of which values are kept; later ones if their number is a power of two."""
 
 FEWEST_CODES = 8
