@@ -85,6 +85,15 @@ def test_candidates_for_the_batch_are_as_long_as_a_fixed_axis_0():
     assert batch_elsewhere(inputs, args, {}) == {(1, 1), (1, 2), (0, 2)}
 
 
+def test_lengths_of_sequences_hold_the_batch_though_the_first_axis_of_the_first_input_is_free():
+    x, table, lengths = torch.ones(7, 3, 8), torch.ones(3, 3), torch.ones(3, dtype=torch.int64)
+    first = torch.export.export(
+        torch.nn.Identity(), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False
+    ).graph.find_nodes(op="placeholder")[0].meta["val"]
+    assert batch_elsewhere({"x": first, "table": table}, (x, table), {}) == ()
+    assert batch_elsewhere({"x": first, "lengths": lengths}, (x, lengths), {}) == {(0, 1)}
+
+
 def test_shapes_are_free_where_they_are_asked_for():
     class Two(nn.Module):
         def forward(self, x, *, pair):
