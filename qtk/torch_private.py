@@ -299,9 +299,7 @@ def has_length_hint(length: int | torch.SymInt) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` is tracing. The public ``torch.compiler.is_exporting`` of torch 2.11 is true as well
-    while ``torch.compile`` compiles.
-    """
+    """Whether ``torch.export`` is tracing; the public function of torch 2.11 is true of ``torch.compile`` as well."""
     exporting: bool = torch.compiler._is_exporting_flag
     return exporting
 

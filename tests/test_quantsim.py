@@ -397,3 +397,17 @@ def test_labels_at_capture_alone_or_at_the_call_alone_are_named():
         qtk.QuantSim(Tokens(), tokens(5, labels=labels)).model(**tokens(5))
     with pytest.raises(CaptureError, match="input labels was not given when the model was captured"):
         qtk.QuantSim(Tokens(), tokens(5)).model(**tokens(5, labels=labels))
+
+
+def test_reset_is_short_for_sequences():
+    class Sum(nn.Module):
+        def forward(self, x, total):
+            return x.relu(), total + x
+
+    batches = [(torch.ones(2, 1), torch.zeros(2, 1)) for _ in range(6)]
+    sim = qtk.QuantSim(Sum(), batches[0], states={"total": 1})
+    largest = []
+    for data, options in ((batches, {"reset": 3}), (qtk.Sequences(batches, reset=3), {}), (batches, {})):
+        sim.compute_encodings(data, progress=False, **options)
+        largest.append(round(float(sim.encodings()["total:input"].maximum), 3))
+    assert largest == [3.0, 3.0, 6.0]

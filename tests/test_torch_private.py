@@ -34,6 +34,7 @@ from qtk.torch_private import (
     graph_from_bytes,
     graph_to_bytes,
     has_hooks,
+    has_length_hint,
     hooks,
     hooks_on_saved_tensors_work,
     in_backward,
@@ -424,6 +425,16 @@ def test_length_hint_leaves_a_dynamic_axis_dynamic():
     shape = node.meta["val"].shape
     assert [length_hint(length) for length in shape] == [3, 4]
     assert not str(shape[0]).isdigit()
+
+
+def test_has_length_hint_is_false_of_lengths_that_data_decide():
+    class Nonzero(nn.Module):
+        def forward(self, x):
+            return x.nonzero()
+
+    program = torch.export.export(Nonzero(), (torch.randn(3, 4),), strict=False)
+    (found,) = program.graph.output_node().all_input_nodes
+    assert [has_length_hint(length) for length in found.meta["val"].shape] == [False, True]
 
 
 def test_load_decomposed_ops_registers_them():

@@ -211,10 +211,10 @@ def test_parameters_that_are_left_as_they_are_are_counted():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 24)
+            self.layer, self.other = nn.Linear(8, 8), nn.Bilinear(8, 8, 3)
 
         def forward(self, x):
-            return self.layer(x) @ self.other.weight.t()[:, :8] + self.other(x)[:, :8]
+            return self.other(self.layer(x), x)
 
     x = torch.randn(64, 8)
     sim = qtk.QuantSim(Shared().eval(), x, weight_bits=4)

@@ -50,12 +50,12 @@ def test_noise_that_a_model_amplifies_lowers_it():
 
 
 def test_what_a_call_writes_is_undone():
-    norm = nn.BatchNorm1d(4)
+    norm = qtk.prepare_model(nn.BatchNorm1d(4).eval(), torch.ones(2, 4))
     norm.train()
     (first,), (second,) = (tensor_outputs(norm, Call((torch.ones(2, 4),), {}, None)) for _ in range(2))
     assert torch.equal(first, second)
     assert norm.training
-    assert norm.num_batches_tracked == 0
+    assert norm.get_buffer("num_batches_tracked") == 0
 
 
 def test_a_call_begins_with_its_buffers_and_its_outputs_end_with_those_after_it():

@@ -7,6 +7,7 @@ from torch import nn
 
 import qtk
 from qtk.export.onnx.session import create_session
+from tests.exported_files import leave_out
 
 AXIS = {"bits": 8, "symmetric": True, "granularity": "per_channel", "axis": 1}
 
@@ -21,22 +22,34 @@ class Attention(nn.Module):
         return x.view(2, 1, 2, 3).transpose(1, 2) @ keys.transpose(2, 3)
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_scales_of_heads_are_not_taken_for_scales_of_columns(symmetric, tmp_path):
+def deployed(folder, *, symmetric=True):
+    """The output of the simulation and of its file, and the operators of the optimized graph."""
     torch.manual_seed(0)
     inputs = torch.randn(2, 1, 6), torch.randn(2, 2, 1, 3) * torch.tensor([1.0, 30.0])[:, None, None]
     rules = [{"match": {"op": "concat"}, "output": {**AXIS, "symmetric": symmetric}},
              {"match": {"op": "matmul"}, "output": "float"}]
-    config = {"version": 1, "rules": rules}
-    sim = qtk.QuantSim(Attention().eval(), inputs, config=config)
+    sim = qtk.QuantSim(Attention().eval(), inputs, config={"version": 1, "rules": rules})
     sim.compute_encodings([inputs], progress=False)
-    sim.export(tmp_path / "out", formats="onnx")
+    sim.export(folder / "out", formats="onnx", check=False)
     with torch.no_grad():
         expected = sim.model(*inputs)
-    session, _ = create_session(tmp_path / "out" / "model.onnx", optimized_file=tmp_path / "optimized.onnx")
+    session, _ = create_session(folder / "out" / "model.onnx", optimized_file=folder / "optimized.onnx")
+    kinds = {node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node}
     (got,) = session.run(None, {"x": inputs[0].numpy(), "past": inputs[1].numpy()})
-    assert torch.allclose(torch.from_numpy(got), expected, atol=1e-5)
-    kinds = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    return expected, torch.from_numpy(got), kinds
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_of_heads_are_not_taken_for_scales_of_columns(symmetric, tmp_path):
+    expected, got, kinds = deployed(tmp_path, symmetric=symmetric)
+    assert torch.allclose(got, expected, atol=1e-5)
     assert "Max" in kinds
     assert not kinds & {"QLinearConcat", "QLinearMatMul"}
+
+
+@pytest.mark.medium
+def test_without_it_onnx_runtime_refuses_its_own_fusion(tmp_path, monkeypatch):
+    leave_out(monkeypatch, "keep_axis_scales_float")
+    with pytest.raises(Exception, match="MatMulIntegerToFloat"):
+        deployed(tmp_path)

@@ -11,9 +11,9 @@ from torch import nn
 import qtk
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import STATES, file_states
+from qtk.export.onnx.session import create_session
 from tests.zoo.streams import STREAMS, frames, stream
 
-onnxruntime = pytest.importorskip("onnxruntime")
 STEPS, MEDIUM = 24, ("cached_conv",)
 
 
@@ -28,10 +28,7 @@ def deployed(name, folder, **options):
 
 def loop(file, batches, *, optimized=False):
     """The outputs of each call and the states at the end, of a program that has nothing but the file."""
-    options, levels = onnxruntime.SessionOptions(), onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    session, _ = create_session(file, optimized=optimized)
     entries = json.loads(session.get_modelmeta().custom_metadata_map["qtk.states"])
     kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
     ports = {port.name: port for port in session.get_inputs()}

@@ -13,8 +13,9 @@ from torch import nn
 
 import qtk
 from qtk.errors import ExportError
+from qtk.export.onnx.file_states import STATES
 from qtk.export.onnx.session import create_session
-from qtk.export.onnx.state_codes import STATES, StateCodes, return_codes
+from qtk.export.onnx.state_codes import StateCodes, return_codes
 from qtk.workflow.forward_pass import outputs
 
 TYPES = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(uint16)": np.uint16}
@@ -182,7 +183,8 @@ g (float[3] h) => (float[3] next, float[3] y) <float scale = {0.5}, uint8 zero =
 def test_an_output_on_another_grid_is_quantized_as_the_next_run_would():
     model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(ANOTHER_GRID)))
     model.graph.initializers["scale"].name = "h.scale"
-    return_codes(model, {"h": 0})
+    model.metadata_props[STATES] = json.dumps({"h": {"output": "next", "site": "h"}})
+    return_codes(model)
     session, _ = create_session(ir.serde.serialize_model(model).SerializeToString(), optimized=False)
     codes, _ = session.run(["next", "y"], {"h": np.array([101, 104, 90], np.uint8)})
     thirds = np.round(np.array([1, 4, -10]) * 0.5 / 0.3) * 0.3
