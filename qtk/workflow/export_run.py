@@ -14,7 +14,7 @@ from qtk.errors import ExportError, first_line
 from qtk.export.file_signature import file_inputs, file_signature
 from qtk.export.onnx.session import Optimizations, create_session, other_float_remedy, session_with
 from qtk.export.onnx.site_outputs import site_outputs
-from qtk.export.onnx.state_codes import StateCodes
+from qtk.export.onnx.state_values import StateCodes
 from qtk.graph.insert import quantizer_called
 from qtk.report.difference import Difference
 from qtk.report.findings import AMPLIFIED_DB, HIGH_SQNR_DB, departs, is_changed, is_close

@@ -20,7 +20,7 @@ from qtk.export.onnx.op_times import op_times
 from qtk.export.onnx.openvino_model import OpenVinoModel, has_openvino
 from qtk.export.onnx.session import Optimizations, integer_sums_saturate, session_with
 from qtk.export.onnx.site_outputs import SiteOutput, site_outputs, sites_in_bodies, write_with_outputs
-from qtk.export.onnx.state_codes import StateCodes
+from qtk.export.onnx.state_values import StateCodes
 from qtk.numerics.top1 import Top1
 from qtk.report.difference import Difference
 from qtk.report.findings import agrees

@@ -18,7 +18,7 @@ from qtk.export.onnx.cut_file import given_name, write_cut
 from qtk.export.onnx.executed_nodes import computing_kinds
 from qtk.export.onnx.session import Optimizations, session_with
 from qtk.export.onnx.site_outputs import SiteOutput
-from qtk.export.onnx.state_codes import StateCodes
+from qtk.export.onnx.state_values import StateCodes
 from qtk.report.difference import Difference
 from qtk.workflow.difference_sums import DifferenceSums
 from qtk.workflow.simulated_values import Reference

@@ -11,23 +11,17 @@ Both ends of a state have one encoding, so that a run returns the codes that the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from torch import Tensor
 
 from qtk.errors import ExportError
 from qtk.export.onnx.file_states import STATES
 from qtk.export.onnx.node_writer import value_of
 from qtk.export.onnx.qdq_nodes import qparam_name
-from qtk.export.onnx.site_outputs import SiteOutput
-from qtk.export.onnx.stored_sites import stored_sites
 from qtk.export.onnx.value_names import ValueNames
 
 
@@ -60,37 +54,8 @@ def return_codes(model: ir.Model) -> None:
     graph.sort()
 
 
-class StateCodes:
-    """The states that a file has as codes, by the names of its inputs and outputs; none of most files.
-
-    Args:
-        file: an exported file.
-    """
-
-    def __init__(self, file: Path) -> None:
-        model = ir.load(file)
-        states = json.loads(model.metadata_props.get(STATES, "{}"))
-        kinds = {value.name: value.dtype for value in model.graph.inputs}
-        self._dtypes = {name: np.dtype(kind.numpy()) for name in states if _is_integer(kind := kinds[name])}
-        self._codes: dict[str, SiteOutput] = {}
-        encodings = {site.name: site.encoding for site in stored_sites(file)} if self._dtypes else {}
-        for name in self._dtypes:
-            for each in (name, states[name]["output"]):
-                self._codes[each] = SiteOutput(states[name]["site"], 0, each, encodings[states[name]["site"]])
-
-    def stored(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs by name, as the file takes them, of float ones."""
-        return {
-            name: torch.from_numpy(self._codes[name].stored(value.detach().cpu()).numpy().astype(self._dtypes[name]))
-            if name in self._dtypes else value for name, value in inputs.items()
-        }
-
-    def reals(self, output: str, value: Tensor) -> Tensor:
-        """What the file returns as an output, in float."""
-        return self._codes[output].reals(value) if output in self._codes else value
-
-
-def _is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
+def is_integer(kind: ir.DataType | None) -> TypeGuard[ir.DataType]:
+    """Whether values of a type are integers."""
     return kind is not None and kind.is_integer()
 
 
@@ -101,7 +66,7 @@ def _pair(graph: ir.Graph, site: str, index: int) -> _Pair:
     if quantize is None:
         raise ExportError(f"state_codes: the state {site} has no codes of a calibrated range in the file: it is left "
                           "in float or quantized dynamically; quantize it by a rule, or leave state_codes out")
-    if not _is_integer(quantize.outputs[0].dtype):
+    if not is_integer(quantize.outputs[0].dtype):
         raise ExportError(f"state_codes: the codes of {site} are no integers, and ONNX Runtime has no arrays of others "
                           "in Python; give it 8 or 16 bits, or leave state_codes out")
     return _Pair(_between(quantize)[-1], quantize, index)
